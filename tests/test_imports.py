@@ -6,6 +6,7 @@ one fails here even if nothing runs it.
 
 import ast
 import pathlib
+import re
 import sys
 from collections.abc import Iterator
 
@@ -53,6 +54,7 @@ _MAY_ASK = {
     "fp8rl_jax.training.environment": _MACHINE,  # what a run records
     "fp8rl_jax.envs.rewards.pool": _MACHINE,  # the environment of a child
 }
+_USERS = {"bench", "study"}  # programs that use the library
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}
 _PACKAGES = set(_MAY_IMPORT) - {_PACKAGE}
 
@@ -132,6 +134,16 @@ def _asks(module: str, source: str) -> list[str]:
         for name in (set(names) & (_MESH | _MACHINE)) - allowed:
             found.append(f"{module}:{node.lineno} reads {name}; take it as an argument")
     return found
+
+
+def _private_names(source: str) -> list[str]:
+    """Names that begin with one underscore and are imported, or read from an imported name."""
+    nodes, private = list(ast.walk(ast.parse(source))), re.compile(r"_(?!_)").match
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    found = [a.name for node in froms for a in node.names if private(a.name)]
+    imported = {a.asname or a.name for node in froms for a in node.names}
+    reads = [n for n in nodes if isinstance(n, ast.Attribute) and private(n.attr)]
+    return found + [ast.unparse(n) for n in reads if ast.unparse(n.value) in imported]
 
 
 _SOURCES = _sources()
@@ -215,6 +227,17 @@ def test_every_file_that_may_ask_does():
 def test_planted_question_is_found(source):
     assert _asks("fp8rl_jax.models.x", source)
     assert not _asks("fp8rl_jax.base.x", source)
+
+
+@pytest.mark.parametrize("module", sorted(m for m in _SOURCES if _package_of(m) in _USERS))
+def test_users_of_the_library_need_public_names(module):
+    """Studies and benches are written as anyone's program would be."""
+    assert not _private_names(_SOURCES[module].read_text())
+
+
+def test_planted_private_name_is_found():
+    assert _private_names("from fp8rl_jax.models.router import _scores")
+    assert _private_names("from fp8rl_jax import learner\nlearner._loss()")
 
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.name)

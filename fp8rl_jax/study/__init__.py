@@ -1,5 +1,17 @@
 """Studies: measurements that test hypotheses written beforehand (docs/studies.md).
 
-`statistics` has intervals and tests, `cells` the results that are kept, `hypotheses` the verdicts,
-`writing` the files; every study has a file of its own.
+    config or checkpoint -> subjects.Subject (one for each seed)
+                                |  cells(subject, plan)
+    STUDY.jsonl <-> cells.Cells |  step0.Scoring: samples, scored under several recipes
+                                |  runs.arm_cells: RL runs from one start
+                                v
+    frame.Found (numbers) -> judge: hypotheses, by statistics and measures
+                          -> result, tables, figure -> study.json, study.md, study.png
+
+Read `frame` first: it has the form of a study, and the one loop that runs it. Each study is the
+value STUDY of a module: `layers`, `cases`, `kv`, `scale`, `training`, `accuracy`. `writing` has
+tables and panels, `scoring` samples and scores, `gemm_flow` and `outliers` what one study measures.
+
+Studies use only public names of the library. Not done: a study over several processes, and one
+that compares engines other than this library's.
 """

@@ -25,25 +25,21 @@ on the side of "not resolved".
 from __future__ import annotations
 
 import math
-import pathlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells
-from fp8rl_jax.study.hypotheses import ANY, SUPPORTED, Hypothesis
-from fp8rl_jax.study.progress import Note, Progress, silent
-from fp8rl_jax.study.runs import TIS, UNCORRECTED, Arms, Fields, part, series
+from fp8rl_jax.study.cells import Cell
+from fp8rl_jax.study.frame import Found, Plan, Result, Size, Study, Verdict
+from fp8rl_jax.study.hypotheses import ANY, SUPPORTED, Hypothesis, Zone
+from fp8rl_jax.study.runs import TIS, UNCORRECTED, Fields, accuracies, arm_cells, part, series
 from fp8rl_jax.study.statistics import equivalence, seed_mean, seeds_needed
 from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STEPS, QUICK_STEPS = 160, 3
 MARGIN = 0.03  # of sampled accuracy; about NVIDIA's difference between BF16 and FP8 generation only
 CLIP = 32.0  # of the activations in the rollout of the stress arms
 
@@ -78,56 +74,54 @@ UNIFIED = Hypothesis(
     "unified",
     "FP8 end to end learns as much as bf16",
     "mean of sampled accuracy less that of bf16",
-    -MARGIN,
-    MARGIN,
+    Zone(-MARGIN, MARGIN),
     _TOST,
 )
 TRACKS = Hypothesis(
     "tracks",
     "With TIS an FP8 rollout with a bf16 learner learns as much as bf16",
     "mean of sampled accuracy less that of bf16",
-    -MARGIN,
-    MARGIN,
+    Zone(-MARGIN, MARGIN),
     _TOST,
 )
 DEGRADES = Hypothesis(
     "degrades",
     "Without correction an FP8 rollout with a bf16 learner learns less than bf16",
     "mean of sampled accuracy less that of bf16",
-    high=-ANY,
+    Zone(high=-ANY),
 )
 NARROWS = Hypothesis(
     "narrows",
     "With TIS an FP8 rollout with a bf16 learner learns more than without",
     "mean of sampled accuracy less that without correction",
-    low=ANY,
+    Zone(low=ANY),
 )
 STRESSED = Hypothesis(
     "stressed",
     "The stress is one: its mismatch is at least twice that of the FP8 rollout (if "
     "not, the hypotheses under stress say little)",
     "mean |D| over the steps, uncorrected, under stress over without",
-    low=2.0,
+    Zone(low=2.0),
 )
 STRESS_DEGRADES = Hypothesis(
     "stress_degrades",
     "Under stress the arm without correction learns less than bf16",
     "mean of sampled accuracy less that of bf16",
-    high=-ANY,
+    Zone(high=-ANY),
 )
 STRESS_TIS = Hypothesis(
     "stress_tis",
     "Under stress TIS learns more than no correction",
     "mean of sampled accuracy less that without correction",
-    low=ANY,
+    Zone(low=ANY),
 )
 STRESS_RECOVERS = Hypothesis(
     "stress_recovers",
     "Under stress TIS recovers what bf16 learns, up to the margin",
     "mean of sampled accuracy less that of bf16",
-    low=-MARGIN,
+    Zone(low=-MARGIN),
 )
-# Each with the arm and the other arm of its difference.
+# Each with two arms: the first less the second is its figure.
 HYPOTHESES = (
     (UNIFIED, "unified", BASELINE),
     (TRACKS, "rollout_tis", BASELINE),
@@ -139,69 +133,37 @@ HYPOTHESES = (
 )
 
 
-def study(
-    subjects: Sequence[Subject],
-    out: pathlib.Path,
-    cells: Cells,
-    note: Note = silent,
-    steps: int = STEPS,
-) -> dict[str, Any]:
-    """Trains what is missing of the cells, and judges the hypotheses.
+def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
+    return arm_cells("accuracy", subject, plan, ARMS)
 
-    Args:
-      subjects: one for each seed.
-      out: where runs are.
-      cells: finished ones.
-      note: called with a line about what is done.
-      steps: of RL.
 
-    Returns:
-      What study.json holds.
-
-    Raises:
-      UserError: there is no step.
-    """
-    if steps < 1:
-        raise UserError(f"study accuracy: --steps={steps} trains nothing: write 1 or more")
-    runs: dict[str, list[dict]] = {name: [] for name in ARMS}
-    progress = Progress(len(subjects) * len(runs), note)
-    for subject in subjects:
-        arms = Arms(subject, {"run.steps": steps}, out, cells, note)
-        for name, fields in ARMS.items():
-            runs[name].append(arms.run("accuracy", name, fields))
-            progress.add(f"RL of {subject.name}, seed {subject.seed}, {name}")
-    config = subjects[0].runtime.config
+def _result(found: Found) -> Result:
+    config = found.subjects[0].runtime.config
     return {
-        "study": "accuracy",
-        "name": subjects[0].name,
-        "subjects": [subject.identity for subject in subjects],
-        "steps": steps,
         "questions": config.eval.questions,
         "samples": config.eval.samples,
         "margin": MARGIN,
-        "runs": {name: [cell["numbers"] for cell in found] for name, found in runs.items()},
-        "differences": {name: _differences(runs, name) for name in runs if name != BASELINE},
-        "hypotheses": _judge(runs),
-        "origins": writing.origins([cell for found in runs.values() for cell in found]),
+        "runs": {arm: found.each(arm) for arm in ARMS},
+        "differences": {arm: _differences(found, arm) for arm in ARMS if arm != BASELINE},
     }
 
 
-def _less(runs: dict[str, list[dict]], arm: str, other: str) -> tuple[np.ndarray, float]:
+def _less(found: Found, arm: str, other: str) -> tuple[np.ndarray, float]:
     """Sampled accuracy under bf16 of an arm less that of another, of each seed (S,), and the least
     standard deviation that it is taken to have."""
 
     def values(name: str) -> np.ndarray:  # (2, S)
         metrics = ("accuracy_sampled", "accuracy_sampled_se")
-        return np.array([[cell["numbers"]["bf16"][m] for cell in runs[name]] for m in metrics])
+        return np.array([[run["bf16"][m] for run in found.each(name)] for m in metrics])
 
     (one, one_error), (two, two_error) = values(arm), values(other)
     return one - two, float(np.sqrt((one_error**2 + two_error**2).mean()))
 
 
-def _differences(runs: dict[str, list[dict]], arm: str) -> dict[str, Any]:
+def _differences(found: Found, arm: str) -> dict[str, Any]:
     """An arm less bf16: each seed, their standard deviation, and how many seeds find a
     difference of the margin; None for the last two with one seed."""
-    each, least = _less(runs, arm, BASELINE)
+    each, least = _less(found, arm, BASELINE)
     several = len(each) > 1
     return {
         "each": each.tolist(),
@@ -210,63 +172,48 @@ def _differences(runs: dict[str, list[dict]], arm: str) -> dict[str, Any]:
     }
 
 
-def _judge(runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
-    """The verdicts of the cells of each arm, one a seed."""
-    verdicts, found = [], {}
+def _judge(found: Found) -> list[Verdict]:
+    verdicts: dict[str, Verdict] = {}
     for hypothesis, arm, other in HYPOTHESES:
-        (each, least), p, unresolved = _less(runs, arm, other), None, ""
+        (each, least), p, unresolved = _less(found, arm, other), None, ""
         if hypothesis.test:
             p = equivalence(each, MARGIN, least) if len(each) > 1 else math.nan
-        directed = ANY in (hypothesis.low, -hypothesis.high)
+        directed = ANY in (hypothesis.zone.low, -hypothesis.zone.high)
         seeds = each.tolist() if directed else ()
-        if hypothesis is STRESS_RECOVERS and found[STRESS_DEGRADES.name] != SUPPORTED:
+        lost = verdicts.get(STRESS_DEGRADES.name, {}).get("verdict")
+        if hypothesis is STRESS_RECOVERS and lost != SUPPORTED:
             unresolved = "without correction nothing was seen to be lost"
-        verdict = hypothesis.judge(seed_mean(each, least), p, seeds, unresolved)
-        found[hypothesis.name] = verdict["verdict"]
-        verdicts.append(verdict)
-    sizes = (
-        series(runs[arm], "train_rollout_logprob_abs_diff").mean(axis=1)
+        mean = seed_mean(each, least)
+        verdicts[hypothesis.name] = hypothesis.judge(mean, p, seeds, unresolved)
+    stressed, plain = (
+        series(found.each(arm), "train_rollout_logprob_abs_diff").mean(axis=1)
         for arm in ("stress_rollout", "rollout")
     )
-    ratios = np.divide(*sizes)
-    return [*verdicts, STRESSED.judge(seed_mean(ratios), seeds=ratios.tolist())]
+    return [*verdicts.values(), STRESSED.judge_seeds(stressed / plain)]
 
 
-def format_table(result: dict[str, Any]) -> str:
-    """Markdown: all arms, and how many seeds would resolve the margin."""
-    rows = [
-        (
-            "arm",
-            "right in bf16, sampled",
-            "less bf16",
-            "right under its own recipe",
-            "mean abs D",
-            "reward, last quarter",
-        )
-    ]
-    for arm, found in result["runs"].items():
-        curves = [run["series"] for run in found]
-        sizes = [np.mean(c["train_rollout_logprob_abs_diff"]) for c in curves]
-        less = result["differences"].get(arm)
-        rows.append(
-            (
-                _TEXTS[arm],
-                writing.each([run["bf16"]["accuracy_sampled"] for run in found]),
-                writing.each(less["each"]) if less else "",
-                writing.each([run["own"]["accuracy_sampled"] for run in found]),
-                writing.each(sizes),
-                writing.each(part(np.array([c["reward_mean"] for c in curves]), 3)),
-            )
-        )
+def _tables(result: Result) -> str:
+    """All arms, and how many seeds would resolve the margin."""
+    less = {arm: writing.each(found["each"]) for arm, found in result["differences"].items()}
+    columns = {
+        "right in bf16, sampled": lambda row: writing.each(accuracies(row[1], "bf16")),
+        "less bf16": lambda row: less.get(row[0], ""),
+        "right under its own recipe": lambda row: writing.each(accuracies(row[1], "own")),
+        "mean abs D": lambda row: writing.each(
+            series(row[1], "train_rollout_logprob_abs_diff").mean(axis=1)
+        ),
+        "reward, last quarter": lambda row: writing.each(part(series(row[1], "reward_mean"), 3)),
+    }
+    arms = [(_TEXTS[arm], (arm, runs)) for arm, runs in result["runs"].items()]
     return (
         f"{result['name']}, {result['steps']} steps of RL, a figure for each seed; "
         f"{result['questions']} held-out questions of {result['samples']} samples. Under "
-        f"stress the rollout clips activations at {CLIP:g}.\n\n{writing.markdown_table(*rows)}\n"
-        f"{format_power(result)}\n"
+        f"stress the rollout clips activations at {CLIP:g}.\n\n"
+        f"{writing.table('arm', arms, columns)}\n{format_power(result)}\n"
     )
 
 
-def format_power(result: dict[str, Any]) -> str:
+def format_power(result: Result) -> str:
     """A sentence: what the paired differences' deviation says of the number of seeds."""
     found = {_TEXTS[arm]: less for arm, less in result["differences"].items()}
     if len(result["subjects"]) < 2:
@@ -282,16 +229,12 @@ def format_power(result: dict[str, Any]) -> str:
     )
 
 
-def draw(result: dict[str, Any]) -> Figure:
+def _figure(result: Result) -> Figure:
     """Accuracies with a line for each seed, and curves of the reward."""
-    from matplotlib.figure import Figure  # here alone: the other commands start without it
-
-    figure = Figure(figsize=(14, 4), layout="constrained", dpi=110)
-    paired, rewards = figure.subplots(1, 2)
+    figure, (paired, rewards) = writing.panels(2, 14, 4)
     names = list(result["runs"])
-    every = np.array(
-        [[run["bf16"]["accuracy_sampled"] for run in result["runs"][name]] for name in names]
-    )  # (arms, seeds)
+    runs = list(result["runs"].values())
+    every = np.array([accuracies(found, "bf16") for found in runs])  # (arms, seeds)
     paired.plot(range(len(names)), every, "o-", color="#999999", ms=3, lw=0.8)
     paired.plot(range(len(names)), every.mean(axis=1), "ko", ms=7)
     labels = [name.replace("_", "\n") for name in names]
@@ -302,3 +245,16 @@ def draw(result: dict[str, Any]) -> Figure:
     writing.plain(rewards, "RL step", "reward")
     rewards.legend(frameon=False, fontsize=8)
     return figure
+
+
+STUDY = Study(
+    "accuracy",
+    full=Size(steps=160),
+    quick=Size(steps=3),
+    cells=_cells,
+    judge=_judge,
+    result=_result,
+    tables=_tables,
+    figure=_figure,
+    remark=format_power,
+)

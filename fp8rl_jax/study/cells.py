@@ -1,102 +1,122 @@
-"""Cells: the finished parts of a study, each a small JSON file.
+"""Cells: the parts of a study that are measured once and kept, a line of JSON for each.
 
-A cell is written whole or not at all, and found again by its key, which holds everything that its
-numbers depend on but the code: model, tokens, recipes. Commit, CPU and versions stand beside the
-numbers and are not compared, so cells that were committed serve later commits; study.json names
-the commits of all cells it used.
+`DIRECTORY/STUDY.jsonl` holds the cells of a study. A measured cell is added to it completely or
+not at all, and is found again by its name. Its key holds everything that its numbers depend on but
+the code: model, tokens, recipes. Commit, CPU and versions stand beside the numbers and are not
+compared, so cells that were committed serve later commits; study.json names the commits of all
+cells it used.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import pathlib
 import platform
 import subprocess
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import filelock
 import numpy as np
 
 import fp8rl_jax
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.base.json_file import read_json
+from fp8rl_jax.base.json_file import parse_json, read_bytes
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.quant import Recipe
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
-_PARTS = {"key", "numbers", "commit", "cpu", "versions"}
+_PARTS = {"name", "key", "numbers", "commit", "cpu", "versions"}
+_LARGEST = 1 << 30  # bytes of a file
+
+
+class Cell(NamedTuple):
+    """A part of a study that may be measured already.
+
+    Attributes:
+      name: finds it in the study's file.
+      key: what the numbers depend on; JSON.
+      measure: returns the numbers; JSON.
+    """
+
+    name: str
+    key: dict[str, Any]
+    measure: Callable[[], dict[str, Any]]
 
 
 class Cells:
-    """The cells in a directory.
-
-    Attributes:
-      directory: made when the first is written.
-    """
+    """The finished cells in a directory, which is made when the first one is written."""
 
     def __init__(self, directory: pathlib.Path, resume: bool):
-        """`resume`: whether cells that are there may be used.
+        """`resume`: whether finished cells may be used.
 
         Raises:
-          UserError: there are some, and they may not; or it is a file.
+          UserError: there are finished cells that may not be used, or `directory` is a file.
         """
         self.directory = directory
         if directory.exists() and not directory.is_dir():
             raise UserError(f"--cells={directory} is a file; name a directory")
-        if not resume and any(directory.glob("*.json")):
+        if not resume and any(directory.glob("*.jsonl")):
             raise UserError(
                 f"{directory} holds finished cells: add --resume to use them, or name another "
                 "directory"
             )
 
-    def get(self, name: str, key: dict[str, Any], measure: Callable[[], dict]) -> dict[str, Any]:
-        """The cell of that name, measured and written if it is missing.
-
-        Args:
-          name: of the file, without its ending.
-          key: what the numbers depend on; JSON.
-          measure: the numbers; JSON.
+    def get(self, study: str, cell: Cell) -> dict[str, Any]:
+        """The finished cell: its `key`, `numbers`, and `origin`; measured and written if missing.
 
         Raises:
-          UserError: the file is damaged, or its key is another.
+          UserError: the study's file is damaged, or the finished cell has another key.
         """
-        path = self.directory / f"{name}.json"
-        key = json.loads(json.dumps(key))
-        if path.exists():
-            return _read(path, key)
-        cell = {"key": key, "numbers": measure(), **origin()}
-        self.directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _text(cell))
-        return _read(path, key)
+        path = self.directory / f"{study}.jsonl"
+        key = json.loads(json.dumps(cell.key))
+        if cell.name not in _read(path):
+            made = {"name": cell.name, "key": key, "numbers": cell.measure(), **origin()}
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(self.directory / ".lock"):  # processes may share the directory
+                before = path.read_text() if path.exists() else ""
+                write_whole(path, f"{before}{json.dumps(made, sort_keys=True)}\n")
+        found = _read(path)[cell.name]
+        if found["key"] != key:
+            names = [n for n in sorted({*found["key"], *key}) if found["key"].get(n) != key.get(n)]
+            raise UserError(
+                f"the cell {cell.name} in {path} is of another configuration ({', '.join(names)} "
+                "differ): name another directory, or delete its line"
+            )
+        return found
 
 
-def _read(path: pathlib.Path, key: dict[str, Any]) -> dict[str, Any]:
+def _read(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """{name: cell} of a study's file; {} without a file."""
+    if not path.exists():
+        return {}
     try:
-        cell = read_json(path)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the cell {path} is damaged ({reason}): delete it") from None
-    parts = isinstance(cell, dict) and set(cell) >= _PARTS
-    if not parts or not all(isinstance(cell[part], dict) for part in ("key", "numbers")):
-        raise UserError(f"the cell {path} is damaged (parts are missing): delete it")
-    if cell["key"] != key:
-        names = [n for n in sorted({*cell["key"], *key}) if cell["key"].get(n) != key.get(n)]
-        raise UserError(
-            f"the cell {path} is of another configuration ({', '.join(names)} differ): name "
-            "another directory, or delete it"
-        )
-    return cell
+        return _parse(path, read_bytes(path, _LARGEST))
+    except OSError as error:
+        raise UserError(f"the cells in {path} cannot be read ({error.strerror})") from None
 
 
-def _text(cell: dict[str, Any]) -> str:
-    """JSON with a line for each part and each list of numbers."""
-    lines = [f' "{name}": {json.dumps(cell[name], sort_keys=True)}' for name in cell]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+@functools.lru_cache(maxsize=1)  # a study reads its file for each of its cells
+def _parse(path: pathlib.Path, content: bytes) -> dict[str, dict[str, Any]]:
+    cells = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        damaged = f"line {number} of the cells in {path} is damaged"
+        try:
+            cell = parse_json(line)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"{damaged} ({reason}): delete it") from None
+        parts = isinstance(cell, dict) and set(cell) >= _PARTS
+        if not parts or not all(isinstance(cell[part], dict) for part in ("key", "numbers")):
+            raise UserError(f"{damaged} (parts are missing): delete it")
+        cells[cell["name"]] = cell
+    return cells
 
 
 def rounded(values: np.ndarray) -> Any:
-    """Nested lists of an array, to five significant digits; whole numbers as they are."""
+    """Nested lists of an array, to five significant digits; whole numbers as integers."""
 
     def short(x: float) -> float:
         return int(x) if float(x).is_integer() else float(f"{x:.5g}")
@@ -110,17 +130,8 @@ def described(recipe: Recipe) -> dict[str, str]:
         name: f"{o.dtype} {o.block[0]}x{o.block[1]} {o.policy.name}"
         for name, o in recipe.operands.items()
     }
-    others = (
-        "name",
-        "compute_dtype",
-        "fake",
-        "first_layers",
-        "last_layers",
-        "bf16_modules",
-        "kv",
-        "fp8_attention",
-    )
-    found = operands | {name: str(getattr(recipe, name)) for name in others}
+    fields = "name compute_dtype fake first_layers last_layers bf16_modules kv fp8_attention"
+    found = operands | {name: str(getattr(recipe, name)) for name in fields.split()}
     return found | {"kv_policy": recipe.kv_policy.name}
 
 
@@ -137,7 +148,7 @@ def origin() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Of the checkout that the library is imported from; 'unknown' for an installed one."""
+    """The commit of the checkout that the library is imported from; 'unknown' if installed."""
     here = pathlib.Path(fp8rl_jax.__file__).parent
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

@@ -1,14 +1,14 @@
 """The errors of every GEMM of one forward and backward pass of a dense model.
 
-A pass takes one sequence. Its taps give what every linear layer reads and returns; the gradients
-that arrive there come through `Swap`s that replace nothing. The loss is the mean negative
-log-probability of each next token.
+A pass takes one sequence. Its taps give the inputs and outputs of every linear layer; the gradients
+there come through `Swap`s that replace nothing. The loss is the mean negative log-probability of
+each next token.
 
-Errors are taken twice. When inputs *flow*, each recipe runs the whole pass, and a GEMM's result
-differs by all that happened before it too. From *equal* inputs, each GEMM is computed alone under
-each recipe from the operands of the bf16 pass.
+Errors are taken twice. When inputs *flow*, each recipe runs the complete pass, so a GEMM's result
+also differs by the errors before it. From *equal* inputs, each GEMM is computed alone under each
+recipe from the operands of the bf16 pass.
 
-Keys and values are not quantised here, whatever the recipe says: attention is the same in all
+Keys and values are not quantised here, even if the recipe says so: attention is the same in all
 passes, and only GEMMs of linear layers differ.
 
 Not done: experts and latent attention, whose GEMMs have other taps; embedding and output head,
@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
@@ -34,7 +35,7 @@ from fp8rl_jax.quant import Recipe, matmul
 GEMMS = ("fprop", "dgrad", "wgrad")
 MODULES = tuple("/".join(a.path[:-1]) for a in (*ATTENTION, *MLP) if a.role == LINEAR)
 RECIPES = ("bf16", "fake", "fp8")
-# A pair of recipes: what is measured, and what it is measured against.
+# Pairs of recipes: the one that is measured, and the one that it is compared with.
 PAIRS = (("fp8", "bf16"), ("fake", "bf16"), ("fp8", "fake"))
 MEASURES = ("rms", "calc_diff")
 
@@ -82,8 +83,7 @@ class GemmFlow:
             kind: np.zeros((len(PAIRS), len(MEASURES), layers, len(MODULES), len(GEMMS)))
             for kind in ("equal", "flow")
         }
-        for place, module in enumerate(MODULES):
-            kernel = _at(params["layers"], module)["kernel"]
+        for place, (module, kernel) in enumerate(_kernels(params).items()):
             x, dy = operands[module]
             for layer in range(layers):
                 flowing = {r: [a[layer] for a in results[r][module]] for r in RECIPES}
@@ -91,16 +91,16 @@ class GemmFlow:
                 alone = {name: gemms(*arguments) for name, gemms in self._gemms.items()}
                 for kind, products in (("flow", flowing), ("equal", alone)):
                     for gemm in range(len(GEMMS)):
-                        one = {r: _vector(products[r][gemm]) for r in RECIPES}
-                        for pair, (a, b) in enumerate(PAIRS):
-                            found[kind][pair, :, layer, place, gemm] = _errors(one[a], one[b])
+                        for pair, names in enumerate(PAIRS):
+                            errors = _errors(*(products[name][gemm] for name in names))
+                            found[kind][pair, :, layer, place, gemm] = errors
         return found
 
 
-def _at(tree: dict, path: str) -> dict:
-    for name in path.split("/"):
-        tree = tree[name]
-    return tree
+def _kernels(params: Any) -> dict[str, jax.Array]:
+    """{module: its weights in all layers, (L, K, N)}."""
+    layers = flatten_dict(params["layers"], sep="/")
+    return {module: layers[f"{module}/kernel"] for module in MODULES}
 
 
 def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
@@ -111,7 +111,9 @@ def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
     def loss(kernels, probes, params, tokens, rope):
         nowhere = jnp.zeros(config.num_hidden_layers, bool)
         swaps = {name: Swap(nowhere, value) for name, value in probes.items()}
-        params = params | {"layers": _with_kernels(params["layers"], kernels)}
+        layers = flatten_dict(params["layers"], sep="/")
+        layers |= {f"{module}/kernel": kernel for module, kernel in kernels.items()}
+        params = params | {"layers": unflatten_dict(layers, sep="/")}
         out = forward(
             params, tokens, config, recipe, rope=rope, output="hidden", taps=names, swaps=swaps
         )
@@ -122,7 +124,7 @@ def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
 
     @exact_jit
     def run(params, tokens, rope):
-        kernels = {m: _at(params["layers"], m)["kernel"] for m in MODULES}
+        kernels = _kernels(params)
         shape = (config.num_hidden_layers, *tokens.shape)
         probes = {}
         for module, kernel in kernels.items():
@@ -135,14 +137,6 @@ def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
         return taps, wgrads, ends
 
     return run
-
-
-def _with_kernels(layers: dict, kernels: dict[str, jax.Array]) -> dict:
-    """The parameters of the layers with other kernels."""
-    layers = jax.tree.map(lambda x: x, layers)  # new dicts
-    for module, kernel in kernels.items():
-        _at(layers, module)["kernel"] = kernel
-    return layers
 
 
 def _make_gemms(recipe: Recipe) -> Callable:
@@ -159,14 +153,10 @@ def _make_gemms(recipe: Recipe) -> Callable:
     return gemms
 
 
-def _vector(x: jax.Array) -> np.ndarray:
-    return np.asarray(x).astype(np.float32).ravel()
-
-
-def _errors(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(relative RMS, calc_diff) of x against y; 0 for two of zeros."""
-    difference = x - y
-    error, one, other = (float(np.vdot(a, a)) for a in (difference, x, y))
+def _errors(x: jax.Array, y: jax.Array) -> tuple[float, float]:
+    """(relative RMS, calc_diff) of x against y; 0 if both are 0."""
+    a, b = (np.asarray(z).astype(np.float32).ravel() for z in (x, y))
+    error, one, other = (float(np.vdot(z, z)) for z in (a - b, a, b))
     if not other:
         return (0.0, 0.0) if not error else (float("inf"), 1.0)
     return (error / other) ** 0.5, error / (one + other)

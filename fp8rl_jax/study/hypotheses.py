@@ -1,13 +1,14 @@
 """Hypotheses, written before a run, and their verdicts.
 
-A hypothesis names a figure and the zone in which it must lie. It is *supported* if the whole 95%
-interval lies there and, where it has a test of its own, p is below 0.05; *not supported* if the
-whole interval lies outside; *not resolved* otherwise. Of several seeds the interval is that of all
-their sequences together, or of a figure of RL runs Student's over seeds; and each seed's own figure
-must agree where they are given: one on the other side leaves the hypothesis not resolved. So does
-a reason that the study gives, such as models that were trained once: their samples say nothing
-about another training. Where Student's interval is too wide, the sentence says with how many seeds
-the criterion would be told from the figure, if that and the seeds' scatter stayed as they are.
+A hypothesis names a figure and the zone in which it must lie. It is *supported* if the complete 95%
+interval lies in the zone and, where the hypothesis has a test of its own, p is below 0.05; *not
+supported* if the complete interval lies outside; *not resolved* otherwise. With several seeds, the
+interval of scores is that of the sequences of all seeds together; that of a figure of RL runs is
+Student's, over seeds. Where the figures of single seeds are given, each must lie on the same side:
+otherwise the hypothesis is not resolved. Nor is it if the study gives a reason, such as models that
+were trained once: their samples say nothing about another training. Where Student's interval is too
+wide, the sentence says how many seeds would tell the criterion from the figure, if the figure and
+the seeds' scatter stayed the same.
 """
 
 from __future__ import annotations
@@ -15,14 +16,32 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from fp8rl_jax.study.statistics import Estimate, Range, SeedMean, seeds_needed
+import numpy as np
+
+from fp8rl_jax.study.statistics import Estimate, Range, SeedMean, seed_mean, seeds_needed
 
 SUPPORTED, NOT_SUPPORTED, NOT_RESOLVED = "supported", "not supported", "not resolved"
-ANY = 1e-9  # the end of a zone that holds every figure above 0; -ANY of those below
+ANY = 1e-9  # the least difference: a zone from ANY on has every figure above 0
 _SIGNIFICANT = 0.05
 _MANY = 200  # seeds; beyond, their number says only that the mean lies on the criterion
+
+
+class Zone(NamedTuple):
+    """From `low` to `high`, both included; infinite where it has no such end."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"exactly {self.low:.3g}"
+        if math.isinf(self.high):
+            return "above 0" if self.low == ANY else f"at least {self.low:.3g}"
+        if math.isinf(self.low):
+            return "below 0" if self.high == -ANY else f"at most {self.high:.3g}"
+        return f"{self.low:.3g} to {self.high:.3g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +52,7 @@ class Hypothesis:
       name: in study.json.
       text: the sentence.
       figure: what is estimated, with its unit.
-      low, high: the zone; infinite where it has no such end.
+      zone: where the figure must lie.
       test: the name of the test whose p-value must be below 0.05 too; empty for none.
       least_seeds: with fewer seeds it is not resolved.
     """
@@ -41,13 +60,12 @@ class Hypothesis:
     name: str
     text: str
     figure: str
-    low: float = -math.inf
-    high: float = math.inf
+    zone: Zone
     test: str = ""
     least_seeds: int = 1
 
     def filled(self, *names: str) -> Hypothesis:
-        """With names in the place of the braces in `figure`; they are added to its own name."""
+        """The hypothesis with `names` filled into `figure`'s braces and added to its own name."""
         return dataclasses.replace(
             self, name="_".join([self.name, *names]), figure=self.figure.format(*names)
         )
@@ -59,32 +77,37 @@ class Hypothesis:
         seeds: Sequence[float] = (),
         unresolved: str = "",
     ) -> dict[str, Any]:
-        """What study.json says of it, the verdict's sentence included.
+        """What study.json says about the hypothesis, including the verdict's sentence.
 
         Args:
           found: the figure.
-          p: of the test, for a hypothesis that has one; NaN where it needs more seeds.
-          seeds: the figure of each seed, where there are several.
-          unresolved: why the figure cannot decide, whatever it is.
+          p: of the test, for a hypothesis that has one; NaN where the test needs more seeds.
+          seeds: the figure of each seed, if all must agree.
+          unresolved: why no figure could decide; '' if one can.
         """
         assert (p is None) == (not self.test), "a p-value belongs to a test"
         significant = p is None or p < _SIGNIFICANT
-        inside = [self.low <= seed <= self.high for seed in seeds]
+        low, high = self.zone
+        inside = [low <= seed <= high for seed in seeds]
         if len(seeds) < self.least_seeds > 1:
             unresolved = f"it needs {self.least_seeds} seeds, not {len(seeds)}"
         if unresolved:
             verdict = NOT_RESOLVED
-        elif self.low <= found.low and found.high <= self.high and significant and all(inside):
+        elif low <= found.low and found.high <= high and significant and all(inside):
             verdict = SUPPORTED
-        elif (found.high < self.low or self.high < found.low) and not any(inside):
+        elif (found.high < low or high < found.low) and not any(inside):
             verdict = NOT_SUPPORTED
         else:
             verdict = NOT_RESOLVED
         open_ = verdict == NOT_RESOLVED and not unresolved
         return {
-            **dataclasses.asdict(self),
-            "low": _finite(self.low),
-            "high": _finite(self.high),
+            "name": self.name,
+            "text": self.text,
+            "figure": self.figure,
+            "low": _finite(low),
+            "high": _finite(high),
+            "test": self.test,
+            "least_seeds": self.least_seeds,
             "verdict": verdict,
             "estimate": {name: _finite(x) for name, x in found._asdict().items()},
             "seeds": [_finite(x) for x in seeds],
@@ -93,14 +116,21 @@ class Hypothesis:
             + (self._missing(found) if open_ else ""),
         }
 
-    def _zone(self) -> str:
-        if self.low == self.high:
-            return f"exactly {self.low:.3g}"
-        if math.isinf(self.high):
-            return "above 0" if self.low == ANY else f"at least {self.low:.3g}"
-        if math.isinf(self.low):
-            return "below 0" if self.high == -ANY else f"at most {self.high:.3g}"
-        return f"{self.low:.3g} to {self.high:.3g}"
+    def judge_seeds(
+        self,
+        values: np.ndarray,
+        p: float | None = None,
+        unresolved: str = "",
+        within: tuple[float, float] = (-math.inf, math.inf),
+    ) -> dict[str, Any]:
+        """`judge` of a mean over seeds, of which each must agree.
+
+        Args:
+          values: (S,).
+          p, unresolved: as for `judge`.
+          within: as for `seed_mean`.
+        """
+        return self.judge(seed_mean(values, within=within), p, values.tolist(), unresolved)
 
     def _sentence(
         self, verdict: str, found: Estimate, p: float | None, seeds, unresolved: str
@@ -117,13 +147,13 @@ class Hypothesis:
         figure = self.figure[0].upper() + self.figure[1:]
         return (
             f"{self.text}: **{verdict}**{reason}. {figure}: "
-            f"{found.value:.3g}, {interval}{each}; the criterion was {self._zone()}{test}."
+            f"{found.value:.3g}, {interval}{each}; the criterion was {self.zone}{test}."
         )
 
     def _missing(self, found: Estimate) -> str:
-        """How many seeds would decide; empty if that is not what is missing."""
-        between = [end for end in (self.low, self.high) if found.low < end < found.high]
-        distance = min((abs(found.value - end) for end in between), default=0.0)
+        """How many seeds would decide; '' if more seeds would not help."""
+        inside = [end for end in self.zone if found.low < end < found.high]
+        distance = min((abs(found.value - end) for end in inside), default=0.0)
         if not isinstance(found, SeedMean) or len(found.values) < 2 or distance == 0:
             return ""
         needed = max(seeds_needed(found.values, distance, found.least), len(found.values) + 1)

@@ -9,90 +9,83 @@ a step. Here all of them score one set of samples.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells
-from fp8rl_jax.study.hypotheses import Hypothesis
-from fp8rl_jax.study.measures import POSITIONS, Pair, judge_pairs, pooled, read_pairs, rms_ratio
-from fp8rl_jax.study.progress import Note, Progress, silent
-from fp8rl_jax.study.runs import Arms, series
+from fp8rl_jax.study.cells import Cell
+from fp8rl_jax.study.frame import Found, Plan, Result, Size, Study, Verdict
+from fp8rl_jax.study.hypotheses import Hypothesis, Zone
+from fp8rl_jax.study.measures import POSITIONS, Pair, judge_pairs, read_pairs, rms_ratio, summaries
+from fp8rl_jax.study.runs import arm_cells, series
 from fp8rl_jax.study.scoring import View
-from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means, seed_mean
-from fp8rl_jax.study.step0 import score_cell
+from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means
+from fp8rl_jax.study.step0 import Scoring
 from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-QUESTIONS, GROUP, STEPS = 64, 8, 12
-QUICK_QUESTIONS, QUICK_STEPS = 32, 6
 _FIRST = 2  # steps of a run that compile: calibration's share is taken after them
-LONG = 16  # slots of an answer: with fewer nothing is said of what happens along it
-_SHORTEST = 2  # prefixes of 4 tokens on count for the growth of a sequence's D
+LONG = 16  # slots of an answer: with fewer, what happens along an answer is not judged
+_SHORTEST = 2  # log2 of the shortest prefix that counts for the growth of a sequence's D
 
 BOTH_LINEARS = Hypothesis(
     "both_linears",
     "FP8 linear layers and an FP8 KV cache together mismatch more than the linear layers alone",
     "RMS of the logits' difference, both over linear layers",
-    1.0,
+    Zone(low=1.0),
 )
 BOTH_KV = Hypothesis(
     "both_kv",
     "FP8 linear layers and an FP8 KV cache together mismatch more than the KV cache alone",
     "RMS of the logits' difference, both over KV cache",
-    1.0,
+    Zone(low=1.0),
 )
 ORDER = Hypothesis(
     "order",
     "The KV cache alone mismatches at least as much as the linear layers alone",
     "RMS of the logits' difference, KV cache over linear layers",
-    1.0,
+    Zone(low=1.0),
 )
 INDEPENDENT = Hypothesis(
     "independent",
     "The two errors add up as independent ones do, within a fifth",
     "RMS of the logits' difference, both over the root of the sum of squares",
-    0.8,
-    1.25,
+    Zone(0.8, 1.25),
 )
 QUERIES = Hypothesis(
     "queries",
     "FP8 queries add to the mismatch of both",
     "RMS of the logits' difference, both and FP8 queries over both",
-    1.0,
+    Zone(low=1.0),
 )
 CALIBRATED = Hypothesis(
     "calibrated",
     "A calibrated scale for each layer mismatches at least as much as a scale for "
     "each token and head",
     "RMS of the logits' difference, calibrated over dynamic KV cache",
-    1.0,
+    Zone(low=1.0),
 )
 POSITION = Hypothesis(
     "position",
     "The KV cache's mismatch does not grow along an answer",
     "mean |D| in the second half of the slots over that in the first",
-    high=1.1,
+    Zone(high=1.1),
 )
 GROWTH = Hypothesis(
     "growth",
     "Along an answer D adds up like independent errors, with the root of its length",
     "exponent of the RMS of the sum of D over the number of tokens",
-    0.35,
-    0.65,
+    Zone(0.35, 0.65),
 )
 SHARE = Hypothesis(
     "share",
     "Calibration takes 2 to 3% of a step",
     "share of a step's time, mean over a run's steps",
-    0.02,
-    0.03,
+    Zone(0.02, 0.03),
 )
 
 
@@ -110,70 +103,29 @@ def recipes() -> dict[str, Recipe]:
     }
 
 
-def study(
-    subjects: Sequence[Subject],
-    out: pathlib.Path,
-    cells: Cells,
-    note: Note = silent,
-    questions: int = QUESTIONS,
-    steps: int = STEPS,
-) -> dict[str, Any]:
-    """Measures what is missing of the cells, and judges the hypotheses.
+_PAIRS = {name: (name, "bf16") for name in recipes() if name != "bf16"}
 
-    Args:
-      subjects: one for each seed.
-      out: where runs are.
-      cells: finished ones.
-      note: called with a line about what is done.
-      questions: with GROUP samples each.
-      steps: of a run with calibrated scales, for the time of calibration; 0 leaves it out.
 
-    Returns:
-      What study.json holds.
-    """
+def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
+    """'scores', and a short RL run with 'calibrated' scales, which times calibration."""
     views = {name: View(recipe) for name, recipe in recipes().items()}
-    pairs = {name: (name, "bf16") for name in views if name != "bf16"}
-    found, timed = [], []
-    progress = Progress(len(subjects) * (1 + bool(steps)), note)
-    for subject in subjects:
-        cell = score_cell(
-            "kv",
-            subject,
-            cells,
-            views,
-            pairs,
-            rollout="both",
-            questions=questions,
-            group=GROUP,
-            note=note,
-        )
-        found.append(cell)
-        progress.add(f"scores of {subject.name}, seed {subject.seed}")
-        if steps:
-            arms = Arms(subject, {"run.steps": steps}, out, cells, note)
-            timed.append(arms.run("kv", "calibrated", {"precision.kv_cache": "fp8_calibrated"}))
-            progress.add(f"calibrated RL of {subject.name}, seed {subject.seed}")
-    each = read_pairs(found, pairs)
-    slots = subjects[0].runtime.config.rollout.max_new_tokens
-    return {
-        "study": "kv",
-        "name": subjects[0].name,
-        "subjects": [subject.identity for subject in subjects],
-        "questions": questions,
-        "group": GROUP,
-        "slots": slots,
-        "pairs": {name: [pair.summary() for pair in found] for name, found in each.items()},
-        "pooled": {name: pooled(found).summary() for name, found in each.items()},
-        "hypotheses": _judge(each, timed, slots),
-        "origins": writing.origins([*found, *timed]),
-    }
+    scoring = Scoring(views, _PAIRS, "both", plan.size.questions)
+    arms = {"calibrated": {"precision.kv_cache": "fp8_calibrated"}}
+    scores = {"scores": scoring.cell("kv", subject, plan.note)}
+    return scores | arm_cells("kv", subject, plan, arms)
 
 
-def _judge(each: dict[str, list[Pair]], timed: list[dict], slots: int) -> list[dict[str, Any]]:
+def _slots(found: Found) -> int:
+    """The most tokens of an answer."""
+    return found.subjects[0].runtime.config.rollout.max_new_tokens
+
+
+def _judge(found: Found) -> list[Verdict]:
     """The verdicts; those about what happens along an answer only where answers may be long."""
+    pairs, timed = read_pairs(found.each("scores"), _PAIRS), found.each("calibrated")
 
-    def ratio(hypothesis: Hypothesis, one: str, *others: str) -> dict[str, Any]:
-        return judge_pairs(hypothesis, rms_ratio, *(each[name] for name in (one, *others)))
+    def ratio(hypothesis: Hypothesis, one: str, *others: str) -> Verdict:
+        return judge_pairs(hypothesis, rms_ratio, *(pairs[name] for name in (one, *others)))
 
     verdicts = [
         ratio(BOTH_LINEARS, "both", "linears"),
@@ -183,12 +135,12 @@ def _judge(each: dict[str, list[Pair]], timed: list[dict], slots: int) -> list[d
         ratio(QUERIES, "both and q", "both"),
         ratio(CALIBRATED, "kv calibrated", "kv"),
     ]
-    if slots >= LONG:
-        verdicts.append(judge_pairs(POSITION, _halves, each["kv"]))
-        verdicts.append(judge_pairs(GROWTH, growth, each["both"]))
+    if _slots(found) >= LONG:
+        verdicts.append(judge_pairs(POSITION, _halves, pairs["kv"]))
+        verdicts.append(judge_pairs(GROWTH, growth, pairs["both"]))
     if timed:
         shares = series(timed, "calibrate_frac")[:, _FIRST:].mean(axis=1)
-        verdicts.append(SHARE.judge(seed_mean(shares), seeds=shares.tolist()))
+        verdicts.append(SHARE.judge_seeds(shares))
     return verdicts
 
 
@@ -221,55 +173,33 @@ def growth(pair: Pair) -> Estimate:
     return cluster_bootstrap(pair.prefix, slope)
 
 
-def format_table(result: dict[str, Any]) -> str:
-    """Markdown: every rollout against the bf16 learner."""
-    rows = [
-        (
-            "rollout",
-            "mean abs D",
-            "max",
-            "token_mult_prob_error",
-            "exact KL",
-            "RMS of logits",
-            "mean of a sample's D",
-            "RMS",
-        )
-    ]
-    for name, found in result["pooled"].items():
-        rows.append(
-            (
-                name,
-                writing.figure(found["mean_abs"]),
-                f"{found['max_abs']:.3g}",
-                writing.figure(found["token_mult_prob_error"], 6),
-                writing.figure(found["kl"]),
-                writing.figure(found["rms_logits"]),
-                f"{found['sequence_mean']:.3g}",
-                f"{found['sequence_rms']:.3g}",
-            )
-        )
+def _result(found: Found) -> Result:
+    return {"slots": _slots(found), **summaries(read_pairs(found.each("scores"), _PAIRS))}
+
+
+def _tables(result: Result) -> str:
+    """Every rollout against the bf16 learner."""
+    columns = {
+        **writing.PAIR_COLUMNS,
+        "mean of a sample's D": lambda pair: f"{pair['sequence_mean']:.3g}",
+        "RMS": lambda pair: f"{pair['sequence_rms']:.3g}",
+    }
     short = (
-        ""
-        if result["slots"] >= LONG
-        else (
-            f"\nAnswers of fewer than {LONG} tokens are too short for the hypotheses about what "
-            "happens along an answer; they are left out.\n"
-        )
+        f"\nAnswers of fewer than {LONG} tokens are too short for the hypotheses about what "
+        "happens along an answer; they are left out.\n"
     )
     return (
         f"{result['name']}: {result['questions']} questions of {result['group']} samples of up to "
         f"{result['slots']} tokens for each of {len(result['subjects'])} seeds, sampled under fp8; "
-        f"the mean and its 95% interval against a bf16 learner.\n\n{writing.markdown_table(*rows)}"
-        f"{short}"
+        "the mean and its 95% interval against a bf16 learner.\n\n"
+        f"{writing.table('rollout', result['pooled'].items(), columns)}"
+        f"{'' if result['slots'] >= LONG else short}"
     )
 
 
-def draw(result: dict[str, Any]) -> Figure:
+def _figure(result: Result) -> Figure:
     """|D| over the slots of an answer, and the sum of D over its tokens."""
-    from matplotlib.figure import Figure  # here alone: the other commands start without it
-
-    figure = Figure(figsize=(10, 3.8), layout="constrained", dpi=110)
-    slots, sums = figure.subplots(1, 2)
+    figure, (slots, sums) = writing.panels(2, 10, 3.8)
     middle = (np.arange(POSITIONS) + 0.5) * result["slots"] / POSITIONS
     for index, (name, found) in enumerate(result["pooled"].items()):
         style = {"color": writing.COLOURS[index], "label": name, "ms": 4}
@@ -284,3 +214,15 @@ def draw(result: dict[str, Any]) -> Figure:
     slots.set_ylim(bottom=0)
     sums.legend(frameon=False, fontsize=8)
     return figure
+
+
+STUDY = Study(
+    "kv",
+    full=Size(questions=64, steps=12),
+    quick=Size(questions=32, steps=6),
+    cells=_cells,
+    judge=_judge,
+    result=_result,
+    tables=_tables,
+    figure=_figure,
+)

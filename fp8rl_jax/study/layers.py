@@ -8,6 +8,7 @@ real FP8. Here are the same pairs for three recipes of ours (gemm_flow.py), a ce
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,19 @@ import numpy as np
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, described, rounded
-from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, PAIRS, RECIPES, GemmFlow, execution_order
-from fp8rl_jax.study.hypotheses import Hypothesis
+from fp8rl_jax.study.cells import Cell, described, rounded
+from fp8rl_jax.study.frame import Found, Numbers, Plan, Result, Size, Study, Verdict
+from fp8rl_jax.study.gemm_flow import (
+    GEMMS,
+    MEASURES,
+    MODULES,
+    PAIRS,
+    RECIPES,
+    GemmFlow,
+    execution_order,
+)
+from fp8rl_jax.study.hypotheses import Hypothesis, Zone
 from fp8rl_jax.study.passages import TEXT
-from fp8rl_jax.study.progress import Note, silent
 from fp8rl_jax.study.statistics import (
     cluster_bootstrap,
     clustered_mean,
@@ -36,7 +45,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOKENS = 128  # of a sequence: one block along tokens
-SEQUENCES, QUICK_SEQUENCES = 8, 3
 _COLOURS = {"fprop": "#0072b2", "dgrad": "#d55e00", "wgrad": "#009e73"}
 _FP8, _FAKE, _KERNEL = range(len(PAIRS))
 _RMS, _DIFF = 0, 1
@@ -47,53 +55,46 @@ ONE_OPERAND = Hypothesis(
     "one_operand",
     "From equal inputs a GEMM in FP8 errs by about 2.6% RMS, the rounding of one E4M3 operand",
     "mean relative RMS error over all GEMMs, in percent",
-    _ONE / _MARGIN,
-    _BETWEEN,
+    Zone(_ONE / _MARGIN, _BETWEEN),
 )
 TWO_OPERANDS = Hypothesis(
     "two_operands",
     "From equal inputs a GEMM in FP8 errs by about 3.7% RMS, as on normal numbers "
     "(docs/gemm_error.md): sqrt(2) times the rounding of one operand",
     "mean relative RMS error over all GEMMs, in percent",
-    _BETWEEN,
-    _BOTH * _MARGIN,
+    Zone(_BETWEEN, _BOTH * _MARGIN),
 )
 FLAT = Hypothesis(
     "flat",
     "From equal inputs the error is flat over depth",
     "mean RMS error of the upper half of the layers over that of the lower half",
-    0.8,
-    1.25,
+    Zone(0.8, 1.25),
 )
 ORDERS = Hypothesis(
     "two_orders",
     "From equal inputs the squared error of real against fake FP8 is about two "
     "orders of magnitude below that of FP8 against bf16",
     "log10 of the ratio of the mean calc_diff",
-    1.5,
-    2.5,
+    Zone(1.5, 2.5),
 )
 FLOWING_ORDERS = Hypothesis(
     "two_orders_flowing",
     "When inputs flow, as in a training step, it is two orders below too",
     "log10 of the ratio of the mean calc_diff over all GEMMs",
-    1.5,
-    2.5,
+    Zone(1.5, 2.5),
 )
 GROWS_FORWARD = Hypothesis(
     "grows_forward",
     "When inputs flow, the error of fprop grows over depth",
     "Spearman's rho of the layers' mean RMS error and the layer",
-    0.0,
-    1.0,
+    Zone(0.0, 1.0),
     "permutations",
 )
 GROWS_BACKWARD = Hypothesis(
     "grows_backward",
     "When inputs flow, the error of dgrad grows along the backward pass",
     "Mann-Kendall's tau of the RMS errors in execution order",
-    0.0,
-    1.0,
+    Zone(0.0, 1.0),
     "bootstrap of blocks of one layer",
 )
 
@@ -103,73 +104,58 @@ def recipes() -> dict[str, Recipe]:
     return {name: get_recipe(name) for name in RECIPES}
 
 
-def study(
-    subject: Subject,
-    sequences: int,
-    cells: Cells,
-    note: Note = silent,
-    compared: dict[str, Recipe] | None = None,
-) -> dict[str, Any]:
-    """Measures what is missing of the cells, and judges the hypotheses.
-
-    Args:
-      subject: the model.
-      sequences: of TOKENS tokens, at least two; fewer if the text has fewer.
-      cells: finished ones.
-      note: called with a line after each sequence.
-      compared: other recipes in the place of `recipes`.
-
-    Returns:
-      What study.json holds; `errors` there has axes (kind), PAIRS, ('rms', 'calc_diff'), layer,
-      MODULES, GEMMS, and is the mean over sequences.
-
-    Raises:
-      UserError: of `GemmFlow` and `Cells.get`, or the text is too short.
-    """
-    compared = compared or recipes()
+def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
+    """A cell for each sequence; fewer than the plan's if the text has fewer."""
     ids = subject.runtime.tokenizer.encode(" ".join(TEXT.split()))
-    sequences = min(sequences, len(ids) // TOKENS)
+    sequences = min(plan.size.sequences, len(ids) // TOKENS)
     if sequences < 2:
         raise UserError(
             f"the tokenizer makes {len(ids)} tokens of the study's text, and two sequences of "
             f"{TOKENS} are needed: name a model with a smaller vocabulary"
         )
-    flow = GemmFlow(subject.model, compared)
-    config = {
-        "study": "layers",
-        **subject.identity,
-        "recipes": {name: described(recipe) for name, recipe in compared.items()},
-    }
-    found = []
+    flow = GemmFlow(subject.model, recipes())
+    cells = {}
     for index in range(sequences):
         tokens = np.asarray(ids[index * TOKENS : (index + 1) * TOKENS], np.int32)
-        name = f"layers-{subject.tag}-{index}"
+        cells[f"sequence {index + 1}"] = Cell(
+            f"layers-{subject.tag}-{index}",
+            {**_config(subject), "tokens": tokens.tolist()},
+            functools.partial(_measure, flow, subject, tokens),
+        )
+    return cells
 
-        def measure(tokens=tokens) -> dict:
-            errors = flow.errors(subject.params, tokens)
-            return {kind: rounded(values) for kind, values in errors.items()}
 
-        found.append(cells.get(name, config | {"tokens": tokens.tolist()}, measure))
-        note(f"sequence {index + 1} of {sequences} is there, {sequences - index - 1} left")
-    errors = {k: np.array([cell["numbers"][k] for cell in found]) for k in ("equal", "flow")}
+def _config(subject: Subject) -> dict[str, Any]:
+    compared = {name: described(recipe) for name, recipe in recipes().items()}
+    return {"study": "layers", **subject.identity, "recipes": compared}
+
+
+def _measure(flow: GemmFlow, subject: Subject, tokens: np.ndarray) -> Numbers:
+    errors = flow.errors(subject.params, tokens)
+    return {kind: rounded(values) for kind, values in errors.items()}
+
+
+def _errors(found: Found, kind: str) -> np.ndarray:
+    """Errors from 'equal' inputs or when inputs 'flow', (S, PAIRS, MEASURES, L, MODULES, GEMMS)."""
+    return np.array([numbers[kind] for numbers in found.numbers[0].values()])
+
+
+def _result(found: Found) -> Result:
+    """`errors` has axes (kind), PAIRS, MEASURES, layer, MODULES, GEMMS; means over sequences."""
     return {
-        "study": "layers",
-        "config": config,
-        "name": subject.name,
-        "sequences": sequences,
+        "config": _config(found.subjects[0]),
+        "sequences": len(found.numbers[0]),
         "tokens": TOKENS,
         "modules": list(MODULES),
         "gemms": list(GEMMS),
         "pairs": [f"{a} against {b}" for a, b in PAIRS],
-        "measures": ["rms", "calc_diff"],
-        "errors": {kind: rounded(values.mean(axis=0)) for kind, values in errors.items()},
-        "hypotheses": _judge(errors["equal"], errors["flow"]),
-        "origins": writing.origins(found),
+        "measures": list(MEASURES),
+        "errors": {k: rounded(_errors(found, k).mean(axis=0)) for k in ("equal", "flow")},
     }
 
 
-def _judge(equal: np.ndarray, flow: np.ndarray) -> list[dict[str, Any]]:
-    """The verdicts of errors (S, PAIRS, MEASURES, L, MODULES, GEMMS)."""
+def _judge(found: Found) -> list[Verdict]:
+    equal, flow = (_errors(found, kind) for kind in ("equal", "flow"))
     rms = 100 * equal[:, _FP8, _RMS]  # (S, L, MODULES, GEMMS)
     each = rms.mean(axis=(1, 2, 3))
     mean = clustered_mean(each, np.ones_like(each))
@@ -181,8 +167,8 @@ def _judge(equal: np.ndarray, flow: np.ndarray) -> list[dict[str, Any]]:
     verdicts.append(FLAT.judge(ratio_of_means(sums[0], count, sums[1], count)))
     for hypothesis, errors in ((ORDERS, equal), (FLOWING_ORDERS, flow)):
         squared = errors[:, [_FP8, _KERNEL], _DIFF].mean(axis=(2, 3, 4))  # (S, 2)
-        found = cluster_bootstrap(squared, lambda m: np.log10(m[:, 0] / m[:, 1]))
-        verdicts.append(hypothesis.judge(found))
+        orders = cluster_bootstrap(squared, lambda m: np.log10(m[:, 0] / m[:, 1]))
+        verdicts.append(hypothesis.judge(orders))
     forward = flow[:, _FP8, _RMS, :, :, 0].mean(axis=2)  # (S, L)
     depth = np.arange(layers)
     estimate = cluster_bootstrap(forward, lambda m: rank_correlation(m, depth))
@@ -194,38 +180,32 @@ def _judge(equal: np.ndarray, flow: np.ndarray) -> list[dict[str, Any]]:
     return verdicts
 
 
-def format_table(result: dict[str, Any]) -> str:
-    """Markdown: mean RMS errors in percent, of every module and GEMM."""
+def _tables(result: Result) -> str:
+    """Mean RMS errors in percent, of every module and GEMM."""
     equal, flow = (100 * np.array(result["errors"][kind])[:, _RMS] for kind in ("equal", "flow"))
-    rows = [
-        (
-            "module",
-            "GEMM",
-            "FP8 / bf16",
-            "fake / bf16",
-            "FP8 / fake",
-            "FP8 / bf16, flowing: first layer",
-            "last layer",
-        )
+    places = [
+        (module.rpartition("/")[2], (place, gemm))
+        for place, module in enumerate(MODULES)
+        for gemm in range(len(GEMMS))
     ]
-    for place, module in enumerate(MODULES):
-        for gemm, name in enumerate(GEMMS):
-            means = [f"{x:.2f}" for x in equal[:, :, place, gemm].mean(axis=1)]
-            ends = [f"{flow[_FP8, i, place, gemm]:.2f}" for i in (0, -1)]
-            rows.append((module.rpartition("/")[2], name, *means, *ends))
+    columns = {
+        "GEMM": lambda at: GEMMS[at[1]],
+        "FP8 / bf16": lambda at: f"{equal[_FP8, :, *at].mean():.2f}",
+        "fake / bf16": lambda at: f"{equal[_FAKE, :, *at].mean():.2f}",
+        "FP8 / fake": lambda at: f"{equal[_KERNEL, :, *at].mean():.2f}",
+        "FP8 / bf16, flowing: first layer": lambda at: f"{flow[_FP8, 0, *at]:.2f}",
+        "last layer": lambda at: f"{flow[_FP8, -1, *at]:.2f}",
+    }
     return (
         f"Relative RMS error in percent; {result['name']}, {result['sequences']} sequences of "
         f"{result['tokens']} tokens. Equal inputs, mean over layers, but for the last two "
-        f"columns.\n\n{writing.markdown_table(*rows)}"
+        f"columns.\n\n{writing.table('module', places, columns)}"
     )
 
 
-def draw(result: dict[str, Any]) -> Figure:
+def _figure(result: Result) -> Figure:
     """Errors over the order of execution: from equal inputs, and when inputs flow."""
-    from matplotlib.figure import Figure  # here alone: the other commands start without it
-
-    figure = Figure(figsize=(12, 4.8), layout="constrained", dpi=110)
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, panels = writing.panels(2, 12, 4.8, sharey=True)
     titles = {"equal": "Equal inputs", "flow": "Inputs flow"}
     for axes, (kind, title) in zip(panels, titles.items(), strict=True):
         errors = np.array(result["errors"][kind])[:, _RMS]
@@ -243,9 +223,20 @@ def draw(result: dict[str, Any]) -> Figure:
                 )
         axes.set_yscale("log")
         axes.set_title(title, fontsize=11)
-        axes.set_xlabel("GEMM in execution order")
-        axes.grid(color="#e6e6e6", lw=0.7)
-        axes.set_axisbelow(True)
-    panels[0].set_ylabel("relative RMS error, percent")
+    writing.plain(panels[0], "GEMM in execution order", "relative RMS error, percent")
+    writing.plain(panels[1], "GEMM in execution order", "")
     panels[1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+STUDY = Study(
+    "layers",
+    full=Size(sequences=8),
+    quick=Size(sequences=3),
+    cells=_cells,
+    judge=_judge,
+    result=_result,
+    tables=_tables,
+    figure=_figure,
+    questions=False,
+)

@@ -1,7 +1,7 @@
-"""What two scores of the same tokens say of each other, as sums that statistics can be made of.
+"""How two scores of the same tokens differ, as sums over the tokens of each question.
 
 A cluster is a question: its samples share a prompt, and a sample's tokens depend on each other.
-Everything is summed over the tokens of a cluster, so that means and ratios of any pooling follow
+Everything is summed over the tokens of a cluster, so means and ratios of any set of clusters follow
 from the sums, and intervals from drawing clusters.
 
 Entropy is a confounder: a policy that is sure of its tokens has small differences of their
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from fp8rl_jax.study.cells import rounded
@@ -40,13 +41,11 @@ class Pair:
       most: the largest |D|.
       tail: (Q, C) tokens whose e^D is above C or below 1 / C, for each of CAPS.
       binned: {'position' | 'probability': (Q, 2, bins)}, tokens and their sum of |D|.
-      sequence: (Q, 3) samples, sum and sum of squares of a sample's whole D.
+      sequence: (Q, 3) samples, and the sum and sum of squares of their D, added over a sample.
       prefix: (Q, 2, P) samples that have 1, 2, 4, ... tokens, and the squares of the D of those.
       flips: (Q, S) tokens whose experts differ in layer s; (Q, 0) for a dense model.
       inputs: (Q,) tokens that went through the routers.
     """
-
-    _ARRAYS = ("tokens", "tail", "sequence", "prefix", "flips", "inputs")
 
     def __init__(self, numbers: dict[str, Any]):
         """Reads `numbers`, as `measure` gives them."""
@@ -54,9 +53,9 @@ class Pair:
         self.sums = {name: np.array(numbers["sums"].get(name, missing)) for name in SUMS}
         self.binned = {name: np.array(x) for name, x in numbers["binned"].items()}
         self.most = numbers["most"]
-        self.tokens, self.tail, self.sequence, self.prefix, self.flips, self.inputs = (
-            np.array(numbers[name]) for name in self._ARRAYS
-        )
+        self.tokens, self.tail = np.array(numbers["tokens"]), np.array(numbers["tail"])
+        self.sequence, self.prefix = np.array(numbers["sequence"]), np.array(numbers["prefix"])
+        self.flips, self.inputs = np.array(numbers["flips"]), np.array(numbers["inputs"])
 
     def mean(self, name: str) -> Estimate:
         """Mean over tokens of one of SUMS."""
@@ -105,7 +104,11 @@ class Pair:
             "clip_fraction": {str(cap): self.clip_fraction(cap) for cap in CAPS},
             "sequence_mean": float(self.sequence[:, 1].sum() / self.sequence[:, 0].sum()),
             "sequence_rms": float(np.sqrt(self.sequence[:, 2].sum() / self.sequence[:, 0].sum())),
-            "by": {name: _bin_means(x) for name, x in self.binned.items()},
+            "by": {
+                # Mean |D| of each bin; None of an empty one.
+                name: [float(total / n) if n else None for n, total in x.sum(axis=0).T]
+                for name, x in self.binned.items()
+            },
             "prefix_rms": _prefix_rms(self.prefix),
         }
         if self.flips.shape[1]:
@@ -115,26 +118,30 @@ class Pair:
 
 
 def pooled(pairs: Sequence[Pair]) -> Pair:
-    """The clusters of several sets of samples together."""
-    numbers: dict[str, Any] = {
-        name: np.concatenate([getattr(pair, name) for pair in pairs]) for name in Pair._ARRAYS
+    """One pair with the clusters of several."""
+    most = max(pair.most for pair in pairs)
+    sums = [{name: x for name, x in vars(pair).items() if name != "most"} for pair in pairs]
+    return Pair({**jax.tree.map(lambda *x: np.concatenate(x), *sums), "most": most})
+
+
+def read_pairs(scores: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Pair]]:
+    """{name: its pair in the numbers of each of several `Scoring.cell`s}."""
+    return {name: [Pair(each["pairs"][name]) for each in scores] for name in names}
+
+
+def summaries(pairs: dict[str, list[Pair]]) -> dict[str, dict[str, Any]]:
+    """'pairs': {name: the summary of each seed's pair}; 'pooled': {name: that of all together}."""
+    return {
+        "pairs": {name: [pair.summary() for pair in each] for name, each in pairs.items()},
+        "pooled": {name: pooled(each).summary() for name, each in pairs.items()},
     }
-    for kind in ("sums", "binned"):
-        numbers[kind] = {
-            name: np.concatenate([getattr(pair, kind)[name] for pair in pairs])
-            for name in getattr(pairs[0], kind)
-        }
-    return Pair({**numbers, "most": max(pair.most for pair in pairs)})
-
-
-def read_pairs(cells: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Pair]]:
-    """{name: a pair for each of some cells of `score_cell`}, in the order of the names."""
-    return {name: [Pair(cell["numbers"]["pairs"][name]) for cell in cells] for name in names}
 
 
 def rms_ratio(one: Pair, *others: Pair) -> Estimate:
-    """RMS of the logits' difference over the root of the sum of the others' mean squares; of
-    models on the same questions, which are drawn together."""
+    """RMS of the logits' difference over the root of the sum of the mean squares of `others`.
+
+    All are of the same questions, which are drawn together.
+    """
     sums = [np.stack([x.sums["square"], x.tokens], axis=1) for x in (one, *others)]
 
     def statistic(means: np.ndarray) -> np.ndarray:
@@ -150,16 +157,16 @@ def judge_pairs(
     *sides: Sequence[Pair],
     unresolved: str = "",
 ) -> dict[str, Any]:
-    """The verdict of a figure of one or several pairs, a pair for each seed on each side: of all
-    seeds' clusters together, and of each seed; `unresolved` as in `Hypothesis.judge`."""
+    """The verdict of a figure: of the clusters of all seeds together, and of each seed.
+
+    Args:
+      hypothesis: names the figure.
+      figure: (a pair for each side) -> estimate.
+      sides: a pair for each seed.
+      unresolved: as for `Hypothesis.judge`.
+    """
     seeds = [figure(*pairs).value for pairs in zip(*sides, strict=True)]
     return hypothesis.judge(figure(*map(pooled, sides)), None, seeds, unresolved)
-
-
-def _bin_means(binned: np.ndarray) -> list[float | None]:
-    """Mean |D| of each bin; None of an empty one."""
-    tokens, total = binned.sum(axis=0)
-    return [float(t / n) if n else None for n, t in zip(tokens, total, strict=True)]
 
 
 def _prefix_rms(prefix: np.ndarray) -> list[list[float]]:
@@ -195,7 +202,7 @@ def measure(
 
 
 def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
-    """The sums of each row by itself."""
+    """The sums of each row."""
     found = part.compare(a, b)
     d, rows, slots = found.difference, *mask.shape
     size = np.abs(d)
@@ -226,7 +233,7 @@ def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -
         ).transpose(2, 1, 0)
         for name, place in bins.items()
     }
-    whole, running = d.sum(axis=1), np.cumsum(d, axis=1)
+    total, running = d.sum(axis=1), np.cumsum(d, axis=1)
     tokens, prefixes = mask.sum(axis=1), [1 << i for i in range(slots.bit_length())]
     prefix = np.stack(
         [[tokens >= n, np.where(tokens >= n, running[:, n - 1] ** 2, 0)] for n in prefixes]
@@ -241,7 +248,7 @@ def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -
         "most": float(size.max(initial=0.0)),
         "tail": ((size[:, :, None] > caps) & mask[:, :, None]).sum(axis=1),
         "binned": binned,
-        "sequence": np.stack([np.ones(rows), whole, whole**2], axis=1),
+        "sequence": np.stack([np.ones(rows), total, total**2], axis=1),
         "prefix": prefix,
         "flips": flips,
         "inputs": lengths,
@@ -251,14 +258,9 @@ def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -
 def _clusters(parts: list[dict[str, Any]], group: int) -> dict[str, Any]:
     """Rows summed by questions, as JSON."""
 
-    def join(arrays: list[np.ndarray]) -> Any:
-        whole = np.concatenate(arrays)
-        clusters = whole.reshape(len(whole) // group, group, *whole.shape[1:]).sum(axis=1)
-        return rounded(clusters)
+    def join(*arrays: np.ndarray) -> Any:
+        rows = np.concatenate(arrays)
+        return rounded(rows.reshape(len(rows) // group, group, *rows.shape[1:]).sum(axis=1))
 
-    arrays = {name: join([part[name] for part in parts]) for name in Pair._ARRAYS}
-    nested = {
-        kind: {name: join([part[kind][name] for part in parts]) for name in parts[0][kind]}
-        for kind in ("sums", "binned")
-    }
-    return {**arrays, **nested, "most": max(part["most"] for part in parts)}
+    most = max(part.pop("most") for part in parts)
+    return {**jax.tree.map(join, *parts), "most": most}

@@ -1,10 +1,10 @@
 """Outliers planted in a model without changing its function.
 
-In every layer one channel of what a norm gives is made 2^k times larger, and the row behind it of
-each matrix that reads it 2^k times smaller. Powers of two are exact, in float32 and in bf16, so the
-model computes the same, bit for bit; FP8 sees an outlier beside small values. E4M3 has an exponent
-of its own: its normal numbers span 448 / 2^-6 = 2^14.8 and its subnormal ones 2^3 more, so up to
-about 2^14 nothing can happen, and from 2^18 on the outlier's neighbours in its block are zero.
+In every layer one channel of each norm's output is made 2^k times larger, and the row that it
+meets in each matrix behind the norm 2^k times smaller. Powers of two are exact, in float32 and in
+bf16, so the model computes the same bits; FP8 sees an outlier beside small values. Each number in
+E4M3 has an exponent: normal numbers span 448 / 2^-6 = 2^14.8 and subnormal ones 2^3 more, so up to
+about 2^14 nothing changes, and from 2^18 on the outlier's neighbours in its block become zero.
 Activations of 10^3 to 10^4 times the median are found in large models (Sun et al., "Massive
 Activations in Large Language Models", arXiv:2402.17762).
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8rl_jax.learner import Batch
 from fp8rl_jax.models.arrays import ATTENTION, MLP
@@ -32,22 +33,17 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 def plant(params: Any, power: int) -> Any:
     """Parameters of a dense model with an outlier of 2^power in one channel of every norm."""
-    layers = dict(params["layers"])
+    layers = flatten_dict(params["layers"], sep="/")
     for norm in _NORMS:
-        gain = layers[norm]["weight"]  # (L, D)
-        factor = np.ones(gain.shape[1], np.float32)
-        factor[gain.shape[1] // 3] = 2.0**power
-        layers[norm] = {"weight": jnp.asarray(gain) * factor}
+        gain = f"{norm}/weight"  # (L, D)
+        factor = np.ones(layers[gain].shape[1], np.float32)
+        factor[len(factor) // 3] = 2.0**power
+        layers[gain] = jnp.asarray(layers[gain]) * factor
         for array in (*ATTENTION, *MLP):
-            if f"{norm}/output" not in array.reads:
-                continue
-            *outer, name, _ = array.path
-            if outer:
-                layers[outer[0]] = dict(layers[outer[0]])
-            owner = layers[outer[0]] if outer else layers
-            kernel = jnp.asarray(owner[name]["kernel"])  # (L, D, N)
-            owner[name] = {**owner[name], "kernel": kernel / factor[:, None]}
-    return params | {"layers": layers}
+            if f"{norm}/output" in array.reads:
+                kernel = "/".join(array.path)  # (L, D, N)
+                layers[kernel] = jnp.asarray(layers[kernel]) / factor[:, None]
+    return params | {"layers": unflatten_dict(layers, sep="/")}
 
 
 def measure_outliers(
@@ -57,9 +53,9 @@ def measure_outliers(
 
     Args:
       subject: a dense model with ordinary attention.
-      samples: on the host; scored, whoever sampled them.
+      samples: on the host; they are scored under every view.
       group: samples of a question.
-      note: told how far it is.
+      note: called with how far the scores are.
 
     Returns:
       {power: {recipe: {'kl': (Q,) sums, 'tokens': (Q,)}}, and {canary: tokens whose
@@ -82,11 +78,11 @@ def measure_outliers(
 
         pairs = {name: ("bf16", name) for name in RECIPES}
         numbers = measure(watched(), pairs, mask, np.asarray(samples.lengths), group)
-        whole = {name: np.concatenate(parts) for name, parts in own.items()}
-        plain = plain or whole
+        logprobs = {name: np.concatenate(parts) for name, parts in own.items()}
+        plain = plain or logprobs
         found[str(power)] = {
             name: {"kl": numbers[name]["sums"]["kl"], "tokens": numbers[name]["tokens"]}
             for name in RECIPES
-        } | {name: int((whole[name] != plain[name]).sum()) for name in _CANARIES}
+        } | {name: int((logprobs[name] != plain[name]).sum()) for name in _CANARIES}
         progress.reach(count)
     return found

@@ -7,32 +7,20 @@ from collections.abc import Callable
 
 Note = Callable[[str], None]
 
-_SECONDS = 10.0  # between two lines about one part
-
-
-class Progress:
-    """Says after each cell of a study how many there are and how many are left."""
-
-    def __init__(self, total: int, note: Note):
-        self._total, self._note, self._done = total, note, 0
-
-    def add(self, text: str) -> None:
-        """One more is there; `text` names it."""
-        self._done += 1
-        left = self._total - self._done
-        self._note(f"{text} is there; {self._done} of {self._total} cells, {left} left")
+_SECONDS = 10.0  # between two lines about one cell
 
 
 class Part:
-    """Says how far a part of a cell is, and how long the rest takes, every ten seconds at most."""
+    """Notes how far the measurement of a cell is, and how long the rest takes, at most every ten
+    seconds."""
 
     def __init__(self, name: str, total: int, note: Note):
-        """`name` is of what is counted, as in "sequences scored"."""
+        """`name` says what is counted, such as "sequences scored"."""
         self._name, self._total, self._note = name, total, note
         self._started = self._last = time.perf_counter()
 
     def reach(self, done: int) -> None:
-        """`done` of the total are there."""
+        """`done` of the total are finished."""
         now = time.perf_counter()
         if now - self._last < _SECONDS:
             return
@@ -42,4 +30,4 @@ class Part:
 
 
 def silent(text: str) -> None:
-    """A `Note` that nobody reads."""
+    """A `Note` that does nothing."""

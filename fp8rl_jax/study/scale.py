@@ -9,7 +9,7 @@ replay (arXiv:2510.11370) takes the routers' part away: what is left is that of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,258 +17,180 @@ import numpy as np
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, rounded
-from fp8rl_jax.study.hypotheses import Hypothesis
-from fp8rl_jax.study.measures import Pair, judge_pairs, pooled, read_pairs, rms_ratio
+from fp8rl_jax.study.cells import Cell, rounded
+from fp8rl_jax.study.frame import GROUP, Found, Numbers, Plan, Result, Size, Study, Verdict
+from fp8rl_jax.study.hypotheses import Hypothesis, Zone
+from fp8rl_jax.study.measures import Pair, judge_pairs, read_pairs, rms_ratio, summaries
 from fp8rl_jax.study.outliers import POWERS, RECIPES, measure_outliers
-from fp8rl_jax.study.progress import Note, Progress, silent
 from fp8rl_jax.study.scoring import View, sample
 from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, ratio_of_means, span
-from fp8rl_jax.study.step0 import score_cell
+from fp8rl_jax.study.step0 import Scoring
 from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-QUESTIONS, GROUP = 64, 8
-QUICK_QUESTIONS = 32
 _PLAIN, _EXPERTS, _WEIGHTS = "bf16", "bf16, experts replayed", "bf16, weights replayed"
 
-_SEEDS = 3  # of hypotheses that compare models, which differ by their training too
 ZERO = Hypothesis(
     "zero",
     "An FP8 learner has no mismatch on any rung (case 4)",
     "largest share of tokens whose log-probability differs from the sampler's",
-    0.0,
-    0.0,
+    Zone(0.0, 0.0),
 )
-MIXTURE = Hypothesis(
-    "mixture",
-    "A bf16 learner mismatches more on a mixture of experts than on a dense model",
-    "RMS of the logits' difference, {} over {}",
-    1.0,
-    least_seeds=_SEEDS,
+_RMS, _MORE = "RMS of the logits' difference, {} over {}", Zone(low=1.0)
+
+
+def _of_models(name: str, text: str, figure: str = _RMS, zone: Zone = _MORE) -> Hypothesis:
+    """A hypothesis that compares models: it needs seeds, since models differ by training too."""
+    return Hypothesis(name, text, figure, zone, least_seeds=3)
+
+
+MIXTURE = _of_models(
+    "mixture", "A bf16 learner mismatches more on a mixture of experts than on a dense model"
 )
-EXPERTS = Hypothesis(
-    "experts",
-    "The mismatch grows with the number of experts",
-    "RMS of the logits' difference, {} over {}",
-    1.0,
-    least_seeds=_SEEDS,
-)
-DEPTH = Hypothesis(
-    "depth",
-    "The mismatch grows with depth",
-    "RMS of the logits' difference, {} over {}",
-    1.0,
-    least_seeds=_SEEDS,
-)
-FLIPS = Hypothesis(
+EXPERTS = _of_models("experts", "The mismatch grows with the number of experts")
+DEPTH = _of_models("depth", "The mismatch grows with depth")
+FLIPS = _of_models(
     "flips",
     "More experts flip more often",
     "share of tokens with another set of experts in a layer, {} over {}",
-    1.0,
-    least_seeds=_SEEDS,
 )
-REPLAY = Hypothesis(
+REPLAY = _of_models(
     "replay",
     "Replaying the rollout's experts brings a mixture's mismatch to a dense model's",
     "RMS of the logits' difference, {} with experts replayed over {}",
-    0.9,
-    1.1,
-    least_seeds=_SEEDS,
+    Zone(0.9, 1.1),
 )
 CAUSE = Hypothesis(
     "cause",
     "Flips are a cause: replaying the rollout's experts lowers the mismatch",
     "RMS of the logits' difference on {}, with experts replayed over without",
-    high=0.95,
+    Zone(high=0.95),
 )
 EXACT = Hypothesis(
     "exact",
     "An outlier that leaves the function unchanged changes no bit without FP8",
     "tokens whose log-probability changes, bf16 and f32",
-    0.0,
-    0.0,
+    Zone(0.0, 0.0),
 )
 HARMLESS = Hypothesis(
     "harmless",
     "Blocks of 1x128 bear an outlier of 2^12: E4M3's normal numbers span 2^14.8",
     "exact KL of fp8 to bf16 with the outlier over that without",
-    0.8,
-    1.25,
+    Zone(0.8, 1.25),
 )
 BREAKS = Hypothesis(
     "breaks",
     "Blocks of 1x128 do not bear one of 2^20",
     "exact KL of fp8 to bf16 with the outlier over that without",
-    2.0,
+    Zone(low=2.0),
 )
 GRANULARITY = Hypothesis(
     "granularity",
     "An outlier of 2^18 costs a scale per tensor more than blocks of 1x128",
     "exact KL to bf16, fp8_tensorwise over fp8, with the outlier over without",
-    1.0,
+    Zone(low=1.0),
 )
 FINEST = Hypothesis(
     "finest",
     "An outlier of 2^18 costs blocks of 1x128 more than blocks of 1x32",
     "exact KL to bf16, fp8 over mxfp8, with the outlier over without",
-    1.0,
+    Zone(low=1.0),
 )
 
 
-def study(
-    ladder: dict[str, Sequence[Subject]],
-    cells: Cells,
-    note: Note = silent,
-    questions: int = QUESTIONS,
-) -> dict[str, Any]:
-    """Measures what is missing of the cells, and judges the hypotheses.
-
-    Args:
-      ladder: {rung: a subject for each seed}, in an order that puts dense rungs first.
-      cells: finished ones.
-      note: called with a line about what is done.
-      questions: with GROUP samples each.
-
-    Returns:
-      What study.json holds.
-    """
-    found: dict[str, list[dict]] = {rung: [] for rung in ladder}
-    outliers: list[dict] = []
-    dense = [rung for rung, subjects in ladder.items() if _is_plain(subjects[0].model)]
-    total = sum(map(len, ladder.values())) + len(ladder[dense[-1]]) * bool(dense)
-    progress = Progress(total, note)
-    for rung, subjects in ladder.items():
-        views = _views(bool(subjects[0].model.num_experts))
-        pairs = {name: ("rollout", name) for name in views if name != "rollout"}
-        for subject in subjects:
-            found[rung].append(
-                score_cell(
-                    "scale",
-                    subject,
-                    cells,
-                    views,
-                    pairs,
-                    rollout="rollout",
-                    questions=questions,
-                    group=GROUP,
-                    note=note,
-                )
-            )
-            progress.add(f"{rung}, seed {subject.seed}")
-            if rung == _outlier_rung(dense):
-                outliers.append(_outlier_cell(subject, cells, questions, note))
-                progress.add(f"outliers on {rung}, seed {subject.seed}")
-    each = {rung: read_pairs(rows, rows[0]["numbers"]["pairs"]) for rung, rows in found.items()}
-    models = {rung: subjects[0].model for rung, subjects in ladder.items()}
-    return {
-        "study": "scale",
-        "rungs": {
-            rung: {
-                "layers": models[rung].num_hidden_layers,
-                "experts": models[rung].num_experts,
-                "router": models[rung].scoring_func if models[rung].num_experts else "",
-                "warmup": [cell["numbers"]["warmup"] for cell in rows],
-                "margins": [cell["numbers"]["margins"] for cell in rows],
-            }
-            for rung, rows in found.items()
-        },
-        "seeds": [subject.seed for subject in next(iter(ladder.values()))],
-        "questions": questions,
-        "group": GROUP,
-        "pairs": {
-            rung: {name: [pair.summary() for pair in pairs] for name, pairs in views.items()}
-            for rung, views in each.items()
-        },
-        "pooled": {
-            rung: {name: pooled(pairs).summary() for name, pairs in views.items()}
-            for rung, views in each.items()
-        },
-        "outliers": _outlier_means(outliers),
-        "hypotheses": _judge(each, found, outliers),
-        "origins": writing.origins([*(c for rows in found.values() for c in rows), *outliers]),
-    }
+def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
+    """'scores', and 'outliers' on one dense rung of the ladder."""
+    bf16 = View(get_recipe("bf16"))
+    views = {"rollout": View(get_recipe("fp8")), _PLAIN: bf16}
+    if subject.model.num_experts:
+        views[_EXPERTS] = View(bf16.recipe, "experts", "rollout")
+        views[_WEIGHTS] = View(bf16.recipe, "weights", "rollout")
+    pairs = {name: ("rollout", name) for name in views if name != "rollout"}
+    scoring = Scoring(views, pairs, "rollout", plan.size.questions)
+    cells = {"scores": scoring.cell("scale", subject, plan.note)}
+    models = {other.name: other.model for other in plan.subjects}
+    plain = [rung for rung, model in models.items() if not (model.num_experts or model.latent)]
+    if subject.name == _base(plain):
+        cells["outliers"] = _outlier_cell(subject, plan)
+    return cells
 
 
-def _is_plain(model: ModelConfig) -> bool:
-    """Whether outliers can be planted in a model: without experts and latents."""
-    return not model.num_experts and not model.latent
-
-
-def _outlier_rung(dense: Sequence[str]) -> str:
-    """Where outliers are planted: d8 if it is there."""
+def _base(dense: Sequence[str]) -> str:
+    """The dense rung that others are compared with: d8 if it is there, else the last one."""
     return "d8" if "d8" in dense else dense[-1] if dense else ""
 
 
-def _views(experts: bool) -> dict[str, View]:
-    bf16 = get_recipe("bf16")
-    views = {"rollout": View(get_recipe("fp8")), _PLAIN: View(bf16)}
-    if experts:
-        views[_EXPERTS] = View(bf16, "experts", "rollout")
-        views[_WEIGHTS] = View(bf16, "weights", "rollout")
-    return views
-
-
-def _outlier_cell(subject: Subject, cells: Cells, questions: int, note: Note) -> dict[str, Any]:
+def _outlier_cell(subject: Subject, plan: Plan) -> Cell:
     key = {
         "study": "scale-outliers",
         **subject.identity,
         **subject.settings,
         "powers": list(POWERS),
         "recipes": list(RECIPES),
-        "questions": questions,
+        "questions": plan.size.questions,
         "group": GROUP,
     }
 
-    def numbers() -> dict[str, Any]:
-        held_out = subject.runtime.questions["eval"][:questions]
-        batch = sample(subject.runtime, subject.params, get_recipe("bf16"), held_out, GROUP, note)
+    def measure() -> Numbers:
+        runtime, params, note = subject.runtime, subject.params, plan.note
+        held_out = runtime.questions["eval"][: plan.size.questions]
+        batch = sample(runtime, params, get_recipe("bf16"), held_out, GROUP, note)
         return measure_outliers(subject, batch, GROUP, note)
 
-    return cells.get(f"scale-outliers-{subject.tag}-seed{subject.seed}", key, numbers)
+    return Cell(f"scale-outliers-{subject.tag}-seed{subject.seed}", key, measure)
 
 
-def _judge(
-    each: dict[str, dict[str, list[Pair]]], found: dict[str, list[dict]], outliers: list[dict]
-) -> list[dict[str, Any]]:
-    """Verdicts of what the ladder has; rungs are compared where both are there."""
-    unequal = [c["numbers"]["decode"]["unequal"] for rows in found.values() for c in rows]
-    verdicts = [ZERO.judge(span(unequal))]
+def _rungs(found: Found) -> dict[str, list[Numbers]]:
+    """{rung: the scores of each seed}."""
+    rungs: dict[str, list[Numbers]] = {}
+    for subject, scores in zip(found.subjects, found.each("scores"), strict=True):
+        rungs.setdefault(subject.name, []).append(scores)
+    return rungs
+
+
+def _judge(found: Found) -> list[Verdict]:
+    """Verdicts about the rungs that the ladder has."""
+    unequal = [scores["decode"]["unequal"] for scores in found.each("scores")]
+    rungs = {rung: read_pairs(scores, scores[0]["pairs"]) for rung, scores in _rungs(found).items()}
+    verdicts = [ZERO.judge(span(unequal)), *_judge_rungs(rungs)]
+    if outliers := found.each("outliers"):
+        verdicts += _judge_outliers(outliers)
+    return verdicts
+
+
+def _judge_rungs(rungs: dict[str, dict[str, list[Pair]]]) -> list[Verdict]:
+    """Verdicts of {rung: {view: a pair for each seed}}."""
+    verdicts = []
 
     def compare(
         hypothesis: Hypothesis,
         one: tuple[str, str],
         other: tuple[str, str],
-        ratio: Callable[[Pair, Pair], Estimate],
+        ratio: Callable[[Pair, Pair], Estimate] = rms_ratio,
     ) -> None:
-        if one[0] not in each or other[0] not in each:
-            return
-        a, b = (each[rung][view] for rung, view in (one, other))
-        named = hypothesis.filled(*dict.fromkeys((one[0], other[0])))
-        verdicts.append(judge_pairs(named, ratio, a, b))
+        if one[0] in rungs and other[0] in rungs:
+            a, b = (rungs[rung][view] for rung, view in (one, other))
+            named = hypothesis.filled(*dict.fromkeys((one[0], other[0])))
+            verdicts.append(judge_pairs(named, ratio, a, b))
 
-    mixtures = [rung for rung, views in each.items() if _EXPERTS in views]
-    dense = [rung for rung in each if rung not in mixtures]
-    base = _outlier_rung(dense)
+    mixtures = [rung for rung, views in rungs.items() if _EXPERTS in views]
+    base = _base([rung for rung in rungs if rung not in mixtures])
     for rung in mixtures:
-        compare(MIXTURE, (rung, _PLAIN), (base, _PLAIN), rms_ratio)
-    if len(mixtures) > 1:
-        compare(EXPERTS, ("m32", _PLAIN), ("m8", _PLAIN), rms_ratio)
-        compare(FLIPS, ("m32", _PLAIN), ("m8", _PLAIN), _flip_ratio)
-    compare(DEPTH, ("d16", _PLAIN), ("d8", _PLAIN), rms_ratio)
-    compare(DEPTH, ("m32x16", _PLAIN), ("m32", _PLAIN), rms_ratio)
+        compare(MIXTURE, (rung, _PLAIN), (base, _PLAIN))
+    compare(EXPERTS, ("m32", _PLAIN), ("m8", _PLAIN))
+    compare(FLIPS, ("m32", _PLAIN), ("m8", _PLAIN), _flip_ratio)
+    compare(DEPTH, ("d16", _PLAIN), ("d8", _PLAIN))
+    compare(DEPTH, ("m32x16", _PLAIN), ("m32", _PLAIN))
     for rung in mixtures:
-        compare(CAUSE, (rung, _EXPERTS), (rung, _PLAIN), rms_ratio)
-        compare(REPLAY, (rung, _EXPERTS), (base, _PLAIN), rms_ratio)
-    if outliers:
-        verdicts += _judge_outliers([cell["numbers"] for cell in outliers])
+        compare(CAUSE, (rung, _EXPERTS), (rung, _PLAIN))
+        compare(REPLAY, (rung, _EXPERTS), (base, _PLAIN))
     return verdicts
 
 
-def _judge_outliers(outliers: list[dict]) -> list[dict[str, Any]]:
+def _judge_outliers(outliers: list[Numbers]) -> list[Verdict]:
     changed = [n[str(k)][canary] for n in outliers for k in POWERS for canary in ("bf16", "f32")]
 
     def compare(hypothesis: Hypothesis, power: int, recipe: str, other: str = ""):
@@ -284,9 +206,9 @@ def _judge_outliers(outliers: list[dict]) -> list[dict[str, Any]]:
     ]
 
 
-def _kl_growth(outliers: list[dict], power: int, recipe: str, other: str) -> Estimate:
-    """Exact KL of a recipe with the outlier over that without; over the same of another recipe, if
-    one is named. Every recipe and power scores the same tokens, so sums have the means' ratios."""
+def _kl_growth(outliers: list[Numbers], power: int, recipe: str, other: str) -> Estimate:
+    """Exact KL of a recipe with the outlier over that without; divided by the same of `other`, if
+    it is not ''. Every recipe and power scores the same tokens, so sums have the means' ratios."""
     places = [(power, recipe), (0, recipe)]
     places += [(0, other), (power, other)] if other else []
     sums = np.stack(
@@ -305,87 +227,96 @@ def _flip_ratio(one: Pair, other: Pair) -> Estimate:
     )
 
 
-def _outlier_means(outliers: list[dict]) -> dict[str, Any]:
+def _outlier_means(outliers: list[Numbers]) -> dict[str, Any]:
     """{recipe: mean exact KL to bf16 at each of POWERS, of all seeds}; {} without outliers."""
-    found = [cell["numbers"] for cell in outliers]
+
+    def mean(power: int, recipe: str) -> float:
+        found = [numbers[str(power)][recipe] for numbers in outliers]
+        return sum(sum(x["kl"]) for x in found) / sum(sum(x["tokens"]) for x in found)
+
     return {
-        recipe: rounded(
-            np.array(
-                [
-                    sum(sum(n[str(k)][recipe]["kl"]) for n in found)
-                    / sum(sum(n[str(k)][recipe]["tokens"]) for n in found)
-                    for k in POWERS
-                ]
-            )
-        )
+        recipe: rounded(np.array([mean(power, recipe) for power in POWERS]))
         for recipe in RECIPES
-        if found
+        if outliers
     }
 
 
-def format_table(result: dict[str, Any]) -> str:
-    """Markdown: the ladder, and the outliers."""
+def _result(found: Found) -> Result:
+    rungs = _rungs(found)
+    models = {subject.name: subject.model for subject in found.subjects}
+    pairs = {rung: read_pairs(each, each[0]["pairs"]) for rung, each in rungs.items()}
+    scores = {rung: summaries(each) for rung, each in pairs.items()}
+    return {
+        "rungs": {rung: _about(models[rung], each) for rung, each in rungs.items()},
+        "seeds": list(dict.fromkeys(subject.seed for subject in found.subjects)),
+        **{part: {rung: x[part] for rung, x in scores.items()} for part in ("pairs", "pooled")},
+        "outliers": _outlier_means(found.each("outliers")),
+    }
+
+
+def _about(model: ModelConfig, scores: list[Numbers]) -> dict[str, Any]:
+    return {
+        "layers": model.num_hidden_layers,
+        "experts": model.num_experts,
+        "router": model.scoring_func if model.num_experts else "",
+        "warmup": [each["warmup"] for each in scores],
+        "margins": [each["margins"] for each in scores],
+    }
+
+
+def _tables(result: Result) -> str:
+    """The ladder, and the outliers."""
     rows = [
-        (
-            "rung",
-            "layers, experts",
-            "loss of the warm-up",
-            "entropy",
-            "mean abs D",
-            "RMS of logits",
-            "with experts replayed",
-            "flips",
-            "abs D, p 0.5 to 0.9",
-        )
+        (rung, (result["rungs"][rung], views[_PLAIN], views.get(_EXPERTS)))
+        for rung, views in result["pooled"].items()
     ]
-    for rung, views in result["pooled"].items():
-        about, plain = result["rungs"][rung], views[_PLAIN]
-        replayed = views.get(_EXPERTS)
-        middle = plain["by"]["probability"][2]
-        rows.append(
-            (
-                rung,
-                f"{about['layers']}, {about['experts'] or '-'} {about['router']}".strip(),
-                ", ".join(f"{w['loss']:.3f}" for w in about["warmup"] if w) or "-",
-                writing.figure(plain["entropy"]),
-                writing.figure(plain["mean_abs"]),
-                writing.figure(plain["rms_logits"]),
-                writing.figure(replayed["rms_logits"]) if replayed else "-",
-                writing.figure(plain["flips"]) if "flips" in plain else "-",
-                f"{middle:.3g}" if middle is not None else "-",
-            )
-        )
     text = (
         f"Sampled under fp8, scored by a bf16 learner: {result['questions']} questions of "
         f"{result['group']} samples, seeds {', '.join(map(str, result['seeds']))}.\n\n"
-        f"{writing.markdown_table(*rows)}"
+        f"{writing.table('rung', rows, _COLUMNS)}"
     )
     if not result["outliers"]:
         return text
-    rows = [("recipe", *(f"2^{k}" for k in POWERS))]
-    for recipe, means in result["outliers"].items():
-        rows.append((recipe, *(f"{x:.3g}" for x in means)))
-    return f"{text}\nExact KL to bf16 with an outlier.\n\n{writing.markdown_table(*rows)}"
+    powers = {
+        f"2^{power}": lambda means, place=place: f"{means[place]:.3g}"
+        for place, power in enumerate(POWERS)
+    }
+    table = writing.table("recipe", result["outliers"].items(), powers)
+    return f"{text}\nExact KL to bf16 with an outlier.\n\n{table}"
 
 
-def draw(result: dict[str, Any]) -> Figure:
-    """The ladder with and without replay, flips by layer, and the outliers, as far as there are
-    any."""
-    from matplotlib.figure import Figure  # here alone: the other commands start without it
+# A row: `_about` a rung, and the summaries of a bf16 learner without replay and with experts'.
+_COLUMNS: Mapping[str, Callable[[tuple[Any, Any, Any]], str]] = {
+    "layers, experts": lambda row: (
+        f"{row[0]['layers']}, {row[0]['experts'] or '-'} {row[0]['router']}".strip()
+    ),
+    "loss of the warm-up": lambda row: (
+        ", ".join(f"{w['loss']:.3f}" for w in row[0]["warmup"] if w) or "-"
+    ),
+    "entropy": lambda row: writing.figure(row[1]["entropy"]),
+    "mean abs D": lambda row: writing.figure(row[1]["mean_abs"]),
+    "RMS of logits": lambda row: writing.figure(row[1]["rms_logits"]),
+    "with experts replayed": lambda row: writing.figure(row[2]["rms_logits"]) if row[2] else "-",
+    "flips": lambda row: writing.figure(row[1]["flips"]) if "flips" in row[1] else "-",
+    "abs D, p 0.5 to 0.9": lambda row: writing.each([row[1]["by"]["probability"][2]]),
+}
 
+
+def _figure(result: Result) -> Figure:
+    """The ladder with and without replay, flips by layer, and the outliers: those that it has."""
     pooled = result["pooled"]
     mixtures = any("flips_by_layer" in views[_PLAIN] for views in pooled.values())
-    panels = [_draw_ladder] * (mixtures or len(pooled) > 1 or not result["outliers"])
-    panels += [_draw_flips] * mixtures + [_draw_outliers] * bool(result["outliers"])
-    figure = Figure(figsize=(1 + 4 * len(panels), 3.8), layout="constrained", dpi=110)
-    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        panel(axes, result)
+    draws = [_draw_ladder] * (mixtures or len(pooled) > 1 or not result["outliers"])
+    draws += [_draw_flips] * mixtures + [_draw_outliers] * bool(result["outliers"])
+    figure, panels = writing.panels(len(draws), 1 + 4 * len(draws), 3.8)
+    for draw, axes in zip(draws, panels, strict=True):
+        draw(axes, result)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(frameon=False, fontsize=8)
     return figure
 
 
-def _draw_ladder(axes: Axes, result: dict[str, Any]) -> None:
+def _draw_ladder(axes: Axes, result: Result) -> None:
     rungs = list(result["pooled"])
     for index, view in enumerate((_PLAIN, _EXPERTS, _WEIGHTS)):
         at = [i for i, rung in enumerate(rungs) if view in result["pooled"][rung]]
@@ -408,7 +339,7 @@ def _draw_ladder(axes: Axes, result: dict[str, Any]) -> None:
     writing.plain(axes, "rung", "RMS of the logits' difference")
 
 
-def _draw_flips(axes: Axes, result: dict[str, Any]) -> None:
+def _draw_flips(axes: Axes, result: Result) -> None:
     for index, (rung, views) in enumerate(result["pooled"].items()):
         shares = views[_PLAIN].get("flips_by_layer")
         if shares:
@@ -417,9 +348,21 @@ def _draw_flips(axes: Axes, result: dict[str, Any]) -> None:
     writing.plain(axes, "layer", "share of tokens with another set of experts")
 
 
-def _draw_outliers(axes: Axes, result: dict[str, Any]) -> None:
+def _draw_outliers(axes: Axes, result: Result) -> None:
     for index, (recipe, means) in enumerate(result["outliers"].items()):
         axes.plot(POWERS, means, "o-", ms=4, color=writing.COLOURS[index], label=recipe)
     writing.plain(axes, "outlier, power of two", "exact KL to bf16")
     axes.set_yscale("log")
     axes.set_xticks(POWERS)
+
+
+STUDY = Study(
+    "scale",
+    full=Size(questions=64),
+    quick=Size(questions=32),
+    cells=_cells,
+    judge=_judge,
+    result=_result,
+    tables=_tables,
+    figure=_figure,
+)

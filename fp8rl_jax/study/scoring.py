@@ -1,10 +1,10 @@
 """One set of samples, scored under many recipes.
 
 Decode and score of one recipe give the same bits, so a mismatch between two recipes needs no
-second engine: tokens are sampled once, and what a sampler under another recipe would have recorded
-for them is that recipe's score. What is left between two scores is quantisation alone; published
-figures contain the differences of two engines too. The tokens are always those of one policy, so
-the figures of other recipes are means over its samples and not over their own.
+second engine: tokens are sampled once, and a recipe's score of them is what a sampler under that
+recipe would have recorded. Two scores differ by quantisation alone; published figures contain the
+differences of two engines too. The tokens are always those of one policy, so the figures of other
+recipes are means over its samples and not over their own.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class View(NamedTuple):
 
     Attributes:
       recipe: numerics.
-      replay: what is taken from the routers of another view: none, experts, or weights
+      replay: what replaces the routers' own: 'none', 'experts' or 'weights' of another view
         (`algo.routing_replay`).
-      of: the name of that view.
+      of: the name of that other view.
     """
 
     recipe: Recipe
@@ -55,16 +55,16 @@ class View(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two scores a and b of the same tokens, each value (B, R), and 0 where no token is.
+    """Two scores a and b of the same tokens. Each value is (B, R), and 0 outside the response.
 
     Attributes:
       difference: D, the log-probability of b minus that of a, float64.
       divergence: KL(a || b) over the whole vocabulary, in nats.
-      square: the mean square over the vocabulary of the logits' difference, less its mean, which
-        changes no probability.
-      size: the same of a's logits.
-      flips: (S, B, T) bool, whether the sets of experts differ in the S layers that have any, at
-        every token of the sequence: those that the routers chose, also where others were replayed.
+      square: the variance over the vocabulary of the logits' difference (their mean changes no
+        probability).
+      size: the variance of a's logits.
+      flips: (S, B, T) bool, whether the routers chose different sets of experts, in the S layers
+        with experts and at every token of the sequence; also where other experts were replayed.
         None for a dense model.
     """
 
@@ -82,8 +82,8 @@ class Scores(NamedTuple):
       rows: which of the samples.
       logprobs: {view: (B, R) float32}.
       entropy: {view: (B, R) float32}, in nats.
-      margins: {view: (S, B, T) float32}: how far the score of the last expert that a router chose
-        (`selection_scores`) is above that of the next; {} where no expert is left out.
+      margins: {view: (S, B, T) float32}: the score (`selection_scores`) of the last expert that a
+        router chose, less that of the next; {} if every expert is chosen.
       compare: ``compare(a, b) -> Comparison`` of two views.
     """
 
@@ -107,10 +107,10 @@ def sample(
     Args:
       runtime: model, task and `rollout` settings of the samples.
       params: float32.
-      recipe: of the sampler; its KV scales are calibrated on all prompts where it asks for them.
+      recipe: of the sampler; if it asks for KV scales, they are calibrated on all prompts.
       questions: P; a multiple of `rollout.prompts_per_step`.
       group: samples of each, G.
-      note: told how far it is.
+      note: called with how far the samples are.
 
     Returns:
       B = P * G rows, prompt-major; `old_logprobs` are those that the sampler recorded.
@@ -139,9 +139,9 @@ def sample(
 
 
 def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVScales | None:
-    """Scales calibrated on tokens (B, T) of lengths (B,), for a recipe that asks for them.
+    """KV scales calibrated on tokens (B, T) of lengths (B,); None for a recipe without them.
 
-    Some rows at a time: the scale of all is the largest of theirs.
+    Rows are taken in parts: the scale of all is the largest of the parts'.
     """
     if recipe.kv != "calibrated":
         return None
@@ -149,17 +149,9 @@ def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVSc
         runtime.model, recipe, runtime.layout.parallel, margin=runtime.config.precision.kv_margin
     )
     scaling, size = init_scaling(params, recipe), _part_size(len(tokens), _ROWS)
-    found = [
-        calibrate(
-            params,
-            scaling,
-            tokens[i : i + size],
-            lengths[i : i + size],
-            np.int32(0),
-            runtime.engine.rope,
-        )
-        for i in range(0, len(tokens), size)
-    ]
+    step, rope = np.int32(0), runtime.engine.rope
+    parts = [slice(first, first + size) for first in range(0, len(tokens), size)]
+    found = [calibrate(params, scaling, tokens[p], lengths[p], step, rope) for p in parts]
     return jax.tree.map(lambda *x: functools.reduce(jnp.maximum, x), *found)
 
 
@@ -172,8 +164,8 @@ class Scorer:
     """The programs that score samples of one model under several views."""
 
     def __init__(self, runtime: Runtime, views: dict[str, View], note: Note = silent):
-        """A view that replays must come after the one whose routing it takes; `note` is told how
-        far a score is."""
+        """A view that replays must come after the one whose routing it takes; `note` is called with
+        how far a score is."""
         self._runtime, self._views, self._note = runtime, views, note
         taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.model.num_experts))
         recipes = {view.recipe for view in views.values()}
@@ -184,7 +176,7 @@ class Scorer:
         }
 
     def score(self, params: Any, samples: Batch) -> Iterator[Scores]:
-        """Scores of some rows at a time.
+        """Yields the scores of some rows at a time.
 
         Args:
           params: float32.
@@ -227,17 +219,14 @@ class Scorer:
 
         def compare(a: str, b: str) -> Comparison:
             one, other = found[a], found[b]
-            of_logits = processes.fetch(
-                _compare(one[2][LOGITS], other[2][LOGITS], batch.temperature)
-            )
+            logits = _compare(one[2][LOGITS], other[2][LOGITS], batch.temperature)
+            divergence, square, size = (np.where(mask, x, 0.0) for x in processes.fetch(logits))
             flips = None
             if ROUTING[0] in one[2]:
                 chosen = (x[2][ROUTING[0]][dense:] for x in (one, other))
                 flips = processes.fetch(_flips(*chosen))
             d = np.asarray(other[0], np.float64) - np.asarray(one[0], np.float64)
-            return Comparison(
-                np.where(mask, d, 0.0), *(np.where(mask, x, 0.0) for x in of_logits), flips
-            )
+            return Comparison(np.where(mask, d, 0.0), divergence, square, size, flips)
 
         margins = {
             name: np.asarray(_margin(model, taps[_ROUTER_LOGITS][dense:], correction))
@@ -254,16 +243,9 @@ def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Call
 
     @exact_jit
     def score(weights, scales, batch: Batch, rope):
+        model, parallel = runtime.model, runtime.layout.parallel
         logp, entropy, aux = response_logprobs(
-            weights,
-            batch,
-            runtime.model,
-            recipe,
-            rope,
-            "none",
-            scales,
-            runtime.layout.parallel,
-            taps=taps,
+            weights, batch, model, recipe, rope, "none", scales, parallel, taps=taps
         )
         return logp, entropy, aux["taps"]
 

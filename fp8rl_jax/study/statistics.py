@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
 
 
 class Range(Estimate):
-    """The largest of some values that are known without sampling, with the least and itself."""
+    """The largest of values that are known without sampling, from the smallest to the largest."""
 
 
 class SeedMean(Estimate):
@@ -63,14 +63,13 @@ class Trend(NamedTuple):
 
 
 def cluster_bootstrap(
-    clusters: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], draws: int = DRAWS
+    clusters: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate:
     """A statistic of the mean over clusters.
 
     Args:
       clusters: (S, ...) one entry for each sequence.
       statistic: (D, ...) means of D draws -> (D,).
-      draws: of the bootstrap.
 
     Raises:
       ValueError: there are fewer than two clusters.
@@ -79,42 +78,38 @@ def cluster_bootstrap(
     count = len(clusters)
     if count < 2:
         raise ValueError(f"an interval needs at least two clusters, and there are {count}")
-    weights = _draws(count, draws)
+    weights = _draws(count)
     flat = clusters.reshape(count, -1)
     step = max(_AT_ONCE // flat.shape[1], 1)
     values = np.concatenate(
         [
             statistic((part @ flat).reshape(len(part), *clusters.shape[1:]))
-            for part in np.split(weights, range(step, draws, step))
+            for part in np.split(weights, range(step, DRAWS, step))
         ]
     )
     low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    whole = statistic(clusters.mean(axis=0, keepdims=True))
-    return Estimate(float(whole[0]), float(low), float(high))
+    value = statistic(clusters.mean(axis=0, keepdims=True))
+    return Estimate(float(value[0]), float(low), float(high))
 
 
 @functools.lru_cache(maxsize=2)
-def _draws(count: int, draws: int) -> np.ndarray:
-    """(D, S) shares of each of S clusters in each draw; the same for every figure."""
+def _draws(count: int) -> np.ndarray:
+    """(DRAWS, S) shares of each of S clusters in each draw; the same for every figure."""
     rng = np.random.default_rng(_SEED)
-    return rng.multinomial(count, np.full(count, 1 / count), size=draws) / count
+    return rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count
 
 
-def clustered_mean(sums: np.ndarray, counts: np.ndarray, draws: int = DRAWS) -> Estimate:
+def clustered_mean(sums: np.ndarray, counts: np.ndarray) -> Estimate:
     """Mean of values whose sums (S,) and counts (S,) in each sequence are given."""
-    return cluster_bootstrap(np.stack([sums, counts], axis=1), lambda m: m[:, 0] / m[:, 1], draws)
+    return cluster_bootstrap(np.stack([sums, counts], axis=1), lambda m: m[:, 0] / m[:, 1])
 
 
 def ratio_of_means(
-    sums: np.ndarray,
-    counts: np.ndarray,
-    other_sums: np.ndarray,
-    other_counts: np.ndarray,
-    draws: int = DRAWS,
+    sums: np.ndarray, counts: np.ndarray, other_sums: np.ndarray, other_counts: np.ndarray
 ) -> Estimate:
     """Ratio of two `clustered_mean`s over the same sequences, which are drawn together."""
     clusters = np.stack([sums, counts, other_sums, other_counts], axis=1)
-    return cluster_bootstrap(clusters, lambda m: m[:, 0] / m[:, 1] / (m[:, 2] / m[:, 3]), draws)
+    return cluster_bootstrap(clusters, lambda m: m[:, 0] / m[:, 1] / (m[:, 2] / m[:, 3]))
 
 
 def seed_mean(
@@ -143,7 +138,7 @@ def _deviation(values: np.ndarray, least: float) -> float:
 
 
 def span(values: Sequence[float]) -> Range:
-    """Of values that are known without sampling."""
+    """The largest of values that are known without sampling, and their range."""
     return Range(max(values), min(values), max(values))
 
 
@@ -155,7 +150,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return np.divide(a @ b, scale, out=np.zeros_like(scale), where=scale > 0)
 
 
-def spearman(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> Trend:
+def spearman(x: np.ndarray, y: np.ndarray) -> Trend:
     """Spearman's rho of x (N,) and y (N,), with the p-value of random permutations.
 
     p counts the observed order as one of the draws, so it is never 0 (Phipson and Smyth, 2010).
@@ -163,10 +158,10 @@ def spearman(x: np.ndarray, y: np.ndarray, draws: int = DRAWS) -> Trend:
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     rho = float(rank_correlation(x, y))
     rng = np.random.default_rng(_SEED)
-    shuffled = rng.permuted(np.broadcast_to(x, (draws, len(x))), axis=1)
+    shuffled = rng.permuted(np.broadcast_to(x, (DRAWS, len(x))), axis=1)
     found = rank_correlation(shuffled, y)
     extreme = int((np.abs(found) >= abs(rho) - 1e-12).sum())
-    return Trend(rho, (extreme + 1) / (draws + 1))
+    return Trend(rho, (extreme + 1) / (DRAWS + 1))
 
 
 def kendall_tau(series: np.ndarray) -> np.ndarray:
@@ -179,7 +174,7 @@ def kendall_tau(series: np.ndarray) -> np.ndarray:
     return total / (length * (length - 1) / 2)
 
 
-def mann_kendall(series: np.ndarray, block: int, draws: int = DRAWS) -> Trend:
+def mann_kendall(series: np.ndarray, block: int) -> Trend:
     """Mann-Kendall's trend test of a series (N,) whose neighbours are dependent.
 
     The p-value is of a moving-block bootstrap: series made of blocks of `block` neighbours, drawn
@@ -195,11 +190,11 @@ def mann_kendall(series: np.ndarray, block: int, draws: int = DRAWS) -> Trend:
     tau = float(kendall_tau(series))
     rng = np.random.default_rng(_SEED)
     count = -(-length // block)
-    starts = rng.integers(0, length - block + 1, size=(draws, count))
-    places = (starts[:, :, None] + np.arange(block)).reshape(draws, -1)[:, :length]
+    starts = rng.integers(0, length - block + 1, size=(DRAWS, count))
+    places = (starts[:, :, None] + np.arange(block)).reshape(DRAWS, -1)[:, :length]
     found = kendall_tau(series[places])
     extreme = int((np.abs(found) >= abs(tau) - 1e-12).sum())
-    return Trend(tau, (extreme + 1) / (draws + 1))
+    return Trend(tau, (extreme + 1) / (DRAWS + 1))
 
 
 def equivalence(sample: np.ndarray, margin: float, least: float = 0.0) -> float:

@@ -1,8 +1,8 @@
-"""The policy that a study looks at: a model with its weights, its task and its tokenizer.
+"""The policy that a study measures: a model with its weights, its task and its tokenizer.
 
-Weights are made when a cell needs them, and not before: a study whose cells are all there trains
-nothing. So a subject is known by what its weights follow from, its `identity`: the configuration
-that they are trained under, or a digest of weights that come from elsewhere.
+Weights are made when a cell needs them: a study whose cells are all finished trains nothing. So a
+subject is identified by what its weights follow from: the configuration that they are trained
+under, or a digest of weights that come from elsewhere.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from fp8rl_jax.train import train
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
-# Fields of `run` that say where files are, what is shown, or when it is saved; numbers follow from
-# none of them.
-_ELSEWHERE = ("cache_dir", "checkpoint_every", "compilation_cache", "dir", "keep_checkpoints")
-_SHOWN = ("loggers", "project", "samples", "name")
+# Fields of `run` that change no number: where files are, what is shown and when it is saved.
+_WITHOUT_EFFECT = (
+    "cache_dir checkpoint_every compilation_cache dir keep_checkpoints loggers project samples name"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is studied.
+    """A model that is studied, with its task.
 
     Attributes:
       name: for the texts.
@@ -45,7 +45,7 @@ class Subject:
       make_params: the float32 parameters, on the host.
       trained: whether they follow from the runtime's configuration alone.
       released: whether they are those of `model.checkpoint`.
-      directory: of the fine-tuning that makes them, if there is one.
+      directory: of the fine-tuning that makes them, if any.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Subject:
 
     @functools.cached_property
     def params(self) -> Any:
-        """Float32 parameters, on the host; made when they are asked for first."""
+        """Float32 parameters, on the host; made at the first use."""
         return self.make_params()
 
     @functools.cached_property
@@ -83,7 +83,7 @@ class Subject:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What samples and runs follow from beside the weights, as JSON; {} where `identity` has
+        """What samples and runs follow from beside the weights, as JSON; {} if `identity` holds
         it."""
         if self.trained:
             return {}
@@ -92,8 +92,8 @@ class Subject:
         return {"config": kept, **self._data}
 
     def warmup(self) -> dict[str, float]:
-        """How the fine-tuning ended, once `params` are made: the mean loss of its last 20 steps,
-        and its accuracy; {} without one."""
+        """The mean loss of the last 20 steps of fine-tuning, and the accuracy after it; {} without
+        fine-tuning. `params` must have been made."""
         if self.directory is None:
             return {}
         losses = [record["loss"] for record in read_jsonl(self.directory / "sft.jsonl")][-20:]
@@ -154,24 +154,25 @@ def quick_config(seed: int = 0) -> ml_collections.ConfigDict:
     return saved_config(content, "the study's own configuration")
 
 
-def quick_ladder(seeds: Sequence[int], out: pathlib.Path, note: Note) -> dict[str, list[Subject]]:
-    """A dense model of two layers and one with eight experts, for each seed."""
-    ladder: dict[str, list[Subject]] = {"dense": [], "experts": []}
-    for seed in seeds:
-        for rung, subjects in ladder.items():
+def quick_ladder(seeds: Sequence[int], out: pathlib.Path, note: Note) -> list[Subject]:
+    """'dense', two layers, and 'experts', the same with eight experts, each for every seed."""
+    ladder = []
+    for rung in ("dense", "experts"):
+        for seed in seeds:
             config = quick_config(seed)
             if rung == "experts":
                 config.run.dir += "_experts"
                 config.model.num_experts, config.model.num_experts_per_tok = 8, 2
                 config.model.moe_intermediate_size = 128
-            subjects.append(of_config(config, out, note))
+            ladder.append(dataclasses.replace(of_config(config, out, note), name=rung))
     return ladder
 
 
 def lasting(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The fields that a run's numbers follow from and that are not at their defaults, by path; so
-    a field that a later version adds changes none of them."""
-    defaults, left_out = flatten(default_config()), {f"run.{n}" for n in (*_ELSEWHERE, *_SHOWN)}
+    """{path: value} of the fields that change a run's numbers and are not at their defaults; so the
+    result stays the same when a later version adds a field."""
+    defaults = flatten(default_config())
+    left_out = {f"run.{name}" for name in _WITHOUT_EFFECT.split()}
     return {
         name: value
         for name, value in flatten(config).items()
@@ -180,7 +181,7 @@ def lasting(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def digest(tree: Any) -> str:
-    """Of the bytes of a tree's arrays, 12 characters."""
+    """A digest of the bytes of a tree's arrays, 12 characters."""
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         found.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
@@ -196,7 +197,7 @@ def of_config(
     Args:
       config: of `load_config`.
       out: directory of the fine-tuning's run, made when weights are needed.
-      note: told what happens.
+      note: called with a line about what happens.
       questions: whether the study asks the task's questions; without them there is no
         fine-tuning either.
 
@@ -263,7 +264,7 @@ def _newest(runtime: Runtime, note: Note) -> Any:
 
 
 def _warm_up(config: ml_collections.ConfigDict, note: Note) -> Any:
-    """Parameters after the fine-tuning of a configuration, which is resumed where it stopped."""
+    """Parameters after the fine-tuning of a configuration; a stopped one is resumed."""
     note(f"supervised fine-tuning of {config.run.dir}")
     train(config, resume=is_begun(pathlib.Path(config.run.dir)))
     return _newest(make_runtime(config, with_questions=False), note)

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,21 +33,28 @@ import numpy as np
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import writing
-from fp8rl_jax.study.cells import Cells, described
-from fp8rl_jax.study.hypotheses import ANY, Hypothesis
+from fp8rl_jax.study.cells import Cell, described
+from fp8rl_jax.study.frame import GROUP, Found, Numbers, Plan, Result, Size, Study, Verdict
+from fp8rl_jax.study.hypotheses import ANY, Hypothesis, Zone
 from fp8rl_jax.study.measures import PROBABILITIES, Pair
-from fp8rl_jax.study.progress import Note, Progress, silent
-from fp8rl_jax.study.runs import TIS, UNCORRECTED, After, Arms, Fields, part, series
+from fp8rl_jax.study.runs import (
+    TIS,
+    UNCORRECTED,
+    After,
+    Fields,
+    accuracies,
+    arm_cells,
+    part,
+    series,
+)
 from fp8rl_jax.study.scoring import View
-from fp8rl_jax.study.statistics import kendall_tau, mann_kendall, seed_mean
-from fp8rl_jax.study.step0 import score_cell, scored
+from fp8rl_jax.study.statistics import kendall_tau, mann_kendall
+from fp8rl_jax.study.step0 import Scoring
 from fp8rl_jax.study.subjects import Subject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STEPS, QUICK_STEPS = 160, 8
-QUESTIONS, QUICK_QUESTIONS, GROUP = 64, 32, 8  # scored before and after RL, and samples of each
 _LEAST = 8  # steps: two of each quarter
 _BLOCKS = 16  # of the bootstrap, in a run's steps
 ARMS: dict[str, Fields] = {
@@ -66,143 +72,74 @@ _SIDES = ("fp8", "bf16")  # rollout and learner
 _PAIR = "learner / rollout"
 _VIEWS = {name: View(get_recipe(name)) for name in _SIDES}
 
-_TEST = "Mann-Kendall's test of the mean curve, bootstrap of blocks of steps"
-RISES = Hypothesis(
-    "rises",
-    "Uncorrected, the mismatch KL rises over the steps of RL",
-    "Kendall's tau of mismatch KL and step",
-    low=0.0,
-    test=_TEST,
+
+def _trend(name: str, text: str, curve: str, zone: Zone) -> Hypothesis:
+    """A hypothesis about the trend of a curve, by its Kendall's tau."""
+    test = "Mann-Kendall's test of the mean curve, bootstrap of blocks of steps"
+    return Hypothesis(
+        name, f"Uncorrected, {text}", f"Kendall's tau of {curve} and step", zone, test
+    )
+
+
+_RISES, _FALLS = Zone(low=0.0), Zone(high=0.0)
+RISES = _trend("rises", "the mismatch KL rises over the steps of RL", "mismatch KL", _RISES)
+SIZE_RISES = _trend("size_rises", "mean |D| rises over the steps of RL", "mean |D|", _RISES)
+ENTROPY_FALLS = _trend(
+    "entropy_falls", "the learner's entropy, the confounder, falls", "entropy", _FALLS
 )
-SIZE_RISES = Hypothesis(
-    "size_rises",
-    "Uncorrected, mean |D| rises over the steps of RL",
-    "Kendall's tau of mean |D| and step",
-    low=0.0,
-    test=_TEST,
-)
-ENTROPY_FALLS = Hypothesis(
-    "entropy_falls",
-    "Uncorrected, the learner's entropy, the confounder, falls",
-    "Kendall's tau of entropy and step",
-    high=0.0,
-    test=_TEST,
+PER_NAT_RISES = _trend(
+    "per_nat_rises",
+    "the mismatch KL rises per nat of entropy",
+    "mismatch KL per nat of entropy",
+    _RISES,
 )
 ERROR_GROWS = Hypothesis(
     "error_grows",
     "Uncorrected, the error of the logits, which entropy does not confound, grows",
     "RMS of the logits' difference over that of the logits, after RL over before",
-    low=1.0 + ANY,
-)
-PER_NAT_RISES = Hypothesis(
-    "per_nat_rises",
-    "Uncorrected, the mismatch KL rises per nat of entropy",
-    "Kendall's tau of mismatch KL per nat of entropy and step",
-    low=0.0,
-    test=_TEST,
+    Zone(low=1.0 + ANY),
 )
 TIS_STABLE = Hypothesis(
     "tis_stable",
     "With TIS training is stable: the reward rises",
     "mean reward of the last quarter of the steps less that of the first",
-    low=ANY,
+    Zone(low=ANY),
 )
 TIS_NOT_ABOVE = Hypothesis(
     "tis_not_above",
     "With TIS the mismatch KL ends no more than a tenth above that without",
     "mean mismatch KL of the last quarter of the steps, with TIS over without",
-    high=1.1,
+    Zone(high=1.1),
 )
 
 
-def study(
-    subjects: Sequence[Subject],
-    out: pathlib.Path,
-    cells: Cells,
-    note: Note = silent,
-    questions: int = QUESTIONS,
-    steps: int = STEPS,
-) -> dict[str, Any]:
-    """Trains what is missing of the cells, and judges the hypotheses.
-
-    Args:
-      subjects: one for each seed.
-      out: where runs are.
-      cells: finished ones.
-      note: called with a line about what is done.
-      questions: scored before and after RL, with GROUP samples each.
-      steps: of RL.
-
-    Returns:
-      What study.json holds.
-
-    Raises:
-      UserError: there are too few steps for a trend; or of `score_cell`.
-    """
+def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
+    """The scores 'before RL', and each arm with the scores after it."""
+    steps, questions = plan.size.steps, plan.size.questions
     if steps < _LEAST:
         raise UserError(f"study training: --steps={steps} shows no trend: write {_LEAST} or more")
-    runs: dict[str, list[dict]] = {arm: [] for arm in ARMS}
-    before: list[dict] = []
-    progress = Progress(len(subjects) * (1 + len(ARMS)), note)
-    for subject in subjects:
-        before.append(
-            score_cell(
-                "training",
-                subject,
-                cells,
-                _VIEWS,
-                {_PAIR: _SIDES},
-                rollout=_SIDES[0],
-                questions=questions,
-                group=GROUP,
-                note=note,
-            )
-        )
-        progress.add(f"scores of {subject.name}, seed {subject.seed}, before RL")
-        arms = Arms(subject, {"run.steps": steps}, out, cells, note)
-        key = {
-            "questions": questions,
-            "group": GROUP,
-            "rollout": _SIDES[0],
-            "views": {name: described(view.recipe) for name, view in _VIEWS.items()},
-        }
-        after = After(key, functools.partial(_score, subject, questions, note))
-        for arm, fields in ARMS.items():
-            runs[arm].append(arms.run("training", arm, fields, after))
-            progress.add(f"RL of {subject.name}, seed {subject.seed}, {arm}")
-    return {
-        "study": "training",
-        "name": subjects[0].name,
-        "experts": subjects[0].model.num_experts,
-        "subjects": [subject.identity for subject in subjects],
-        "steps": steps,
-        "block": _block(steps),
+    scoring = Scoring(_VIEWS, {_PAIR: _SIDES}, _SIDES[0], questions)
+    key = {
         "questions": questions,
         "group": GROUP,
-        "before": [_summary(cell["numbers"]) for cell in before],
-        "runs": {
-            arm: [_with_ratio(cell["numbers"]) for cell in found] for arm, found in runs.items()
-        },
-        "hypotheses": _judge(before, runs),
-        "origins": writing.origins(before + [cell for found in runs.values() for cell in found]),
+        "rollout": _SIDES[0],
+        "views": {name: described(view.recipe) for name, view in _VIEWS.items()},
+    }
+    after = After(key, functools.partial(scoring.numbers, subject.runtime, note=plan.note))
+    before = {"before RL": scoring.cell("training", subject, plan.note)}
+    return before | arm_cells("training", subject, plan, ARMS, after)
+
+
+def _result(found: Found) -> Result:
+    return {
+        "experts": found.subjects[0].model.num_experts,
+        "block": _block(found.size.steps),
+        "before": [_summary(numbers) for numbers in found.each("before RL")],
+        "runs": {arm: [_with_ratio(run) for run in found.each(arm)] for arm in ARMS},
     }
 
 
-def _score(subject: Subject, questions: int, note: Note, params: Any) -> dict[str, Any]:
-    """The numbers of `score_cell` for other weights of a subject's model."""
-    return scored(
-        subject.runtime,
-        params,
-        _VIEWS,
-        {_PAIR: _SIDES},
-        rollout=_SIDES[0],
-        questions=subject.runtime.questions["eval"][:questions],
-        group=GROUP,
-        note=note,
-    )
-
-
-def _pair(numbers: dict[str, Any]) -> Pair:
+def _pair(numbers: Numbers) -> Pair:
     return Pair(numbers["pairs"][_PAIR])
 
 
@@ -216,112 +153,113 @@ def _per_nat(divergence: np.ndarray, entropy: np.ndarray) -> np.ndarray:
     return np.divide(divergence, entropy, out=np.zeros_like(divergence), where=entropy > 0)
 
 
-def _with_ratio(numbers: dict[str, Any]) -> dict[str, Any]:
-    """A run's numbers with the curve of KL / entropy, and a summary of the scores after it."""
+def _with_ratio(numbers: Numbers) -> Numbers:
+    """A run's numbers with the curve of KL / entropy, and a summary of the scores after RL."""
     curves = numbers["series"]
     ratio = _per_nat(np.array(curves["mismatch_kl"]), np.array(curves["entropy"]))
     after = _summary(numbers["after"])
     return {**numbers, "series": {**curves, "per_nat": ratio.tolist()}, "after": after}
 
 
-def _summary(numbers: dict[str, Any]) -> dict[str, Any]:
+def _summary(numbers: Numbers) -> dict[str, Any]:
     pair = _pair(numbers)
     return {**pair.summary(), "relative_rms": pair.relative_rms()}
 
 
-def _judge(before: list[dict], runs: dict[str, list[dict]]) -> list[dict[str, Any]]:
-    """The verdicts of the scores before RL, and of the cells of each arm, one a seed."""
-    plain = runs["uncorrected"]
+def _judge(found: Found) -> list[Verdict]:
+    plain, tis = found.each("uncorrected"), found.each("tis")
     divergence, size, entropy = (
         series(plain, name) for name in ("mismatch_kl", "train_rollout_logprob_abs_diff", "entropy")
     )
 
-    def trend(hypothesis: Hypothesis, curves: np.ndarray) -> dict[str, Any]:
-        each = kendall_tau(curves)
+    def trend(hypothesis: Hypothesis, curves: np.ndarray) -> Verdict:
         p = mann_kendall(curves.mean(axis=0), _block(curves.shape[1])).p
-        return hypothesis.judge(seed_mean(each, within=(-1.0, 1.0)), p, each.tolist())
+        return hypothesis.judge_seeds(kendall_tau(curves), p, within=(-1.0, 1.0))
 
-    growth = np.array(
-        [
-            _pair(cell["numbers"]["after"]).relative_rms() / _pair(start["numbers"]).relative_rms()
-            for start, cell in zip(before, plain, strict=True)
-        ]
+    before, after = (
+        np.array([_pair(numbers).relative_rms() for numbers in scores])
+        for scores in (found.each("before RL"), [run["after"] for run in plain])
     )
-    ends = part(series(runs["tis"], "mismatch_kl"), 3) / part(divergence, 3)
-    rewards = series(runs["tis"], "reward_mean")
-    gains = part(rewards, 3) - part(rewards, 0)
+    ends = part(series(tis, "mismatch_kl"), 3) / part(divergence, 3)
+    rewards = series(tis, "reward_mean")
     return [
         trend(RISES, divergence),
         trend(SIZE_RISES, size),
         trend(ENTROPY_FALLS, entropy),
-        ERROR_GROWS.judge(seed_mean(growth), seeds=growth.tolist()),
+        ERROR_GROWS.judge_seeds(after / before),
         trend(PER_NAT_RISES, _per_nat(divergence, entropy)),
-        TIS_STABLE.judge(seed_mean(gains), seeds=gains.tolist()),
-        TIS_NOT_ABOVE.judge(seed_mean(ends), seeds=ends.tolist()),
+        TIS_STABLE.judge_seeds(part(rewards, 3) - part(rewards, 0)),
+        TIS_NOT_ABOVE.judge_seeds(ends),
     ]
 
 
-def format_table(result: dict[str, Any]) -> str:
-    """Markdown: first and last quarter of every measure, and its trend."""
-    rows = [("arm", "measure", "first quarter of the steps", "last quarter", "Kendall's tau")]
-    ends = [("arm", "reward, last quarter", "right in bf16, sampled", "right under FP8")]
-    for arm, found in result["runs"].items():
-        for name, text in MEASURES.items():
-            curves = np.array([run["series"][name] for run in found])
-            quarters = (writing.each(part(curves, quarter)) for quarter in (0, 3))
-            rows.append((arm, text, *quarters, writing.each(kendall_tau(curves))))
-        rewards = np.array([run["series"]["reward_mean"] for run in found])
-        accuracies = (
-            writing.each([run[how]["accuracy_sampled"] for run in found]) for how in ("bf16", "own")
-        )
-        ends.append((arm, writing.each(part(rewards, 3)), *accuracies))
-    scores = [
-        (
-            "policy",
-            "RMS of logits",
-            "over the logits'",
-            "mean abs D",
-            "exact KL",
-            "entropy",
-            *(f"abs D, p {a:g} to {b:g}" for a, b in itertools.pairwise(PROBABILITIES)),
-        )
+def _tables(result: Result) -> str:
+    """First and last quarter of every measure and its trend, ends of the runs, and scores."""
+    curves = [
+        (arm, (text, series(runs, name)))
+        for arm, runs in result["runs"].items()
+        for name, text in MEASURES.items()
     ]
+    trends = {
+        "measure": lambda row: row[0],
+        "first quarter of the steps": lambda row: writing.each(part(row[1], 0)),
+        "last quarter": lambda row: writing.each(part(row[1], 3)),
+        "Kendall's tau": lambda row: writing.each(kendall_tau(row[1])),
+    }
+    ends = {
+        "reward, last quarter": lambda runs: writing.each(part(series(runs, "reward_mean"), 3)),
+        "right in bf16, sampled": lambda runs: writing.each(accuracies(runs, "bf16")),
+        "right under FP8": lambda runs: writing.each(accuracies(runs, "own")),
+    }
     policies = {"before RL": result["before"]}
     policies |= {f"after, {arm}": [x["after"] for x in xs] for arm, xs in result["runs"].items()}
-    for policy, found in policies.items():
-        rms, *means = (
-            writing.each([x[name][0] for x in found])
-            for name in ("rms_logits", "mean_abs", "kl", "entropy")
-        )
-        relative = writing.each([x["relative_rms"] for x in found])
-        bins = zip(*(x["by"]["probability"] for x in found), strict=True)
-        scores.append((policy, rms, relative, *means, *(_known(values) for values in bins)))
+
+    def column(read: Callable[[dict[str, Any]], float | None]) -> Callable[[list], str]:
+        return lambda seeds: writing.each([read(pair) for pair in seeds])
+
+    def mean(place: int) -> Callable[[list], str]:
+        return column(lambda pair: pair["by"]["probability"][place])
+
+    scores = {
+        "RMS of logits": column(lambda pair: pair["rms_logits"][0]),
+        "over the logits'": column(lambda pair: pair["relative_rms"]),
+        "mean abs D": column(lambda pair: pair["mean_abs"][0]),
+        "exact KL": column(lambda pair: pair["kl"][0]),
+        "entropy": column(lambda pair: pair["entropy"][0]),
+    }
+    for place, (low, high) in enumerate(itertools.pairwise(PROBABILITIES)):
+        scores[f"abs D, p {low:g} to {high:g}"] = mean(place)
     kind = f"{result['experts']} experts" if result["experts"] else "dense"
     return (
         f"{result['name']} ({kind}), rollout in FP8, learner in bf16, {result['steps']} steps of "
         f"RL, a figure for each seed. p-values are of blocks of "
-        f"{result['block']} steps.\n\n{writing.markdown_table(*rows)}\n"
-        f"{writing.markdown_table(*ends)}\nBefore and after RL, {result['questions']} held-out "
-        f"questions of {result['group']} samples; abs D also among tokens to which the sampler "
-        f"gives a probability p.\n\n{writing.markdown_table(*scores)}"
+        f"{result['block']} steps.\n\n{writing.table('arm', curves, trends)}\n"
+        f"{writing.table('arm', result['runs'].items(), ends)}\nBefore and after RL, "
+        f"{result['questions']} held-out questions of {result['group']} samples; abs D also among "
+        "tokens to which the sampler gives a probability p.\n\n"
+        f"{writing.table('policy', policies.items(), scores)}"
     )
 
 
-def _known(values: Sequence[float | None]) -> str:
-    """Figures of seeds, of which some have none."""
-    return ", ".join("-" if value is None else f"{value:.3g}" for value in values)
-
-
-def draw(result: dict[str, Any]) -> Figure:
+def _figure(result: Result) -> Figure:
     """The measures over the steps."""
-    from matplotlib.figure import Figure  # here alone: the other commands start without it
-
-    figure = Figure(figsize=(14, 3.6), layout="constrained", dpi=110)
-    panels = figure.subplots(1, len(MEASURES))
+    figure, panels = writing.panels(len(MEASURES), 14, 3.6)
     for axes, (name, text) in zip(panels, MEASURES.items(), strict=True):
-        for colour, (arm, found) in zip(writing.COLOURS, result["runs"].items(), strict=False):
-            writing.curves(axes, found, name, colour, arm)
+        for colour, (arm, runs) in zip(writing.COLOURS, result["runs"].items(), strict=False):
+            writing.curves(axes, runs, name, colour, arm)
         writing.plain(axes, "RL step", text)
         axes.set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=8)
     return figure
+
+
+STUDY = Study(
+    "training",
+    full=Size(questions=64, steps=160),
+    quick=Size(questions=32, steps=8),
+    cells=_cells,
+    judge=_judge,
+    result=_result,
+    tables=_tables,
+    figure=_figure,
+)

@@ -1,22 +1,20 @@
-"""The files of a study: study.json, a figure and a Markdown page."""
+"""Text, tables and panels that several studies have."""
 
 from __future__ import annotations
 
-import json
-import pathlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fp8rl_jax.base.whole_file import write_whole
+from fp8rl_jax.study.runs import series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+_Row = TypeVar("_Row")
 
 
 def figure(found: Sequence[float], digits: int = 3) -> str:
@@ -25,26 +23,58 @@ def figure(found: Sequence[float], digits: int = 3) -> str:
     return value if low == value == high else f"{value} [{low}, {high}]"
 
 
-def each(values: Sequence[float]) -> str:
-    """The figures of several seeds in a table."""
-    return ", ".join(f"{value:.3g}" for value in values)
+def each(values: Sequence[float | None] | np.ndarray) -> str:
+    """The figures of several seeds in a table; '-' for None."""
+    return ", ".join("-" if value is None else f"{value:.3g}" for value in values)
+
+
+# Columns of a table whose rows are `Pair.summary`s.
+PAIR_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "mean abs D": lambda pair: figure(pair["mean_abs"]),
+    "max": lambda pair: f"{pair['max_abs']:.3g}",
+    "token_mult_prob_error": lambda pair: figure(pair["token_mult_prob_error"], 6),
+    "exact KL": lambda pair: figure(pair["kl"]),
+    "RMS of logits": lambda pair: figure(pair["rms_logits"]),
+}
+
+
+def table(
+    first: str, rows: Iterable[tuple[str, _Row]], columns: Mapping[str, Callable[[_Row], str]]
+) -> str:
+    """A Markdown table.
+
+    Args:
+      first: heading of the first column, which has the rows' names.
+      rows: (name, row).
+      columns: {heading: a row's text}.
+    """
+    body = [[name, *(text(row) for text in columns.values())] for name, row in rows]
+    lines = [[first, *columns], ["---"] * (1 + len(columns)), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def panels(count: int, width: float, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure, in inches, with some panels side by side; `options` as for `Figure.subplots`."""
+    from matplotlib.figure import Figure  # not at the top: other commands start without it
+
+    made = Figure(figsize=(width, height), layout="constrained", dpi=110)
+    return made, list(made.subplots(1, count, squeeze=False, **options)[0])
 
 
 def curves(axes: Axes, runs: Sequence[dict[str, Any]], metric: str, color: str, label: str) -> None:
-    """A metric over the RL steps: a thin line for each run (`numbers` of a cell of runs.py), and
-    their mean, which has the label; running means of a sixteenth of the steps. Nothing without
-    runs."""
+    """Draws a metric over the RL steps, as running means of a sixteenth of the steps: a thin line
+    for each run (numbers of `arm_cells`), and their mean, which has the label."""
     if not runs:
         return
-    lines = np.array([_running_mean(run["series"][metric]) for run in runs])
+    lines = np.array([_running_mean(run) for run in series(runs, metric)])
     steps = range(1, 1 + lines.shape[1])
     for line in lines if len(lines) > 1 else ():
         axes.plot(steps, line, lw=0.7, alpha=0.3, color=color)
     axes.plot(steps, lines.mean(axis=0), lw=1.5, color=color, label=label)
 
 
-def _running_mean(values: Sequence[float]) -> np.ndarray:
-    """Of the last sixteenth of all values, at each of them; of fewer at the first ones."""
+def _running_mean(values: np.ndarray) -> np.ndarray:
+    """At each value, the mean of the last sixteenth of all values; of fewer at the first ones."""
     total = np.cumsum(np.append(0.0, values))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - max(len(values) // 16, 1), 0)
@@ -52,44 +82,8 @@ def _running_mean(values: Sequence[float]) -> np.ndarray:
 
 
 def plain(axes: Axes, x: str, y: str) -> None:
-    """Labels and a quiet grid."""
+    """Labels the axes, and draws a light grid below the data."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(color="#e6e6e6", lw=0.7)
     axes.set_axisbelow(True)
-
-
-def origins(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Commits, CPUs and versions under which cells were measured, each once."""
-    found = {}
-    for cell in cells:
-        origin = {name: cell[name] for name in ("commit", "cpu", "versions")}
-        found[json.dumps(origin, sort_keys=True)] = origin
-    return [found[text] for text in sorted(found)]
-
-
-def markdown_table(*rows: Sequence[str]) -> str:
-    """A Markdown table; the first row is its heading."""
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def write(out: pathlib.Path, study: dict[str, Any], figure: Figure, table: str) -> list[str]:
-    """Writes study.json, study.png and study.md into `out`; returns their paths.
-
-    study.md has a sentence for each of ``study["hypotheses"]``, the table, and a line for each of
-    ``study["origins"]``.
-    """
-    sentences = "".join(f"* {found['sentence']}\n" for found in study["hypotheses"])
-    measured = "".join(
-        f"* commit {found['commit']}, {found['cpu']}, jax {found['versions']['jax']}\n"
-        for found in study["origins"]
-    )
-    write_whole(out / "study.json", json.dumps(study, indent=1, sort_keys=True) + "\n")
-    write_whole(
-        out / "study.md",
-        f"# fp8rl study {study['study']}\n\n{sentences}\n{table}\nMeasured at:\n\n{measured}",
-    )
-    figure.savefig(out / "study.png")
-    return [str(out / name) for name in ("study.json", "study.md", "study.png")]

@@ -1,16 +1,19 @@
-"""Cells of RL runs that nobody ran: the figures are made up."""
+"""Cells of RL runs that nobody ran: their figures are invented."""
 
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import types
 from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.study import subjects
+from fp8rl_jax.study import frame, runs, subjects
+from fp8rl_jax.study.cells import Cell
+from fp8rl_jax.study.frame import Plan, Result, Size, Study
 from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS
-from fp8rl_jax.study.runs import Arms
+from fp8rl_jax.study.progress import silent
 
 
 def pair_numbers(error: float, size: float = 1.0) -> dict[str, Any]:
@@ -34,29 +37,24 @@ def pair_numbers(error: float, size: float = 1.0) -> dict[str, Any]:
     }
 
 
-def run_cell(
+def run_numbers(
     steps: int = 4, *, bf16: float = 0.5, own: float = 0.5, error: float = 0.004, **series
 ) -> dict[str, Any]:
-    """A cell of `Arms.run`: curves by name, or a constant; and two sampled accuracies with a
-    standard error."""
+    """Numbers of a cell of `arm_cells`: curves by name, or a constant; and two sampled accuracies
+    with a standard error."""
     curves = {"reward_mean": 0.5, "train_rollout_logprob_abs_diff": 0.01, **series}
     return {
-        "numbers": {
-            "series": {
-                name: np.broadcast_to(np.asarray(curve, float), steps).tolist()
-                for name, curve in curves.items()
-            },
-            "bf16": {"accuracy_sampled": bf16, "accuracy_sampled_se": error},
-            "own": {"accuracy_sampled": own, "accuracy_sampled_se": error},
+        "series": {
+            name: np.broadcast_to(np.asarray(curve, float), steps).tolist()
+            for name, curve in curves.items()
         },
-        "commit": "c",
-        "cpu": "c",
-        "versions": {"jax": "0"},
+        "bf16": {"accuracy_sampled": bf16, "accuracy_sampled_se": error},
+        "own": {"accuracy_sampled": own, "accuracy_sampled_se": error},
     }
 
 
 def arm_config(fields: dict[str, Any]):
-    """The configuration that `Arms` trains for an arm of the quick model, and what it resolves to;
+    """The configuration that an arm of the quick model is trained under, and what it resolves to;
     the start's weights are left out."""
     from fp8rl_jax.config import default_config
     from fp8rl_jax.config.resolve import resolve_config
@@ -65,35 +63,34 @@ def arm_config(fields: dict[str, Any]):
     config.model.checkpoint = "start"
     runtime = types.SimpleNamespace(config=config, data_digest="")
     subject = subjects.Subject("two_layers", runtime, dict, trained=False, released=True)
-    arms = Arms.__new__(Arms)
-    arms._subject = subject
-    found = arms._config({"run.steps": 4, **fields})
+    found = runs.arm_config(subject, {"run.steps": 4, **fields}, pathlib.Path())
     found.model = default_config().model
     return found, resolve_config(found)
 
 
-def fake_subject(seed: int) -> Any:
-    """What the studies of RL runs ask of a subject."""
+def fake_subject(seed: int = 0, name: str = "two_layers", layers: int = 2) -> Any:
+    """What the studies ask of a subject."""
     config = subjects.quick_config(seed)
     return types.SimpleNamespace(
-        name="two_layers",
+        name=name,
         seed=seed,
         identity={"seed": seed},
-        model=types.SimpleNamespace(num_experts=0),
+        model=types.SimpleNamespace(num_experts=0, num_hidden_layers=layers),
         runtime=types.SimpleNamespace(config=config, data_digest=""),
     )
 
 
-@dataclasses.dataclass
-class FakeArms:
-    """In the place of `Arms`: `cell(seed, name)` is made up, and `asked` holds what was wanted."""
+def result_of(study: Study, numbers: list[dict[str, Any]], size: Size, note=silent) -> Result:
+    """What study.json holds if each subject's cells have these numbers, {label: numbers}."""
+    origin = {"commit": "c", "cpu": "c", "versions": {"jax": "0"}}
+    made = types.SimpleNamespace(get=lambda _, cell: {"numbers": cell.measure(), **origin})
 
-    cell: Any
-    asked: dict[tuple[int, str], dict] = dataclasses.field(default_factory=dict)
+    def cells(subject, plan):
+        return {
+            label: Cell(label, {}, lambda found=found: found)
+            for label, found in numbers[subject.seed].items()
+        }
 
-    def __call__(self, subject, common, out, cells, note):
-        def run(study: str, name: str, fields, after=None):
-            self.asked[subject.seed, name] = {**common, **fields}
-            return self.cell(subject.seed, name)
-
-        return types.SimpleNamespace(run=run)
+    fake = dataclasses.replace(study, cells=cells)
+    plan = Plan([fake_subject(seed) for seed in range(len(numbers))], size, pathlib.Path(), note)
+    return frame.run(fake, plan, made)

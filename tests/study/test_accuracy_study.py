@@ -4,34 +4,30 @@ import json
 
 import numpy as np
 import pytest
-from study_cells import FakeArms, arm_config, fake_subject, run_cell
+from study_cells import arm_config, result_of, run_numbers
 
 from fp8rl_jax import cli
-from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.study import accuracy, writing
-from fp8rl_jax.study.cells import Cells
+from fp8rl_jax.study import accuracy, frame
+from fp8rl_jax.study.frame import Size
 from fp8rl_jax.study.statistics import seeds_needed
 
 _SEEDS = 6
 
 
-def _study(tmp_path, monkeypatch, gains, noise, stress=4.0, seeds=_SEEDS, error=0.004):
+def _study(gains, noise, stress=4.0, seeds=_SEEDS, error=0.004):
     """The study's result if an arm ends above its baseline by `gains`, but for noise within
     seeds; between seeds accuracies differ by far more."""
 
-    def cell(seed: int, arm: str):
+    def numbers(seed: int, arm: str):
         rng = np.random.default_rng([seed, *arm.encode()])
         found = 0.4 + 0.1 * seed % 0.3 + gains.get(arm, 0.0) + noise * rng.normal()
         size = 0.01 * (stress if arm == "stress_rollout" else 1) * (1 + noise * rng.normal())
-        return run_cell(
+        return run_numbers(
             bf16=found, own=found - 0.01, error=error, train_rollout_logprob_abs_diff=size
         )
 
-    arms = FakeArms(cell)
-    monkeypatch.setattr(accuracy, "Arms", arms)
-    subjects = [fake_subject(seed) for seed in range(seeds)]
-    result = accuracy.study(subjects, tmp_path, Cells(tmp_path / "cells", False), steps=4)
-    return result, arms.asked
+    made = [{arm: numbers(seed, arm) for arm in accuracy.ARMS} for seed in range(seeds)]
+    return result_of(accuracy.STUDY, made, Size(steps=4))
 
 
 def _verdicts(result) -> dict[str, str]:
@@ -56,45 +52,43 @@ _OTHERWISE = {
         ({}, 0.2, 2.0, "not resolved"),
     ],
 )
-def test_verdicts(gains, noise, stress, verdict, tmp_path, monkeypatch):
-    found = _verdicts(_study(tmp_path, monkeypatch, gains, noise, stress)[0])
+def test_verdicts(gains, noise, stress, verdict):
+    found = _verdicts(_study(gains, noise, stress))
     assert len(found) == 8
     if gains == _OTHERWISE:  # nothing was lost that could be recovered
         assert found.pop("stress_recovers") == "not resolved"
     assert set(found.values()) == {verdict}, found
 
 
-def test_stress_that_is_not_recovered(tmp_path, monkeypatch):
+def test_stress_that_is_not_recovered():
     gains = {"stress_rollout": -0.2, "stress_rollout_tis": -0.1}
-    assert _verdicts(_study(tmp_path, monkeypatch, gains, 0.004)[0])["stress_recovers"] == (
-        "not supported"
-    )
+    assert _verdicts(_study(gains, 0.004))["stress_recovers"] == ("not supported")
 
 
-def test_the_margin(tmp_path, monkeypatch):
+def test_the_margin():
     """A clear difference is equivalent within the margin, and so is a TIS above its baseline."""
     gains = {"unified": -0.015, "stress_rollout": -0.1, "stress_rollout_tis": 0.1}
-    found = _verdicts(_study(tmp_path, monkeypatch, gains, 0.002)[0])
+    found = _verdicts(_study(gains, 0.002))
     assert found["unified"] == found["stress_recovers"] == found["stress_tis"] == "supported"
     assert accuracy.MARGIN == 0.03
 
 
-def test_equal_differences_may_be_chance(tmp_path, monkeypatch):
+def test_equal_differences_may_be_chance():
     """Two seeds with the same small difference show nothing, of whatever size the evaluation's
     noise makes it likely; six with equal accuracies do."""
     gains = dict.fromkeys(("rollout", "rollout_tis", "unified"), 0.001)
-    result, _ = _study(tmp_path / "two", monkeypatch, gains, 0.0, seeds=2, error=0.01)
+    result = _study(gains, 0.0, seeds=2, error=0.01)
     found = _verdicts(result)
     assert found["degrades"] == found["tracks"] == found["unified"] == "not resolved"
     assert result["differences"]["unified"]["sd"] == pytest.approx(2**0.5 * 0.01)
-    found = _verdicts(_study(tmp_path / "six", monkeypatch, {}, 0.0, error=0.01)[0])
+    found = _verdicts(_study({}, 0.0, error=0.01))
     assert found["degrades"] == found["stress_tis"] == "not resolved"
     assert found["unified"] == "supported"
 
 
-def test_the_number_of_seeds(tmp_path, monkeypatch):
+def test_the_number_of_seeds(tmp_path):
     """From the deviation of the paired differences, which the seeds' own differences leave out."""
-    result, _ = _study(tmp_path, monkeypatch, _AS_PUBLISHED, 0.02)
+    result = _study(_AS_PUBLISHED, 0.02)
     differences = result["differences"]["unified"]
     each = np.array(differences["each"])
     assert differences["sd"] == pytest.approx(each.std(ddof=1))
@@ -104,7 +98,7 @@ def test_the_number_of_seeds(tmp_path, monkeypatch):
     assert f"FP8 end to end: {differences['sd']:.3g}, {differences['seeds_needed']} seeds" in (
         sentence
     )
-    writing.write(tmp_path, result, accuracy.draw(result), accuracy.format_table(result))
+    frame.write(accuracy.STUDY, result, tmp_path)
     table = (tmp_path / "study.md").read_text()
     assert sentence in table
     assert table.count("\n| stress: ") == 2
@@ -112,24 +106,23 @@ def test_the_number_of_seeds(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "study.json").read_text())["margin"] == 0.03
 
 
-def test_one_seed_resolves_nothing(tmp_path, monkeypatch):
+def test_one_seed_resolves_nothing(tmp_path):
     """And says so in sentences and in files."""
-    result, _ = _study(tmp_path, monkeypatch, _AS_PUBLISHED, 0.0, seeds=1)
+    result = _study(_AS_PUBLISHED, 0.0, seeds=1)
     assert set(_verdicts(result).values()) == {"not resolved"}
     for verdict in result["hypotheses"]:
         assert "no interval from one value" in verdict["sentence"]
         assert "nan" not in verdict["sentence"]
     assert "two one-sided t-tests: needs two seeds" in result["hypotheses"][0]["sentence"]
     assert "name two or more by --seeds" in accuracy.format_power(result)
-    writing.write(tmp_path, result, accuracy.draw(result), accuracy.format_table(result))
+    frame.write(accuracy.STUDY, result, tmp_path)
     assert "NaN" not in (tmp_path / "study.json").read_text()
 
 
-def test_arms(tmp_path, monkeypatch):
+def test_arms():
     """Precision and correction of each arm, as the run would have them."""
-    _, asked = _study(tmp_path, monkeypatch, {}, 0.0, seeds=1)
     found = {}
-    for (_, arm), fields in asked.items():
+    for arm, fields in accuracy.ARMS.items():
         config, resolved = arm_config(fields)
         assert config.run.steps == 4
         found[arm] = (
@@ -149,11 +142,6 @@ def test_arms(tmp_path, monkeypatch):
         "stress_rollout": (f"fp8static(amax={accuracy.CLIP})", "bf16", []),
         "stress_rollout_tis": (f"fp8static(amax={accuracy.CLIP})", "bf16", ["tis"]),
     }
-
-
-def test_no_steps(tmp_path):
-    with pytest.raises(UserError, match="write 1 or more"):
-        accuracy.study([], tmp_path, Cells(tmp_path, resume=False), steps=0)
 
 
 @pytest.mark.slow

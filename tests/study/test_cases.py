@@ -11,6 +11,7 @@ import types
 import numpy as np
 import pytest
 from random_model import DENSE
+from study_cells import fake_subject
 
 from fp8rl_jax import cli
 from fp8rl_jax.base.errors import UserError
@@ -19,9 +20,12 @@ from fp8rl_jax.config import default_config, saved_config
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study import cases, cells, runs, step0, subjects, writing
 from fp8rl_jax.study.cells import Cells
+from fp8rl_jax.study.frame import Found, Plan, Size
 from fp8rl_jax.study.measures import Pair, measure
-from fp8rl_jax.study.runs import SERIES, Arms
+from fp8rl_jax.study.progress import silent
+from fp8rl_jax.study.runs import SERIES, arm_cells, arm_config
 from fp8rl_jax.study.scoring import Comparison, Scores, View
+from fp8rl_jax.study.step0 import Scoring
 
 _ROWS, _GROUP, _SLOTS = 24, 2, 5
 _POW2, _ENDS = "bf16 / fp8_blockwise_pow2", "bf16 / fp8, first and last layer bf16"
@@ -40,8 +44,8 @@ def _pair(d: np.ndarray, kl: float) -> dict:
     return measure([scores], {"pair": ("a", "b")}, ones, lengths, _GROUP)["pair"]
 
 
-def _cell(seed: int = 0, sizes: dict | None = None, unequal: float = 0.0) -> tuple[dict, dict]:
-    """The cells of a seed at step 0: of the FP8 rollout and of the bf16 one."""
+def _cell(seed: int = 0, sizes: dict | None = None, unequal: float = 0.0) -> dict[str, dict]:
+    """Numbers of a seed at step 0: of the FP8 rollout and of the bf16 one."""
     rng = np.random.default_rng(seed)
     shape, pairs = (_ROWS, _SLOTS), {}
     for case, (size, kl) in (sizes or _SIZES).items():
@@ -51,8 +55,10 @@ def _cell(seed: int = 0, sizes: dict | None = None, unequal: float = 0.0) -> tup
     d = rng.normal(0, (sizes or _SIZES)["case1"][0], shape)
     pairs[_POW2], pairs[_ENDS] = _pair(1.5 * d, 0.0), _pair(0.5 * d, 0.0)
     decode = {"unequal": unequal, "most": 0.0, "tokens": _ROWS * _SLOTS}
-    fp8 = {"numbers": {"pairs": pairs, "decode": decode}}
-    return fp8, {"numbers": {"pairs": {}, "decode": dict(decode, unequal=0.0)}}
+    for other in ("fp8, bf16 KV", "mxfp8", "fp8_tensorwise"):
+        pairs[f"bf16 / {other}"] = pairs[_POW2]
+    bf16 = {"pairs": {}, "decode": dict(decode, unequal=0.0)}
+    return {"fp8": {"pairs": pairs, "decode": decode}, "bf16": bf16}
 
 
 def _runs(seeds: int = 3, last: float = 0.0) -> dict[str, list[dict]]:
@@ -64,15 +70,30 @@ def _runs(seeds: int = 3, last: float = 0.0) -> dict[str, list[dict]]:
         series["train_rollout_logprob_abs_diff"] = (mismatch * rng.uniform(0.9, 1.1, 4)).tolist()
         series["tis_clipfrac"] = [mismatch] * 4
         accuracy = {"accuracy_greedy": 0.5, "accuracy_sampled": 0.25}
-        return {"numbers": {"series": series, "own": accuracy, "bf16": accuracy}}
+        return {"series": series, "own": accuracy, "bf16": accuracy}
 
     sizes = {"case1": 0.02, "case2": 0.01, "case3": 0.01, "case4": last}
     return {case: [run(size) for _ in range(seeds)] for case, size in sizes.items()}
 
 
-def _verdicts(found, made=None) -> dict[str, str]:
-    made = made or {case: [] for case in cases.CASES}
-    return {v["name"]: v["verdict"] for v in cases._judge(found, made)}
+def _found(scores: list[dict], made: dict[str, list[dict]] | None = None, layers: int = 4) -> Found:
+    """Scores of each seed, and RL runs of as many or more."""
+    seeds = max(len(scores), len(next(iter((made or {"": []}).values()))))
+    numbers: list[dict] = [{} for _ in range(seeds)]
+    for seed, found in enumerate(scores):
+        numbers[seed] |= found
+    for case, trained in (made or {}).items():
+        for seed, run in enumerate(trained):
+            numbers[seed][case] = run
+    return Found([fake_subject(seed, layers=layers) for seed in range(seeds)], Size(), numbers)
+
+
+def _judged(*found, **options) -> dict[str, dict]:
+    return {verdict["name"]: verdict for verdict in cases.STUDY.judge(_found(*found, **options))}
+
+
+def _verdicts(*found, **options) -> dict[str, str]:
+    return {name: verdict["verdict"] for name, verdict in _judged(*found, **options).items()}
 
 
 def test_verdicts_of_what_is_expected():
@@ -114,14 +135,14 @@ def test_verdicts_of_the_contrary():
 
 
 def test_recipes_of_the_rollout():
-    """Each beside plain FP8; a recipe that a small model does not have is left out."""
+    """Each is compared with plain FP8; a recipe that a small model lacks is left out."""
     found = _cell()
-    pairs = found[0]["numbers"]["pairs"]
+    pairs = found["fp8"]["pairs"]
     pairs[_POW2], pairs[_ENDS] = pairs[_ENDS], pairs[_POW2]
     verdicts = _verdicts([found])
     assert verdicts["pow2"] == verdicts["ends"] == "not supported"
     del pairs[_ENDS]
-    assert set(_verdicts([found])) == set(verdicts) - {"ends"}
+    assert set(_verdicts([found], layers=2)) == set(verdicts) - {"ends"}
 
 
 def test_nothing_clipped_shows_nothing():
@@ -130,8 +151,8 @@ def test_nothing_clipped_shows_nothing():
     runs = _runs()
     for made in runs.values():
         for cell in made:
-            cell["numbers"]["series"]["tis_clipfrac"] = [0.0] * 4
-    found = {v["name"]: v for v in cases._judge([_cell(0, small), _cell(1, small)], runs)}
+            cell["series"]["tis_clipfrac"] = [0.0] * 4
+    found = _judged([_cell(0, small), _cell(1, small)], runs)
     for name, reason in (
         ("clipped", "(no token has such a ratio)"),
         ("curve_clipped", "(no token was clipped)"),
@@ -152,39 +173,39 @@ def test_a_ratio_to_nothing_is_not_resolved():
     """Imitated FP8 without any error: study.json stays JSON."""
     nothing = dict(_SIZES, case2=(0.0, 0.0), case1=(0.0, 0.0))
     with np.errstate(all="ignore"):
-        found = {v["name"]: v for v in cases._judge([_cell(0, nothing)], _runs(1))}
+        found = _judged([_cell(0, nothing)], _runs(1))
     assert found["imitation"]["verdict"] == found["kl_equal"]["verdict"] == "not resolved"
     json.dumps(list(found.values()), allow_nan=False)
 
 
 def _result(made: dict) -> dict:
-    found = [_cell(seed)[0]["numbers"]["pairs"] for seed in range(2)]
+    pairs = _cell()["fp8"]["pairs"]
     return {
         "name": "tiny",
         "questions": 12,
         "group": _GROUP,
         "subjects": [{}, {}],
         "steps": 4,
-        "runs": {case: [cell["numbers"] for cell in rows] for case, rows in made.items()},
-        "pooled": {name: Pair(found[0][name]).summary() for name in found[0]},
+        "runs": made,
+        "pooled": {name: Pair(numbers).summary() for name, numbers in pairs.items()},
     }
 
 
 def test_table_and_figure():
     result = _result(_runs())
-    text = cases.format_table(result)
+    text = cases.STUDY.tables(result)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| case")]
     assert len({len(row) for row in rows[:9]}) == 1
     mean = result["pooled"]["case1 / rollout"]["mean_abs"]
     assert f"| case1 / rollout | {mean.value:.3g} [{mean.low:.3g}, {mean.high:.3g}] |" in text
     assert "| case4 / rollout | 0 | 0 | 1 | 0 |" in text
-    assert "RL, 4 steps" in text and len(cases.draw(result).axes) == 3
+    assert "RL, 4 steps" in text and len(cases.STUDY.figure(result).axes) == 3
     without = dict(result, runs={})
-    assert "RL" not in cases.format_table(without) and len(cases.draw(without).axes) == 3
+    assert "RL" not in cases.STUDY.tables(without) and len(cases.STUDY.figure(without).axes) == 3
 
 
 def test_running_means():
-    """Of 32 steps two at a time; the first step has itself alone."""
+    """Of 32 steps, two at a time; at the first step the mean is its own value."""
     steps = np.arange(32.0)
     assert writing._running_mean(steps).tolist() == [0.0, *(steps[1:] - 0.5)]
     assert writing._running_mean(steps[:4]).tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -245,18 +266,10 @@ def scores(monkeypatch):
 _PLAIN = {"one": View(get_recipe("fp8")), "two": View(get_recipe("bf16"))}
 
 
-def _score(path, subject=None, views=None, questions=8, resume=True, **others):
-    settings = {"rollout": "one", "group": 1, "pairs": {"pair": ("one", "two")}} | others
-    pairs = settings.pop("pairs")
-    return step0.score_cell(
-        "s",
-        subject or _subject(),
-        Cells(path, resume),
-        views or _PLAIN,
-        pairs,
-        questions=questions,
-        **settings,
-    )
+def _score(path, subject=None, **others):
+    scoring = Scoring(_PLAIN, {"pair": ("one", "two")}, "one", questions=8, group=1)
+    cell = dataclasses.replace(scoring, **others).cell("s", subject or _subject(), silent)
+    return Cells(path, resume=True).get("s", cell)
 
 
 def test_cell_of_scores(scores, tmp_path):
@@ -306,7 +319,7 @@ def test_too_few_questions(tmp_path):
 
 
 def test_tags_of_subjects():
-    """Of what weights follow from: the seed, and not where the run is."""
+    """A tag depends on what weights follow from: on the seed, and not on where the run is."""
     plain = _subject()
     assert plain.tag == _subject(run={"dir": "elsewhere", "cache_dir": "there"}).tag
     assert plain.tag != _subject(run={"seed": 1}).tag
@@ -342,8 +355,10 @@ def test_runs_begin_with_the_subject(
     data = {"tokenizer": "checkpoint" if checkpoint else "byte"}
     subject = _subject(model={"checkpoint": checkpoint}, data=data, sft={"steps": 5})
     subject = dataclasses.replace(subject, released=released)
-    arms = Arms(subject, {"run.steps": 7}, tmp_path, Cells(tmp_path / "c", False), print)
-    one, other = (arms._config({"run.steps": 7, "precision.learner": x}) for x in ("fp8", "bf16"))
+    one, other = (
+        arm_config(subject, {"run.steps": 7, "precision.learner": x}, tmp_path / "start")
+        for x in ("fp8", "bf16")
+    )
     assert pathlib.Path(one.model.checkpoint).name == begins
     assert one.data.tokenizer == tokenizer
     assert (one.sft.steps, one.eval.every, one.precision.self_check) == (0, 7, False)
@@ -392,21 +407,25 @@ def test_cell_of_a_run(tmp_path, monkeypatch):
         (directory / "eval.jsonl").write_text(json.dumps(record) + "\n")
 
     monkeypatch.setattr(runs, "train", train)
-    last = lambda self, config, after: {"bf16": {"accuracy_greedy": 0.25}}
-    monkeypatch.setattr(Arms, "_of_last_weights", last)
-    monkeypatch.setattr(Arms, "_start", lambda self: tmp_path)
-    where = Cells(tmp_path / "cells", True)
-    arms = Arms(_subject(), {"run.steps": 3}, tmp_path, where, lambda text: None)
+    last = lambda config, note, after: {"bf16": {"accuracy_greedy": 0.25}}
+    monkeypatch.setattr(runs, "_of_last_weights", last)
+    monkeypatch.setattr(runs.hf, "save", lambda *_, dtype: None)
+
+    def get(learner: str) -> dict:
+        plan = Plan([], Size(steps=3), tmp_path)
+        cells = arm_cells("s", _subject(), plan, {"one": {"precision.learner": learner}})
+        return Cells(tmp_path / "cells", True).get("s", cells["one"])
+
     with pytest.raises(KeyboardInterrupt):
-        arms.run("s", "one", {"precision.learner": "bf16"})
-    cell = arms.run("s", "one", {"precision.learner": "bf16"})
+        get("bf16")
+    cell = get("bf16")
     assert cell["numbers"]["series"] == {"reward_mean": [0.33333] * 3, "entropy": [0, 1, 2]}
     assert cell["numbers"]["own"]["accuracy_sampled"] == 0.5
-    assert arms.run("s", "one", {"precision.learner": "bf16"}) == cell
+    assert get("bf16") == cell
     assert calls == [False, True]
     with pytest.raises(UserError, match="changes differ"):
-        arms.run("s", "one", {"precision.learner": "fp8"})
-    lacking = runs.series([cell], "mismatch_kl")
+        get("fp8")
+    lacking = runs.series([cell["numbers"]], "mismatch_kl")
     assert lacking.shape == (1, 3) and np.isnan(lacking).all()
 
 
@@ -414,18 +433,17 @@ def test_cell_of_a_run(tmp_path, monkeypatch):
 
 
 def test_all_of_several_seeds(tmp_path, monkeypatch):
-    """`study layers` looks at one model, the others at one for each seed."""
+    """`study layers` measures one model, the other studies one for each seed."""
     monkeypatch.chdir(tmp_path)
     asked = {}
 
-    def study(name: str):
-        return lambda values: asked.__setitem__(name, values.seeds)
+    def study(name, values, out, cells):
+        asked[name] = values.seeds
 
-    monkeypatch.setattr(
-        commands, "_RUNS", {name: study(name) for name in ("layers", "kv", "scale")}
-    )
+    monkeypatch.setattr(commands, "_study", study)
     assert cli.run(["study", "all", "--quick", "--seeds=3,4"]) == 0
-    assert asked == {"layers": [3], "kv": [3, 4], "scale": [3, 4]}
+    assert asked.pop("layers") == [3]
+    assert asked == {name: [3, 4] for name in ("cases", "kv", "training", "accuracy", "scale")}
 
 
 @pytest.mark.parametrize(
@@ -453,7 +471,7 @@ def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     (tmp_path / "released" / "config.json").write_text('{"model_type": "qwen3"}')
     monkeypatch.setattr(subjects.Subject, "tag", "tag")
-    (tmp_path / "other" / "cases-tag-seed0.json").write_text('{"key": {}, "numbers": [')
+    (tmp_path / "other" / "cases.jsonl").write_text('{"key": {}, "numbers": [')
     assert cli.run(["study", *arguments]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: [^\n]+\n", error), error
@@ -463,7 +481,7 @@ def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
-    """The quick command, whole, and killed within its third run: the same study.json."""
+    """The quick command, uninterrupted, and killed within its third run: equal study.json."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     command = ["study", "cases", "--quick", "--steps=2"]
     monkeypatch.setattr(cells, "_commit", lambda: "of both")
@@ -495,6 +513,6 @@ def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
     assert cli.run([*command, f"--out={parts}"]) == 2
     assert "add --resume" in capsys.readouterr().err
     assert cli.run([*command, f"--out={parts}", "--resume"]) == 0
-    assert len(list((parts / "cells").glob("*.json"))) == 6
+    assert len((parts / "cells" / "cases.jsonl").read_text().splitlines()) == 6
     for name in ("study.json", "study.md"):
         assert (parts / name).read_bytes() == (whole / name).read_bytes()

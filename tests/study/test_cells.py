@@ -1,14 +1,18 @@
-"""Cells: whole or absent, found by their key, refused in a sentence where they are not right."""
+"""Cells: complete or absent, found by name, refused in a sentence if damaged or of another key."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.study.cells import Cells, rounded
+from fp8rl_jax.config import load_config
+from fp8rl_jax.study import frame, subjects
+from fp8rl_jax.study.cells import Cell, Cells, rounded
 
 _KEY = {"model": "tiny", "tokens": [1, 2]}
+_FINISHED = {"name": "one", "key": _KEY, "numbers": {}, "commit": "", "cpu": "", "versions": {}}
 
 
 def _never() -> dict:
@@ -16,11 +20,16 @@ def _never() -> dict:
 
 
 def test_a_finished_cell_is_not_measured_again(tmp_path):
-    first = Cells(tmp_path, resume=False).get("one", _KEY, lambda: {"error": 0.5})
-    assert first["numbers"] == {"error": 0.5}
+    cells = Cells(tmp_path, resume=False)
+    first = cells.get("s", Cell("one", _KEY, lambda: {"error": 0.5}))
+    second = cells.get("s", Cell("two", {}, lambda: {"error": 0.25}))
+    assert (first["numbers"], second["numbers"]) == ({"error": 0.5}, {"error": 0.25})
     assert {"commit", "cpu", "versions"} <= set(first)
-    assert Cells(tmp_path, resume=True).get("one", _KEY, _never) == first
-    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
+    again = Cells(tmp_path, resume=True)
+    assert again.get("s", Cell("one", _KEY, _never)) == first
+    assert again.get("s", Cell("two", {}, _never)) == second
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "s.jsonl"}
+    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_cell_that_is_interrupted_leaves_nothing(tmp_path):
@@ -28,42 +37,64 @@ def test_a_cell_that_is_interrupted_leaves_nothing(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Cells(tmp_path, resume=False).get("one", _KEY, killed)
+        Cells(tmp_path, resume=False).get("s", Cell("one", _KEY, killed))
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cell_that_another_process_measured_meanwhile_stays(tmp_path):
+    """Several processes may measure seeds of one study."""
+
+    def measure() -> dict:
+        Cells(tmp_path, resume=True).get("s", Cell("other", {}, lambda: {"error": 1}))
+        return {}
+
+    cells = Cells(tmp_path, resume=False)
+    cells.get("s", Cell("one", _KEY, measure))
+    assert cells.get("s", Cell("other", {}, _never))["numbers"] == {"error": 1}
+
+
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("line", "words"),
     [
-        ("{", ["damaged", "delete it"]),
-        ("[]", ["damaged", "parts are missing"]),
-        ('{"key": {}}', ["damaged", "parts are missing"]),
+        ("{", ["line 2", "damaged", "delete it"]),
+        ("[]", ["line 2", "damaged", "parts are missing"]),
+        ('{"key": {}}', ["line 2", "damaged", "parts are missing"]),
         (
-            json.dumps(
-                {
-                    "key": {"model": "other", "tokens": [1, 2]},
-                    "numbers": {},
-                    "commit": "",
-                    "cpu": "",
-                    "versions": {},
-                }
-            ),
-            ["another configuration", "model differ"],
+            json.dumps({**_FINISHED, "name": "two", "key": {**_KEY, "model": "other"}}),
+            ["cell two", "another configuration", "model differ"],
         ),
     ],
 )
-def test_refused(content, words, tmp_path):
-    (tmp_path / "one.json").write_text(content)
+def test_refused(line, words, tmp_path):
+    (tmp_path / "s.jsonl").write_text(f"{json.dumps(_FINISHED)}\n{line}\n")
     with pytest.raises(UserError) as error:
-        Cells(tmp_path, resume=True).get("one", _KEY, _never)
+        Cells(tmp_path, resume=True).get("s", Cell("two", _KEY, _never))
     for word in words:
         assert word in str(error.value)
 
 
 def test_cells_that_are_there_need_resume(tmp_path):
-    (tmp_path / "one.json").write_text("{}")
+    (tmp_path / "one.jsonl").write_text("")
     with pytest.raises(UserError, match="add --resume"):
         Cells(tmp_path, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "overrides"),
+    [
+        ("cases", "tiny_arithmetic", ["--config.sft.evaluations=1"]),
+        ("accuracy", "tiny_arithmetic", ["--config.sft.evaluations=1", "--config.eval.samples=8"]),
+        ("scale", "study_scale:d8", []),
+    ],
+)
+def test_cells_of_the_documentation_are_found(name, config, overrides, tmp_path):
+    """What docs/studies.md says is printed again is not measured again."""
+    study = frame.load(name)
+    subject = subjects.of_config(load_config(config, overrides), tmp_path, print)
+    tracked = Cells(pathlib.Path(__file__).parents[2] / "docs" / "studies" / "cells", resume=True)
+    cells = study.cells(subject, frame.Plan([subject], study.full, tmp_path))
+    for cell in cells.values():
+        tracked.get(name, cell._replace(measure=_never))
 
 
 def test_rounded():

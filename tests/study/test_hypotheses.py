@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fp8rl_jax.study.hypotheses import Hypothesis
+from fp8rl_jax.study.hypotheses import Hypothesis, Zone
 from fp8rl_jax.study.statistics import Estimate, seed_mean
 
 
@@ -17,7 +17,7 @@ from fp8rl_jax.study.statistics import Estimate, seed_mean
     ],
 )
 def test_verdicts(interval, p, verdict):
-    hypothesis = Hypothesis("h", "It is so", "its size", 1.0, 2.0, "a test")
+    hypothesis = Hypothesis("h", "It is so", "its size", Zone(1.0, 2.0), "a test")
     found = hypothesis.judge(Estimate(sum(interval) / 2, *interval), p)
     assert found["verdict"] == verdict
     assert f"It is so: **{verdict}**. Its size:" in found["sentence"]
@@ -38,7 +38,7 @@ def test_verdicts(interval, p, verdict):
     ids=["wide", "few", "near", "one", "on the criterion", "told"],
 )
 def test_seeds_that_would_tell(values, words):
-    found = Hypothesis("h", "It is so", "its size", 1.0).judge(
+    found = Hypothesis("h", "It is so", "its size", Zone(low=1.0)).judge(
         seed_mean(np.array(values)), seeds=values
     )
     assert words in found["sentence"]
@@ -48,17 +48,17 @@ def test_seeds_that_would_tell(values, words):
 def test_seeds_that_need_not_agree():
     """Their scatter tells how many would do, and one outside of the zone refutes nothing."""
     values = [1.4, 1.5, 1.6, 0.9]
-    hypothesis = Hypothesis("h", "It is so", "its size", 0.6)
+    hypothesis = Hypothesis("h", "It is so", "its size", Zone(low=0.6))
     found = hypothesis.judge(seed_mean(np.array(values)))
     assert found["verdict"] == "supported" and not found["seeds"]
-    hypothesis = Hypothesis("h", "It is so", "its size", 1.0)
+    hypothesis = Hypothesis("h", "It is so", "its size", Zone(low=1.0))
     found = hypothesis.judge(seed_mean(np.array(values)))
     assert found["verdict"] == "not resolved" and " seeds would tell" in found["sentence"]
 
 
 def test_seeds_that_agree_by_chance():
     """The evaluation's noise, which made the interval wide, is what further seeds must beat."""
-    found = Hypothesis("h", "It is so", "its size", 1.0).judge(
+    found = Hypothesis("h", "It is so", "its size", Zone(low=1.0)).judge(
         seed_mean(np.full(3, 1.1), least=0.3)
     )
     assert " About 73 seeds would tell, " in found["sentence"]
@@ -66,7 +66,7 @@ def test_seeds_that_agree_by_chance():
 
 def test_no_number_of_seeds_where_another_thing_is_missing():
     """The interval is of questions, or the study has a reason of its own."""
-    hypothesis = Hypothesis("h", "It is so", "its size", 1.0)
+    hypothesis = Hypothesis("h", "It is so", "its size", Zone(low=1.0))
     values = [0.5, 2.5, 2.5]
     found = [
         hypothesis.judge(Estimate(1.5, 0.5, 2.5), seeds=values),

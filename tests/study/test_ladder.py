@@ -1,55 +1,57 @@
 """`fp8rl study scale` and `kv`: what is planted, and verdicts of scores with known differences."""
 
-import types
-
 import jax
 import numpy as np
 import pytest
+from study_cells import fake_subject
 
 from fp8rl_jax import cli
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli import study as commands
 from fp8rl_jax.models import ModelConfig, init_params
-from fp8rl_jax.study import kv, scale
+from fp8rl_jax.study import frame, kv, scale
+from fp8rl_jax.study.frame import Found, Size
 from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair
 from fp8rl_jax.study.outliers import POWERS, RECIPES, plant
 from fp8rl_jax.study.running_sums import DIGITS, rows
+from fp8rl_jax.study.subjects import Subject
 
 _QUESTIONS = 24
 
 
-def _pair(square: float, flips: float = 0.0, growth: float = 0.5, seed: int = 0) -> Pair:
-    """Twenty-four questions of a hundred tokens, with a given mean square of logits' differences,
-    share of flips in each of two layers, and growth of D along an answer."""
+def _pair(square: float, flips: float = 0.0, growth: float = 0.5, seed: int = 0) -> dict:
+    """Numbers of a `Pair`: twenty-four questions of a hundred tokens, with a given mean square of
+    logits' differences, share of flips in each of two layers, and growth of D along an answer."""
     noise = np.random.default_rng(seed).uniform(0.9, 1.1, _QUESTIONS)
     lengths = 2.0 ** np.arange(8)
     prefix = np.stack([np.full(8, 4.0), 4 * lengths ** (2 * growth)])
     sums = dict.fromkeys(SUMS, np.zeros(_QUESTIONS)) | {"square": 100 * square * noise}
-    return Pair(
-        {
-            "tokens": np.full(_QUESTIONS, 100.0),
-            "sums": sums,
-            "most": 0.0,
-            "tail": np.zeros((_QUESTIONS, len(CAPS))),
-            "binned": {
-                "position": np.full((_QUESTIONS, 2, POSITIONS), 10.0),
-                "probability": np.full((_QUESTIONS, 2, len(PROBABILITIES) - 1), 10.0),
-            },
-            "sequence": np.ones((_QUESTIONS, 3)),
-            "prefix": noise[:, None, None] * prefix,
-            "flips": np.full((_QUESTIONS, 2), 200 * flips) * noise[:, None],
-            "inputs": np.full(_QUESTIONS, 200.0),
-        }
-    )
+    return {
+        "tokens": np.full(_QUESTIONS, 100.0),
+        "sums": sums,
+        "most": 0.0,
+        "tail": np.zeros((_QUESTIONS, len(CAPS))),
+        "binned": {
+            "position": np.full((_QUESTIONS, 2, POSITIONS), 10.0),
+            "probability": np.full((_QUESTIONS, 2, len(PROBABILITIES) - 1), 10.0),
+        },
+        "sequence": np.ones((_QUESTIONS, 3)),
+        "prefix": noise[:, None, None] * prefix,
+        "flips": np.full((_QUESTIONS, 2), 200 * flips) * noise[:, None],
+        "inputs": np.full(_QUESTIONS, 200.0),
+    }
 
 
 def _verdicts(found: list[dict]) -> dict[str, str]:
     return {verdict["name"]: verdict["verdict"] for verdict in found}
 
 
-def _ladder(seeds: int = 3, **rungs: dict) -> dict:
-    """A ladder whose seeds have the same figures."""
-    return {r: {view: [pair] * seeds for view, pair in views.items()} for r, views in rungs.items()}
+def _ladder(seeds: int = 3, unequal: float = 0.0, **rungs: dict) -> dict[str, str]:
+    """Verdicts of a ladder of {view: pair} whose seeds have the same figures."""
+    subjects = [fake_subject(seed, rung) for rung in rungs for seed in range(seeds)]
+    decode = {"unequal": unequal}
+    numbers = [{"scores": {"pairs": rungs[s.name], "decode": decode}} for s in subjects]
+    return _verdicts(scale.STUDY.judge(Found(subjects, Size(), numbers)))
 
 
 def test_rungs_are_compared():
@@ -59,9 +61,7 @@ def test_rungs_are_compared():
         "m8": {plain: _pair(4, 0.1), replayed: _pair(1)},
         "m32": {plain: _pair(9, 0.2, seed=1), replayed: _pair(1)},
     }
-    cells = {"any": [{"numbers": {"decode": {"unequal": 0.0}}}]}
-    ladder = _ladder(d8={plain: _pair(1, seed=2)}, d16={plain: _pair(2, seed=3)}, **mixed)
-    found = _verdicts(scale._judge(ladder, cells, []))
+    found = _ladder(d8={plain: _pair(1, seed=2)}, d16={plain: _pair(2, seed=3)}, **mixed)
     assert found == dict.fromkeys(found, "supported")
     assert {
         "zero",
@@ -74,15 +74,14 @@ def test_rungs_are_compared():
         "replay_m8_d8",
     } <= set(found)
 
-    once = _verdicts(scale._judge(_ladder(1, d8={plain: _pair(1, seed=2)}, **mixed), cells, []))
+    once = _ladder(1, d8={plain: _pair(1, seed=2)}, **mixed)
     within = {"zero", "cause_m8", "cause_m32"}
     assert {name for name, verdict in once.items() if verdict == "supported"} == within
 
-    cells["any"][0]["numbers"]["decode"]["unequal"] = 0.25
     mixed["m32"], mixed["m8"] = mixed["m8"], mixed["m32"]
     mixed["m32"][replayed] = mixed["m32"][plain]
-    ladder = _ladder(d8={plain: _pair(20)}, d16={plain: _pair(2, seed=3)}, **mixed)
-    found = _verdicts(scale._judge(ladder, cells, []))
+    d16 = {plain: _pair(2, seed=3)}
+    found = _ladder(unequal=0.25, d8={plain: _pair(20)}, d16=d16, **mixed)
     others = {name for name, verdict in found.items() if verdict != "not supported"}
     assert others == {"cause_m8"}
 
@@ -90,44 +89,42 @@ def test_rungs_are_compared():
 @pytest.mark.parametrize(
     ("arguments", "ladder"),
     [
-        (["--config=f.py", "--rungs=d8,m8"], {"d8": "f.py:d8", "m8": "f.py:m8"}),
-        (["--config=f.py", "--rungs="], {"f.py": "f.py"}),
-        (["--checkpoint=."], {".": "."}),
+        (["--config=f.py", "--rungs=d8,m8"], ["d8", "m8"]),
+        (["--config=f.py", "--rungs="], ["f.py"]),
+        (["--checkpoint=."], ["."]),
     ],
 )
 def test_models_of_a_ladder(arguments, ladder, tmp_path, monkeypatch, capsys):
     """Several of a file, or one: then what needs no other model is judged."""
-    found = {}
+    found, asked = [], []
 
     def subjects(command, values, out, questions):
         name = values.config or values.checkpoint
-        return [types.SimpleNamespace(name=name)]
+        asked.append(name)
+        return [Subject(name, runtime=None, make_params=dict)]
 
-    def study(asked, *_):
-        found.update({rung: models[0].name for rung, models in asked.items()})
+    def run(study, plan, cells):
+        found.extend(subject.name for subject in plan.subjects)
         raise UserError("enough")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commands, "_subjects", subjects)
-    monkeypatch.setattr(scale, "study", study)
+    monkeypatch.setattr(frame, "run", run)
     assert cli.run(["study", "scale", *arguments]) == 2
     assert found == ladder and "enough" in capsys.readouterr().err
-    cells = {"own": [{"numbers": {"decode": {"unequal": 0.0}}}]}
-    one = _verdicts(scale._judge(_ladder(1, own={"bf16": _pair(1)}), cells, []))
-    assert one == {"zero": "supported"}
+    assert asked == ([f"f.py:{rung}" for rung in ladder] if len(ladder) > 1 else ladder)
+    assert _ladder(1, own={"bf16": _pair(1)}) == {"zero": "supported"}
 
 
 def _outliers(broken: dict[tuple[int, str], float], changed: int = 0) -> dict:
-    """A cell in which the exact KL is 1 but where it is said to be more."""
+    """A cell's numbers: the exact KL is 1, or what `broken` gives for (power, recipe)."""
     return {
-        "numbers": {
-            str(k): {"bf16": changed * (k == 8), "f32": 0}
-            | {
-                r: {"kl": np.full(8, broken.get((k, r), 1.0)).tolist(), "tokens": [1.0] * 8}
-                for r in RECIPES
-            }
-            for k in POWERS
+        str(k): {"bf16": changed * (k == 8), "f32": 0}
+        | {
+            r: {"kl": np.full(8, broken.get((k, r), 1.0)).tolist(), "tokens": [1.0] * 8}
+            for r in RECIPES
         }
+        for k in POWERS
     }
 
 
@@ -150,7 +147,7 @@ _OUTLIERS = {"fp8": [1.0] * len(POWERS)}
     ids=["ladder", "dense", "experts", "latent"],
 )
 def test_no_panel_is_empty(pooled, outliers, panels):
-    figure = scale.draw({"pooled": pooled, "outliers": outliers})
+    figure = scale.STUDY.figure({"pooled": pooled, "outliers": outliers})
     assert [axes.get_xlabel() for axes in figure.axes] == panels
     assert all(axes.has_data() for axes in figure.axes)
 
@@ -158,13 +155,13 @@ def test_no_panel_is_empty(pooled, outliers, panels):
 def test_outliers_are_judged():
     coarse = {(k, "fp8_tensorwise"): 4.0 for k in POWERS}  # without an outlier too
     good = coarse | {(20, "fp8"): 50.0, (18, "fp8_tensorwise"): 100.0, (18, "fp8"): 10.0}
-    found = _verdicts(scale._judge_outliers([_outliers(good)["numbers"]]))
+    found = _verdicts(scale._judge_outliers([_outliers(good)]))
     assert found == dict.fromkeys(
         ("exact", "harmless", "breaks", "granularity", "finest"), "supported"
     )
     bad = coarse | {(12, "fp8"): 3.0, (18, "fp8"): 5.0, (18, "mxfp8"): 9.0}
     bad[18, "fp8_tensorwise"] = 10.0
-    found = _verdicts(scale._judge_outliers([_outliers(bad, changed=2)["numbers"]]))
+    found = _verdicts(scale._judge_outliers([_outliers(bad, changed=2)]))
     assert found["exact"] == "not resolved", "zero for some, not for all"
     assert {found[n] for n in ("harmless", "breaks", "granularity", "finest")} == {"not supported"}
 
@@ -172,19 +169,26 @@ def test_outliers_are_judged():
 @pytest.mark.parametrize(("exponent", "verdict"), [(0.5, "supported"), (1.0, "not supported")])
 def test_growth_along_an_answer(exponent, verdict):
     """The exponent is found, whatever the noise between questions."""
-    estimate = kv.growth(_pair(1, growth=exponent))
+    estimate = kv.growth(Pair(_pair(1, growth=exponent)))
     assert estimate.value == pytest.approx(exponent, abs=1e-6)
     assert kv.GROWTH.judge(estimate)["verdict"] == verdict
 
 
 def test_errors_that_add_up():
     """Independent errors add their squares; a cache that removes the layers' error does not."""
-    parts = {"linears": [_pair(9)], "kv": [_pair(16, seed=1)], "kv calibrated": [_pair(20)]}
-    parts["both and q"] = [_pair(36, seed=3)]
-    found = _verdicts(kv._judge({"both": [_pair(25, seed=2)], **parts}, [], 64))
+    parts = {name: _pair(20) for name in ("kv calibrated", "both calibrated")}
+    parts |= {"linears": _pair(9), "kv": _pair(16, seed=1), "both and q": _pair(36, seed=3)}
+
+    def judged(both: dict, slots: int) -> dict[str, str]:
+        subject = fake_subject()
+        subject.runtime.config.rollout.max_new_tokens = slots
+        numbers = {"scores": {"pairs": parts | {"both": both}}}
+        return _verdicts(kv.STUDY.judge(Found([subject], Size(), [numbers])))
+
+    found = judged(_pair(25, seed=2), 64)
     assert found.pop("position") == "supported"
     assert found == dict.fromkeys(found, "supported")
-    found = _verdicts(kv._judge({"both": [_pair(4, seed=2)], **parts}, [], kv.LONG - 1))
+    found = judged(_pair(4, seed=2), kv.LONG - 1)
     assert {found[name] for name in ("both_linears", "both_kv", "independent")} == {"not supported"}
     assert not {"position", "growth"} & set(found), "answers are short"
 

@@ -11,8 +11,9 @@ import pytest
 
 from fp8rl_jax import cli
 from fp8rl_jax.quant import Operand
-from fp8rl_jax.study import layers, subjects
+from fp8rl_jax.study import frame, layers, subjects
 from fp8rl_jax.study.cells import Cells
+from fp8rl_jax.study.frame import Plan, Size
 from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, GemmFlow, _make_gemms, execution_order
 
 
@@ -29,10 +30,7 @@ def programs() -> GemmFlow:
 
 @pytest.fixture(autouse=True)
 def _shared_programs(monkeypatch, programs):
-    made = lambda config, recipes: (
-        programs if recipes == layers.recipes() else GemmFlow(config, recipes)
-    )
-    monkeypatch.setattr(layers, "GemmFlow", made)
+    monkeypatch.setattr(layers, "GemmFlow", lambda config, recipes: programs)
 
 
 def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
@@ -40,7 +38,7 @@ def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert cli.run(["study", "layers", "--quick", f"--out={whole}"]) == 0
     output, progress = capsys.readouterr()
-    assert "sequence 3 of 3 is there, 0 left" in progress
+    assert "sequence 3 is there; 3 of 3 cells, 0 left" in progress
     result = json.loads((whole / "study.json").read_text())
     for verdict in result["hypotheses"]:
         assert verdict["verdict"] in ("supported", "not supported", "not resolved")
@@ -80,6 +78,11 @@ def _check_errors(result: dict) -> None:
     assert flow[0].mean() > equal[0].mean()
 
 
+def _study(path) -> dict:
+    """The study's result for two sequences."""
+    return frame.run(layers.STUDY, Plan([_subject()], Size(sequences=2), path), Cells(path, True))
+
+
 def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
     """Planted: gradients in E5M2. The errors of dgrad and wgrad grow, those of fprop stay."""
     recipes = layers.recipes()
@@ -87,30 +90,24 @@ def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
     recipes["fp8"] = dataclasses.replace(recipes["fp8"], gradient=coarse)
     other = copy.copy(programs)  # only the GEMMs from equal inputs are compiled again
     other._gemms = programs._gemms | {"fp8": _make_gemms(recipes["fp8"])}
-    monkeypatch.setattr(
-        layers, "GemmFlow", lambda _, given: programs if given == layers.recipes() else other
-    )
-    found = [
-        np.array(
-            layers.study(_subject(), 2, Cells(tmp_path / str(i), False), compared=compared)[
-                "errors"
-            ]["equal"]
-        )[0, 0].mean(axis=(0, 1))
-        for i, compared in enumerate((layers.recipes(), recipes))
-    ]
-    fine, planted = found
+    found = [_study(tmp_path / "fine")]
+    monkeypatch.setattr(layers, "recipes", lambda: recipes)
+    monkeypatch.setattr(layers, "GemmFlow", lambda _, given: other)
+    found.append(_study(tmp_path / "coarse"))
+    errors = (np.array(x["errors"]["equal"])[0, 0].mean(axis=(0, 1)) for x in found)
+    fine, planted = errors
     assert planted[0] == fine[0]
     assert (planted[1:] > 1.3 * fine[1:]).all()
 
 
-def test_other_recipes_are_another_configuration(tmp_path):
+def test_other_recipes_are_another_configuration(tmp_path, monkeypatch):
     """Cells of one recipe are not taken for another's."""
-    subject = _subject()
-    layers.study(subject, 2, Cells(tmp_path, resume=False))
+    _study(tmp_path)
     recipes = layers.recipes()
     recipes["fp8"] = dataclasses.replace(recipes["fp8"], last_layers=1)
+    monkeypatch.setattr(layers, "recipes", lambda: recipes)
     with pytest.raises(layers.UserError, match="recipes differ"):
-        layers.study(subject, 2, Cells(tmp_path, resume=True), compared=recipes)
+        _study(tmp_path)
 
 
 def test_execution_order():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fp8rl_jax.study.hypotheses import Hypothesis
+from fp8rl_jax.study.hypotheses import Hypothesis, Zone
 from fp8rl_jax.study.statistics import (
     cluster_bootstrap,
     clustered_mean,
@@ -88,7 +88,7 @@ def test_mean_of_seeds(count):
 def test_span():
     found = span([0.2, 0.0, 0.3])
     assert found == (0.3, 0.0, 0.3)
-    sentence = Hypothesis("h", "It is so", "its size", 0.0, 1.0).judge(found)["sentence"]
+    sentence = Hypothesis("h", "It is so", "its size", Zone(0.0, 1.0)).judge(found)["sentence"]
     assert "Its size: 0.3, range 0 to 0.3;" in sentence
 
 

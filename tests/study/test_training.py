@@ -5,29 +5,28 @@ import re
 
 import numpy as np
 import pytest
-from study_cells import FakeArms, arm_config, fake_subject, pair_numbers, run_cell
+from study_cells import arm_config, fake_subject, pair_numbers, result_of, run_numbers
 
 from fp8rl_jax import cli
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.rl import prepare
-from fp8rl_jax.study import training, writing
+from fp8rl_jax.study import frame, training
 from fp8rl_jax.study.cells import Cells
+from fp8rl_jax.study.frame import Plan, Size
+from fp8rl_jax.study.progress import silent
 
 _STEPS = 64
 _TIME = np.linspace(0, 1, _STEPS)
 
 
-def _study(tmp_path, monkeypatch, cell, seeds=3):
-    """The study's result with made-up cells, and the fields that its arms asked for."""
-    arms = FakeArms(cell)
-    monkeypatch.setattr(training, "Arms", arms)
-    start = {**run_cell(), "numbers": {"pairs": {training._PAIR: pair_numbers(0.1)}}}
-    monkeypatch.setattr(training, "score_cell", lambda *arguments, **options: start)
-    notes = []
-    subjects = [fake_subject(seed) for seed in range(seeds)]
-    cells = Cells(tmp_path / "cells", resume=False)
-    result = training.study(subjects, tmp_path, cells, notes.append, steps=_STEPS)
-    return result, arms.asked, notes
+def _study(cell, seeds=3, note=silent):
+    """The study's result if each arm of a seed has the numbers of `cell`."""
+    start = {"pairs": {training._PAIR: pair_numbers(0.1)}}
+    made = [
+        {"before RL": start} | {arm: cell(seed, arm) for arm in training.ARMS}
+        for seed in range(seeds)
+    ]
+    return result_of(training.STUDY, made, Size(questions=64, steps=_STEPS), note)
 
 
 def _verdicts(result) -> dict[str, str]:
@@ -52,7 +51,7 @@ def _cell(
         rough = 1 + noise * rng.normal(size=(3, _STEPS))
         size = 0.01 * (1 + slope * _TIME) * rough[0] * (tis if arm == "tis" else 1)
         entropy = (1 + entropy_slope * _TIME) * (1 + 0.1 * (rough[2] - 1))
-        made = run_cell(
+        made = run_numbers(
             _STEPS,
             mismatch_kl=size,
             train_rollout_logprob_abs_diff=size * rough[1],
@@ -60,7 +59,7 @@ def _cell(
             reward_mean=0.3 + gain * _TIME + 0.01 * (rough[1] - 1),
         )
         error = sharper * (0.1 * (1 + grows) + 0.005 * rng.normal())
-        made["numbers"]["after"] = {"pairs": {training._PAIR: pair_numbers(error, sharper)}}
+        made["after"] = {"pairs": {training._PAIR: pair_numbers(error, sharper)}}
         return made
 
     return cell
@@ -80,8 +79,8 @@ def _cell(
     ],
     ids=["rises", "falls", "confounded", "flat"],
 )
-def test_trends(cell, verdicts, tmp_path, monkeypatch):
-    found = _verdicts(_study(tmp_path, monkeypatch, cell)[0])
+def test_trends(cell, verdicts):
+    found = _verdicts(_study(cell))
     names = ("rises", "size_rises", "entropy_falls", "per_nat_rises")
     assert [found[name] for name in names] == verdicts
 
@@ -89,14 +88,14 @@ def test_trends(cell, verdicts, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tis", "verdict"), [(0.8, "supported"), (1.0, "supported"), (1.5, "not supported")]
 )
-def test_tis(tis, verdict, tmp_path, monkeypatch):
-    result, *_ = _study(tmp_path, monkeypatch, _cell(0.5, -0.2, tis))
+def test_tis(tis, verdict):
+    result = _study(_cell(0.5, -0.2, tis))
     assert _verdicts(result)["tis_not_above"] == verdict
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(0.1, "supported"), (-0.1, "not supported")])
-def test_stable(gain, verdict, tmp_path, monkeypatch):
-    result, *_ = _study(tmp_path, monkeypatch, _cell(0.5, -0.2, gain=gain))
+def test_stable(gain, verdict):
+    result = _study(_cell(0.5, -0.2, gain=gain))
     assert _verdicts(result)["tis_stable"] == verdict
 
 
@@ -109,41 +108,42 @@ def test_stable(gain, verdict, tmp_path, monkeypatch):
         (-0.5, 4.0, "not supported"),
     ],
 )
-def test_the_logits_error(grows, sharper, verdict, tmp_path, monkeypatch):
+def test_the_logits_error(grows, sharper, verdict):
     """Whatever mismatch and entropy do, and how large the logits become."""
     cell = _cell(-0.3, -0.8, grows=grows, sharper=sharper)
-    result, *_ = _study(tmp_path, monkeypatch, cell, seeds=4)
+    result = _study(cell, seeds=4)
     assert _verdicts(result)["error_grows"] == verdict
 
 
-def test_a_policy_that_stays_is_no_growth(tmp_path, monkeypatch):
+def test_a_policy_that_stays_is_no_growth():
     """Without any reward nothing is learned: no figure changes."""
 
     def cell(seed: int, arm: str):
-        made = run_cell(_STEPS, mismatch_kl=0.01, entropy=1.0)
-        made["numbers"]["after"] = {"pairs": {training._PAIR: pair_numbers(0.1)}}
+        made = run_numbers(_STEPS, mismatch_kl=0.01, entropy=1.0)
+        made["after"] = {"pairs": {training._PAIR: pair_numbers(0.1)}}
         return made
 
-    found = _verdicts(_study(tmp_path, monkeypatch, cell)[0])
+    found = _verdicts(_study(cell))
     assert found.pop("tis_not_above") == "supported"
     assert "supported" not in found.values()
 
 
-def test_seeds_that_disagree_and_one_seed_resolve_nothing(tmp_path, monkeypatch):
+def test_seeds_that_disagree_and_one_seed_resolve_nothing():
     rising, falling = _cell(1.0, -0.5), _cell(-0.7, 1.0)
     mixed = lambda seed, arm: (rising if seed else falling)(seed, arm)
-    for name, cell, seeds in (("mixed", mixed, 3), ("one", rising, 1)):
-        result, *_ = _study(tmp_path / name, monkeypatch, cell, seeds)
+    for cell, seeds in ((mixed, 3), (rising, 1)):
+        result = _study(cell, seeds)
         assert _verdicts(result)["rises"] == "not resolved"
     assert "no interval from one value" in result["hypotheses"][0]["sentence"]
 
 
-def test_files(tmp_path, monkeypatch):
+def test_files(tmp_path):
     """What is written, and the line after each cell."""
-    result, _, notes = _study(tmp_path, monkeypatch, _cell(1.0, -0.5))
-    assert notes[0] == "scores of two_layers, seed 0, before RL is there; 1 of 9 cells, 8 left"
+    notes: list[str] = []
+    result = _study(_cell(1.0, -0.5), note=notes.append)
+    assert notes[0] == "two_layers, seed 0, before RL is there; 1 of 9 cells, 8 left"
     assert notes[-1].endswith("tis is there; 9 of 9 cells, 0 left")
-    writing.write(tmp_path, result, training.draw(result), training.format_table(result))
+    frame.write(training.STUDY, result, tmp_path)
     assert json.loads((tmp_path / "study.json").read_text())["block"] == _STEPS // 16
     table = (tmp_path / "study.md").read_text()
     assert "| uncorrected | mismatch KL per nat of entropy |" in table
@@ -155,11 +155,10 @@ def test_no_entropy_is_no_division_by_zero():
     assert training._per_nat(np.array([0.0, 1.0]), np.array([0.0, 2.0])).tolist() == [0.0, 0.5]
 
 
-def test_arms(tmp_path, monkeypatch):
+def test_arms():
     """Only the correction differs. Uncorrected, the learner's own log-probabilities are the old
     ones and every weight is 1, so the difference to the sampler is nowhere in the loss."""
-    _, asked, _ = _study(tmp_path, monkeypatch, _cell(0.0, 0.0), seeds=1)
-    plain, tis = asked[0, "uncorrected"], asked[0, "tis"]
+    plain, tis = training.ARMS["uncorrected"], training.ARMS["tis"]
     assert {n for n in {*plain, *tis} if plain.get(n) != tis.get(n)} == {"algo.correction"}
     sampler, mask = np.zeros((4, 3), np.float32), np.ones((4, 3), bool)
     learner = sampler + np.float32(0.1)
@@ -178,8 +177,9 @@ def test_arms(tmp_path, monkeypatch):
 
 
 def test_too_few_steps(tmp_path):
+    plan = Plan([fake_subject()], Size(questions=8, steps=7), tmp_path)
     with pytest.raises(UserError, match="write 8 or more"):
-        training.study([], tmp_path, Cells(tmp_path, resume=False), steps=7)
+        frame.run(training.STUDY, plan, Cells(tmp_path, resume=False))
 
 
 @pytest.mark.slow
