@@ -1,4 +1,4 @@
-"""The arrays of a model, one row each; whoever needs a name, a shape or a place folds over them.
+"""The arrays of a model, one row each. Who reads what of a row:
 
     Array.shape     `leaf_shapes`, `param_shapes`; params.parameter_counts; layers.kernel_of
     Array.role      params.quantize_params and its neighbours; weight decay (`is_matrix`)
@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 # and VECTOR (gains of norms, corrections of routers): float32 in every form of the parameters.
 LINEAR, TABLE, ROUTER, VECTOR = "linear", "table", "router", "vector"
 SMALL = (ROUTER, VECTOR)
-# Logical axes (`sharding.RULES`) of a stack of layers; experts and heads are stored whole.
+# Logical axes (`sharding.RULES`) of a stack of layers; an expert or a head is not split.
 _WIDE, EXPERTS, HEADS = ("layers", "embed", "wide"), ("layers", "experts"), ("layers", "heads")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names of Hugging Face
 

@@ -128,12 +128,6 @@ def draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     return invert(inside, uniforms[:, 1]) * blocks + block
 
 
-def _uniforms(keys: jax.Array) -> jax.Array:
-    """(B, 2) float32 from keys (B,): multiples of 2^-24 below 1. `jax.random.uniform` has 2^23."""
-    bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
-    return (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
-
-
 def sample_token(
     scaled: jax.Array, keys: jax.Array, temperature: jax.Array, top_k: int, top_p: float
 ) -> jax.Array:
@@ -156,5 +150,8 @@ def sample_token(
     missing = -masked.shape[1] % EXP_LANES
     masked = jnp.pad(masked, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     weights = lax.optimization_barrier(jnp.exp(masked - top))
-    drawn = draw(weights, _uniforms(keys))
+    bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
+    # Multiples of 2^-24 below 1; those of `jax.random.uniform` are of 2^-23.
+    uniforms = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+    drawn = draw(weights, uniforms)
     return jnp.where(temperature == 0, _first(scaled == top), drawn)

@@ -99,10 +99,10 @@ class GGUF:
             ) from None
         self.where, self._dequantize = path, gguf.quants.dequantize
         try:
-            header = read_header(path)
+            self._metadata, tensors = read_header(path)
             self._data = np.memmap(path, np.uint8, "r")
             self._rows = {}  # {name: (type, bytes of a row)}
-            for tensor in header.tensors:
+            for tensor in tensors:
                 kind = gguf.GGMLQuantizationType(tensor.kind)
                 block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
                 row = check_inside(tensor, block, block_bytes, self._data.size)
@@ -113,13 +113,12 @@ class GGUF:
             raise UserError(
                 f"{path} is no whole GGUF file ({error}): name another, or download it again"
             ) from None
-        self.get = header.metadata.get  # a value of the metadata, None where it is absent
-        self._tensors = {_name(tensor.name): tensor for tensor in header.tensors}
+        self.get = self._metadata.get  # a value of the metadata, None where it is absent
+        self._tensors = {_name(tensor.name): tensor for tensor in tensors}
         self.entries = {
             name: Entry(path, "F32", tensor.shape, 0, 0) for name, tensor in self._tensors.items()
         }
         self._last: tuple[str, np.ndarray] | None = None
-        self._metadata = header.metadata
         self._check_supported()
 
     def _check_supported(self) -> None:
@@ -205,8 +204,9 @@ class GGUF:
                     f"the package gguf does not dequantise: {_INSTEAD}"
                 ) from None
             part = re.search(r"self_attn\.([qk])_proj", name)
-            if part:
-                value = _halves_paired(value, self._heads[part[1]])
+            if part:  # neighbours of a head paired -> the two halves of the head paired
+                pairs = value.reshape(self._heads[part[1]], -1, 2, value.shape[1])
+                value = pairs.swapaxes(1, 2).reshape(value.shape)
             self._last = name, value.astype(np.float32)
         rows = self._last[1][start:stop]
         return rows if columns is None else rows[:, slice(*columns)]
@@ -293,9 +293,3 @@ def _name(name: str) -> str:
     if part and part[2] in _LAYER:
         return f"model.layers.{part[1]}.{_LAYER[part[2]]}"
     return _MODEL.get(name, name)
-
-
-def _halves_paired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a head with neighbours paired -> with the two halves of the head paired."""
-    apart = rows.reshape(heads, -1, 2, rows.shape[1])
-    return apart.swapaxes(1, 2).reshape(rows.shape)

@@ -34,13 +34,7 @@ from fp8rl_jax.quant import QArray
 
 SLICE_BYTES = 16 * 2**20
 _BIAS = "e_score_correction_bias"
-_DTYPES = {
-    "float32": "float32",
-    "f32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "fp8": "fp8",
-}
+_DTYPES = dict(float32="float32", f32="float32", bfloat16="bfloat16", bf16="bfloat16", fp8="fp8")
 
 
 def dtype_name(dtype: Any) -> str:

@@ -218,7 +218,7 @@ def _output(tensor: Tensor, leaves: _Leaves, dtype: str, check_finite: bool) -> 
     scales = tensor.module + SCALE_SUFFIX
     parts = {tensor.name: (tensor.shape, FP8), scales: (scale_shape(tensor.shape), _F32)}
     if not isinstance(leaves[tensor.pieces[0].path], QArray):
-        return Output(parts, lambda: _quantised(rounded(_BF16)))
+        return Output(parts, lambda: tuple(map(np.asarray, _quantiser()(rounded(_BF16)))))
     for piece in tensor.pieces:
         if piece.start % BLOCKS[0]:
             raise UserError(
@@ -288,16 +288,8 @@ def _program(dtype: np.dtype | None):
 
 @functools.cache
 def _quantiser():
-    def run(matrix):
-        q = quantize(matrix, BLOCKS)
-        return q.qvalue, q.scale
-
-    return exact_jit(run)
-
-
-def _quantised(matrix: np.ndarray) -> tuple[np.ndarray, ...]:
-    """E4M3 bytes and float32 scales of a bf16 matrix (out, in)."""
-    return tuple(np.asarray(x) for x in _quantiser()(matrix))
+    """The program that makes E4M3 bytes and float32 scales of a bf16 matrix (out, in)."""
+    return exact_jit(lambda matrix: jax.tree.leaves(quantize(matrix, BLOCKS)))
 
 
 def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: float) -> None:
