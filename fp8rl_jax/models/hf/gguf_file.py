@@ -1,13 +1,13 @@
 """GGUF files of the llama architecture, as a source of tensors and of a tokenizer.
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: metadata and
-tensors in one file. Two things differ from a checkpoint in Hugging Face's format beside the names.
-llama.cpp pairs neighbouring features in its rotary embedding, so the rows that give queries and
-keys are in another order within each head, which is undone here; and the tokenizer is a list of
-tokens and merges, from which a tokenizer.json is built. Tensors of every type that the `gguf`
-package dequantises are read, as float32.
+tensors in one file. Beside the names, two things differ from a checkpoint in Hugging Face's format.
+llama.cpp pairs neighbouring features in its rotary embedding, so the rows of the query and key
+projections are permuted within each head; `GGUF.rows` undoes it. And the tokenizer is a list of
+tokens and merges, from which `GGUF.write_tokenizer` builds a tokenizer.json. Tensors of every type
+that the `gguf` package dequantises are read, as float32.
 
-A field of the architecture that is not known here is refused unless its value changes nothing.
+An unknown field of the architecture is refused unless its value changes nothing.
 
 Not done: other architectures, rotary scaling (a tensor rope_freqs), SentencePiece vocabularies,
 files in several parts.
@@ -80,7 +80,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 
 
 class GGUF:
-    """A file; a `Source` of its tensors under the names of a checkpoint.
+    """A GGUF file: a `Source` of its tensors, under the names of a checkpoint.
 
     Args:
       path: of the file.
@@ -150,7 +150,7 @@ class GGUF:
                 )
 
     def fields(self) -> Fields:
-        """The config.json that the metadata amounts to."""
+        """The fields of a config.json for this metadata."""
         values: dict[str, Any] = {"model_type": "llama"}
         for theirs, name in _SHAPES.items():
             value = self.get("llama." + theirs)
