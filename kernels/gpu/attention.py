@@ -429,7 +429,7 @@ def attention(
     Raises:
       ValueError: shapes that do not fit, or another dtype.
     """
-    ropes = (q_rope, k_rope)
+    ropes: tuple[jax.Array | None, ...] = (q_rope, k_rope)
     check_operands(q, k, v, positions, (q_scale, k_scale, v_scale), ropes, table)
     (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
     if table is not None:
