@@ -7,15 +7,16 @@ Mesh axes: `data` (batch), `fsdp` (batch, and storage of parameters and optimise
 dense models).
 
 Over `data`, `fsdp` and `expert` computation is by rows: each layer gathers its weights before use
-and every device multiplies its own rows of the batch (`models.parallel.mesh`). Only routed experts
-stay where they are over `expert`: tokens travel to them (`models.parallel.experts`). Over `tensor`
-it is by columns: every device multiplies its rows by its own columns of each matrix, written out
-under shard_map (`models.parallel.columns`). No contraction is ever cut, so on any mesh
-the bits of log-probabilities are those of a single device (tested). Storage follows: a parameter's
-input features are sharded over `fsdp`, its output features over `tensor`; of experts whole ones are
-stored, over `expert`, and over `fsdp` where both divide their number. The sampler's weights are
-replicated over `data` and `fsdp`; experts are sharded over `expert`, the others over `tensor`
-where the computation is.
+and every device multiplies its rows of the batch (`models.parallel.mesh`). Routed experts are not
+gathered over `expert`: rows are sent to them (`models.parallel.experts`). Over `tensor` computation
+is by columns: every device multiplies its rows by its columns of each matrix, inside a shard_map
+(`models.parallel.columns`). No contraction is ever split, so on any mesh the bits of
+log-probabilities are those of a single device (tested).
+
+Storage: a parameter's input features are sharded over `fsdp`, its output features over `tensor`;
+experts over `expert`, and over `fsdp` too where both divide their number, without splitting one.
+The sampler's weights are replicated over `data` and `fsdp`; experts are sharded over `expert`,
+other weights over `tensor` if the product is.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from fp8rl_jax.base.errors import UserError
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 _TYPES = (AxisType.Auto,) * len(MESH_AXES)
 BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
-# Logical axis of a parameter (models/arrays.py) -> mesh axes: of these the most devices that divide
-# it (parallel/specs.param_shardings). 'embed' and 'wide' are the input and output features of a
-# layer. Experts and heads are stored whole: a block of 128 that is cut could not be quantised where
-# it is stored.
+# Logical axis of a parameter (models/arrays.py) -> choices of mesh axes; `stored_over` takes the
+# choice with the most devices that divides the axis. 'embed' and 'wide' are the input and output
+# features of a layer. Experts and heads are not split: a block of 128 that is split could not be
+# quantised where it is stored.
 RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "embed": (("fsdp",),),
     "wide": (("tensor",),),
@@ -66,7 +67,7 @@ def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
 
 
 def make_mesh(axes: dict[str, int]) -> Mesh:
-    """A mesh over all devices; one axis may be -1 for all that the others leave.
+    """A mesh over all devices; one axis may be -1 for all devices that the other axes leave.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.

@@ -1,5 +1,19 @@
 """GPU kernels and their CPU references. Imports jax only (never the rest of the library).
 
+    models, quant --> dispatch.py: implementation and platform
+                          |
+          +---------------+----------------+
+    gpu/ (CUDA)                      reference/ (elsewhere)
+    attention, fast_attention,       attention, attention_gradient, matmul: jnp with a
+    attention_gradient, matmul,      fixed order of summation, by a way of multiplying that
+    head, norm: Triton;              probe.py has tried on this machine
+    mosaic_matmul: Mosaic GPU
+
+Read first: dispatch.py, then reference/attention.py and gpu/attention.py, which have one meaning.
+gpu and reference give different bits: rollout and learner must take the same.
+
+Not done: other GPUs than Hopper, backward kernels for heads of more than 256 features.
+
 Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repository, but the
 top-level name ``kernels`` belongs to another project that many users have installed.
 """

@@ -1,4 +1,4 @@
-"""What this machine is and what its environment says: the one file of the kernels that asks."""
+"""This machine and its environment; the kernels read both in this file only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def backend() -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """The instructions that the CPU knows, as the system lists them; '' where it does not."""
+    """The CPU's instructions, as the system lists them; '' where it lists none."""
     try:
         with open("/proc/cpuinfo") as file:
             return next((line for line in file if line.startswith(("flags", "Features"))), "")
@@ -45,7 +45,7 @@ def cpu_features() -> str:
 
 
 def has_bf16_instructions() -> bool:
-    """Whether the CPU multiplies bf16, as far as the system tells; True where it does not.
+    """Whether the CPU multiplies bf16; True if the system does not list its instructions.
 
     False under a cap by oneDNN's ONEDNN_MAX_CPU_ISA, which makes a CPU multiply as an older one.
     """
@@ -71,15 +71,14 @@ def threads() -> int:
 
 
 def surroundings() -> list:
-    """What XLA's products depend on beside the code: the CPU's instructions, the number of threads,
-    variables of the environment and settings of the compiler."""
+    """Everything but the code that XLA's products depend on: the CPU's instructions, the number of
+    threads, variables of the environment and settings of the compiler."""
     settings = (str(jax.config.values.get(name)) for name in COMPILER_SETTINGS)
     return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES), *settings]
 
 
 def user_cache() -> pathlib.Path | None:
-    """The directory of what is kept for a user: of $XDG_CACHE_HOME, or ~/.cache; None for a user
-    without a home directory in which it can be made."""
+    """This project's directory in $XDG_CACHE_HOME or ~/.cache; None if it cannot be made there."""
     home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     path = pathlib.Path(home, "fp8rl_jax")
     if not path.is_absolute():

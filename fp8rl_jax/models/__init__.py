@@ -1,4 +1,21 @@
-"""Flax models and the one forward. Knows `quant`; knows nothing of reinforcement learning."""
+"""Flax models and the one forward pass that learner and sampler share.
+
+    config.json, presets.py                          tokens, positions
+          |                                                |
+     ModelConfig --> arrays.py --> parameters --> transformer.forward <--> KV cache
+                     one row each  params.py               |
+                                                        hidden --> head --> logprobs.py
+
+Read first: config.py (what tells the families apart), arrays.py (every array of a model),
+transformer.py (`forward`), decoder_layer.py (one layer: attention.py or latent_attention.py, then
+feed_forward.py or moe.py with router.py). parallel/ runs them on a mesh, hf/ reads and writes
+checkpoints.
+
+Imports `quant` and `kernels`, nothing of reinforcement learning.
+
+Not done: biases of linear layers, sliding windows, attention sinks, layers of different shapes but
+for leading dense layers in a model with experts.
+"""
 
 from fp8rl_jax.models.arrays import LINEAR_LAYERS, param_shapes
 from fp8rl_jax.models.config import ModelConfig

@@ -1,4 +1,4 @@
-"""The arrays of a model, one row each; whoever needs a name, a shape or a place folds over them.
+"""The arrays of a model, one row each. Who reads what of a row:
 
     Array.shape     `leaf_shapes`, `param_shapes`; params.parameter_counts; layers.kernel_of
     Array.role      params.quantize_params and its neighbours; weight decay (`is_matrix`)
@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -28,12 +28,11 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import RUNS, LayerSpec, Path, layer_spec, layer_stacks
 
 Shape = tuple[int, ...]
-Size = Callable[[ModelConfig], Shape | None]
 # Roles. LINEAR: what a recipe may quantise. TABLE: embedding and head, in the compute dtype. ROUTER
 # and VECTOR (gains of norms, corrections of routers): float32 in every form of the parameters.
 LINEAR, TABLE, ROUTER, VECTOR = "linear", "table", "router", "vector"
 SMALL = (ROUTER, VECTOR)
-# Logical axes (`sharding.RULES`) of a stack of layers; experts and heads are stored whole.
+# Logical axes (`sharding.RULES`) of a stack of layers; an expert or a head is not split.
 _WIDE, EXPERTS, HEADS = ("layers", "embed", "wide"), ("layers", "experts"), ("layers", "heads")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names of Hugging Face
 
@@ -44,7 +43,7 @@ class Array:
 
     Attributes:
       path: in the tree of parameters; of a layer's array within its stack.
-      shape: of a ModelConfig, without the axis of layers; None where a model lacks the array.
+      sizes: its axes by their names in `_sizes`, without the axis of layers.
       role: LINEAR, TABLE, ROUTER or VECTOR.
       axes: the logical axes by which it is stored; those that are not named are not sharded.
       hf: Hugging Face's name, in a layer what follows "model.layers.N."; {} is an expert's number.
@@ -57,7 +56,7 @@ class Array:
     """
 
     path: Path
-    shape: Size
+    sizes: str
     role: str
     axes: tuple[str, ...]
     hf: str
@@ -65,6 +64,12 @@ class Array:
     columns: bool = False
     residual: bool = False
     reads: tuple[str, ...] = ()
+
+    def shape(self, config: ModelConfig) -> Shape | None:
+        """Its shape without the axis of layers; None where a model lacks the array."""
+        sizes = _sizes(config)
+        shape = tuple(sizes[name] for name in self.sizes.split())
+        return shape if all(shape) else None
 
     @property
     def matrix(self) -> bool:
@@ -77,41 +82,66 @@ class Array:
         return self.matrix and self.hf != EMBEDDING
 
 
-def _linear(place: str, shape: Size, *reads: str, **others: Any) -> Array:
+def _sizes(c: ModelConfig) -> dict[str, int]:
+    """The axes of a model's arrays, by name; 0 where a model has no such axis."""
+    head = c.qk_nope_head_dim + c.qk_rope_head_dim if c.latent else c.head_dim
+    queries = c.num_attention_heads * head
+    return {
+        "vocab": c.vocab_size,
+        "head_vocab": 0 if c.tie_word_embeddings else c.vocab_size,
+        "hidden": c.hidden_size,
+        "mlp": c.intermediate_size,
+        "queries": 0 if c.q_lora_rank else queries,
+        "keys": 0 if c.latent else c.num_key_value_heads * c.head_dim,
+        "normed_head": c.head_dim if c.qk_norm and not c.latent else 0,
+        "attended": c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
+        "q_latent": c.q_lora_rank,
+        "latent_queries": queries if c.q_lora_rank else 0,
+        "kv_latent": c.kv_lora_rank,
+        "kv_latent_and_rope": c.kv_lora_rank + c.qk_rope_head_dim if c.latent else 0,
+        "heads": c.num_attention_heads,
+        "nope": c.qk_nope_head_dim,
+        "value": c.v_head_dim,
+        "experts": c.num_experts,
+        "corrected_experts": c.num_experts if c.scoring_func == "sigmoid" else 0,
+        "expert_mlp": c.moe_intermediate_size,
+        "shared_mlp": c.n_shared_experts * c.moe_intermediate_size,
+    }
+
+
+def _array(
+    place: str, sizes: str, role: str, axes: tuple[str, ...], hf: str, gguf: str = "", **others: Any
+) -> Array:
+    """The array at 'module/name'."""
+    return Array(tuple(place.split("/")), sizes, role, axes, hf, gguf, **others)
+
+
+def _linear(place: str, sizes: str, *reads: str, **others: Any) -> Array:
     """The kernel of a linear layer of attention, at 'module/submodule'."""
-    *outer, name = place.split("/")
-    hf, path = f"self_attn.{name}.weight", (*outer, name, "kernel")
-    return Array(path, shape, LINEAR, _WIDE, hf, reads=reads, **others)
+    hf = f"self_attn.{place.rpartition('/')[2]}.weight"
+    return _array(f"{place}/kernel", sizes, LINEAR, _WIDE, hf, reads=reads, **others)
 
 
-def _gain(place: str, shape: Size, gguf: str = "") -> Array:
+def _gain(place: str, size: str, gguf: str = "") -> Array:
     """The gain of an RMSNorm."""
-    path = (*place.split("/"), "weight")
-    return Array(path, shape, VECTOR, (), ".".join(path), gguf)
+    path = f"{place}/weight"
+    return _array(path, size, VECTOR, (), path.replace("/", "."), gguf)
 
 
 def _gated_mlp(
-    outer: str, hf: str, sizes: Callable[[ModelConfig], Shape], axes: tuple[str, ...], **others: Any
+    outer: str, hf: str, width: str, axes: tuple[str, ...], front: str = "", **others: Any
 ) -> tuple[Array, ...]:
-    """gate, up and down of a gated MLP; `sizes`: what is in front, if anything, and the width,
-    which is 0 where there is none."""
-
-    def shape(name: str, config: ModelConfig) -> Shape | None:
-        *front, width = sizes(config)
-        matrix = (config.hidden_size, width)
-        return (*front, *(matrix[::-1] if name == "down" else matrix)) if width else None
-
-    path = (outer,) if outer else ()
-    normed, gated = ("post_attention_layernorm/output",), ("/".join((*path, "gated")),)
+    """gate, up and down of a gated MLP of a width; `front`: the axis of its stack, if any."""
+    normed, gated = ("post_attention_layernorm/output",), (f"{outer}gated",)
     return tuple(
-        Array(
-            (*path, f"{name}_proj", "kernel"),
-            functools.partial(shape, name),
+        _array(
+            f"{outer}{name}_proj/kernel",
+            f"{front} {width} hidden" if name == "down" else f"{front} hidden {width}",
             LINEAR,
             axes,
             f"mlp.{hf}{name}_proj.weight",
             gguf=f"ffn_{name}.weight" if not outer else "",
-            reads=() if axes == EXPERTS else gated if name == "down" else normed,
+            reads=() if front else gated if name == "down" else normed,
             residual=name == "down",
             **others,
         )
@@ -119,74 +149,24 @@ def _gated_mlp(
     )
 
 
-def _hidden(c: ModelConfig) -> Shape:
-    return (c.hidden_size,)
-
-
-def _queries(c: ModelConfig) -> int:
-    """Features of the queries of all heads."""
-    head = c.qk_nope_head_dim + c.qk_rope_head_dim if c.latent else c.head_dim
-    return c.num_attention_heads * head
-
-
-def _keys(c: ModelConfig) -> Shape | None:
-    return None if c.latent else (c.hidden_size, c.num_key_value_heads * c.head_dim)
-
-
-def _head(c: ModelConfig) -> Shape | None:
-    return (c.head_dim,) if c.qk_norm and not c.latent else None
-
-
-def _latent(size: Callable[[ModelConfig], Shape]) -> Size:
-    """Of models with latent attention."""
-    return lambda c: size(c) if c.latent else None
-
-
-def _query_latent(size: Callable[[ModelConfig], Shape]) -> Size:
-    """Of models with a latent of the queries."""
-    return lambda c: size(c) if c.q_lora_rank else None
-
-
-_NORMED = "input_layernorm/output"
+_NORMED, _BY_HEAD = "input_layernorm/output", "self_attn.kv_b_proj.weight"
+_VOCAB, _EMBED = ("vocab", "embed"), ("layers", "embed")
 MODEL = (
-    Array(
-        ("embed_tokens",),
-        lambda c: (c.vocab_size, c.hidden_size),
-        TABLE,
-        ("vocab", "embed"),
-        EMBEDDING,
-        "token_embd.weight",
-    ),
-    Array(("norm", "weight"), _hidden, VECTOR, (), "model.norm.weight", "output_norm.weight"),
-    Array(
-        ("lm_head",),
-        lambda c: None if c.tie_word_embeddings else (c.hidden_size, c.vocab_size),
-        TABLE,
-        ("embed", "vocab"),
-        HEAD,
-        "output.weight",
-    ),
+    _array("embed_tokens", "vocab hidden", TABLE, _VOCAB, EMBEDDING, "token_embd.weight"),
+    _array("norm/weight", "hidden", VECTOR, (), "model.norm.weight", "output_norm.weight"),
+    _array("lm_head", "hidden head_vocab", TABLE, _VOCAB[::-1], HEAD, "output.weight"),
 )
 ATTENTION = (
-    _gain("input_layernorm", _hidden, gguf="attn_norm.weight"),
-    _gain("post_attention_layernorm", _hidden, gguf="ffn_norm.weight"),
-    _linear(
-        "self_attn/q_proj",
-        lambda c: None if c.q_lora_rank else (c.hidden_size, _queries(c)),
-        _NORMED,
-        gguf="attn_q.weight",
-        columns=True,
-    ),
-    _linear("self_attn/k_proj", _keys, _NORMED, gguf="attn_k.weight", columns=True),
-    _linear("self_attn/v_proj", _keys, _NORMED, gguf="attn_v.weight", columns=True),
-    _gain("self_attn/q_norm", _head),
-    _gain("self_attn/k_norm", _head),
+    _gain("input_layernorm", "hidden", "attn_norm.weight"),
+    _gain("post_attention_layernorm", "hidden", "ffn_norm.weight"),
+    _linear("self_attn/q_proj", "hidden queries", _NORMED, gguf="attn_q.weight", columns=True),
+    _linear("self_attn/k_proj", "hidden keys", _NORMED, gguf="attn_k.weight", columns=True),
+    _linear("self_attn/v_proj", "hidden keys", _NORMED, gguf="attn_v.weight", columns=True),
+    _gain("self_attn/q_norm", "normed_head"),
+    _gain("self_attn/k_norm", "normed_head"),
     _linear(
         "o_proj",
-        lambda c: (
-            c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
-            c.hidden_size,
-        ),
+        "attended hidden",
         "self_attn/attention",
         "self_attn/values",
         gguf="attn_output.weight",
@@ -194,61 +174,23 @@ ATTENTION = (
         residual=True,
     ),
 )
-MLP = _gated_mlp("", "", lambda c: (c.intermediate_size,), _WIDE, columns=True)
+MLP = _gated_mlp("", "", "mlp", _WIDE, columns=True)
 LATENT = (  # arXiv:2405.04434, 2.1
-    _linear("self_attn/q_a_proj", _query_latent(lambda c: (c.hidden_size, c.q_lora_rank)), _NORMED),
-    _gain("self_attn/q_a_layernorm", _query_latent(lambda c: (c.q_lora_rank,))),
-    _linear(
-        "self_attn/q_b_proj",
-        _query_latent(lambda c: (c.q_lora_rank, _queries(c))),
-        "self_attn/q_a_layernorm/output",
-    ),
-    _linear(
-        "self_attn/kv_a_proj_with_mqa",
-        _latent(lambda c: (c.hidden_size, c.kv_lora_rank + c.qk_rope_head_dim)),
-        _NORMED,
-    ),
-    _gain("self_attn/kv_a_layernorm", _latent(lambda c: (c.kv_lora_rank,))),
+    _linear("self_attn/q_a_proj", "hidden q_latent", _NORMED),
+    _gain("self_attn/q_a_layernorm", "q_latent"),
+    _linear("self_attn/q_b_proj", "q_latent latent_queries", "self_attn/q_a_layernorm/output"),
+    _linear("self_attn/kv_a_proj_with_mqa", "hidden kv_latent_and_rope", _NORMED),
+    _gain("self_attn/kv_a_layernorm", "kv_latent"),
     # Of each head, keys and then values.
-    Array(
-        ("self_attn", "k_b_proj", "kernel"),
-        _latent(lambda c: (c.num_attention_heads, c.qk_nope_head_dim, c.kv_lora_rank)),
-        LINEAR,
-        HEADS,
-        "self_attn.kv_b_proj.weight",
-    ),
-    Array(
-        ("self_attn", "v_b_proj", "kernel"),
-        _latent(lambda c: (c.num_attention_heads, c.kv_lora_rank, c.v_head_dim)),
-        LINEAR,
-        HEADS,
-        "self_attn.kv_b_proj.weight",
-    ),
+    _array("self_attn/k_b_proj/kernel", "heads nope kv_latent", LINEAR, HEADS, _BY_HEAD),
+    _array("self_attn/v_b_proj/kernel", "heads kv_latent value", LINEAR, HEADS, _BY_HEAD),
 )
+_BIAS = "e_score_correction_bias"
 SPARSE = (
-    Array(
-        ("router", "kernel"),
-        lambda c: (c.hidden_size, c.num_experts),
-        ROUTER,
-        ("layers", "embed"),
-        "mlp.gate.weight",
-    ),
-    Array(
-        ("router", "e_score_correction_bias"),
-        lambda c: (c.num_experts,) if c.scoring_func == "sigmoid" else None,
-        VECTOR,
-        ("layers", "embed"),
-        "mlp.gate.e_score_correction_bias",
-    ),
-    *_gated_mlp(
-        "experts", "experts.{}.", lambda c: (c.num_experts, c.moe_intermediate_size), EXPERTS
-    ),
-    *_gated_mlp(
-        "shared_experts",
-        "shared_experts.",
-        lambda c: (c.n_shared_experts * c.moe_intermediate_size,),
-        _WIDE,
-    ),
+    _array("router/kernel", "hidden experts", ROUTER, _EMBED, "mlp.gate.weight"),
+    _array(f"router/{_BIAS}", "corrected_experts", VECTOR, _EMBED, f"mlp.gate.{_BIAS}"),
+    *_gated_mlp("experts/", "experts.{}.", "expert_mlp", EXPERTS, front="experts"),
+    *_gated_mlp("shared_experts/", "shared_experts.", "shared_mlp", _WIDE),
 )
 LAYER = (*ATTENTION, *MLP, *LATENT, *SPARSE)
 _BY_PATH = {array.path: array for array in (*MODEL, *LAYER)}

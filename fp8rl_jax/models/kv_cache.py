@@ -109,8 +109,8 @@ class LayerCache:
             place = jnp.stack([layer, positions], axis=-1)
 
             def put(old: jax.Array, slots_last: bool, x: jax.Array) -> jax.Array:
-                # The batch as such, and not by its indices: over a mesh each device writes its own
-                # rows, where XLA would otherwise gather those of all.
+                # A batching dimension, not indices of the batch: on a mesh each device writes its
+                # own rows, and with indices XLA would gather the rows of all devices.
                 slots = old.ndim - 1 if slots_last else 2
                 dimensions = lax.ScatterDimensionNumbers(
                     update_window_dims=tuple(range(2, x.ndim)),
@@ -124,9 +124,9 @@ class LayerCache:
         return dataclasses.replace(self, stored=_by_array(put, self.stored, new))
 
     def in_pages(self) -> LayerCache:
-        """The same in pages, where rows are whole pages; else unchanged.
+        """The same as pages with a table, if a row is a multiple of a page; else unchanged.
 
-        A kernel reads pages in place; rows of one layer would be cut out for it.
+        A kernel reads pages in place; the rows of one layer would be copied for it.
         """
         batch, slots = _leading(self.stored).shape[1:3]
         if self.layer is None or slots % PAGE:
@@ -138,7 +138,7 @@ class LayerCache:
         return LayerCache(pages, table=table)
 
     def as_read(self, implementation: str, queries: int) -> LayerCache:
-        """The same as attention by `implementation` reads it: for a kernel's decode, in pages."""
+        """The form that attention by `implementation` reads: pages if a kernel decodes."""
         by_kernel = resolve(implementation) != "reference"
         return self.in_pages() if by_kernel and queries == 1 else self
 
@@ -156,9 +156,9 @@ class LayerCache:
 
 
 def _by_array(function: Callable, stored: Stored, *others: Stored) -> Stored:
-    """``function(x, slots_last, *arrays of the others)`` of every array x of `stored`.
+    """Applies ``function(x, slots_last, *ys)`` to every array x of `stored` and those of `others`.
 
-    Slots are the last axis of keys by feature, otherwise the one behind (L, B), or behind pages.
+    Slots are the last axis of keys by feature, else the axis after (L, B), or after pages.
     """
     arrays, tree = jax.tree.flatten(stored)
     keys = stored.k if isinstance(stored, StoredKV) and stored.keys_by_feature else None
@@ -168,7 +168,7 @@ def _by_array(function: Callable, stored: Stored, *others: Stored) -> Stored:
 
 
 def _leading(stored: Stored) -> jax.Array:
-    """An array of `stored` whose slots follow (L, B), or pages."""
+    """An array of `stored` whose axis of slots follows (L, B), or pages."""
     return stored.v if isinstance(stored, StoredKV) else stored.latent
 
 
@@ -203,7 +203,7 @@ class KVCache:
 
 @flax.struct.dataclass
 class PagedCache:
-    """One pool of pages for all sequences, and the table of who reads which.
+    """A page pool shared by all sequences, and each sequence's page table.
 
     Attributes:
       runs: as in `KVCache`, but arrays (L * P, PAGE, ...): page p of layer l at l * P + p.
@@ -226,19 +226,19 @@ class PagedCache:
         return first[:, None, None] + self.table
 
 
-# A scan over layers carries the cache of all of them along, so that a step writes into it in place;
-# handed in and out layer by layer it would be copied twice a token.
+# A scan over layers carries the cache of all layers, so that a step writes into it in place; as an
+# input and output of each step it would be copied twice a token.
 
 
 def layer_cache(stored: Stored | None, place: jax.Array | None) -> LayerCache | None:
-    """What a layer reads, from what is carried and its entry of `by_layer`."""
+    """The cache of one layer, from the carried arrays and the layer's entry of `by_layer`."""
     if stored is None or place is None:
         return None
     return LayerCache(stored, table=place) if place.ndim else LayerCache(stored, place)
 
 
 def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
-    """(what is carried, where each layer finds its part) of one run of layers."""
+    """(arrays that a scan over one run of layers carries, each layer's index or table)."""
     if cache is None:
         return None, None
     if isinstance(cache, PagedCache):
@@ -278,8 +278,8 @@ def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:
 def init_cache(
     config: ModelConfig, recipe: Recipe, batch: int, slots: int, parallel: Parallel = ONE_DEVICE
 ) -> KVCache:
-    """An empty cache for `batch` sequences of at most `slots` tokens, read as by `forward` with the
-    same `parallel`."""
+    """An empty cache for `batch` sequences of at most `slots` tokens, for `forward` with the same
+    `parallel`."""
     shapes = ((layers, batch, slots) for layers in _layers(config, recipe))
     return KVCache(tuple(_empty(config, recipe, parallel, shape) for shape in shapes))
 

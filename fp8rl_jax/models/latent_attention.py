@@ -44,7 +44,7 @@ def _store(latent: jax.Array, rope: jax.Array, recipe: Recipe) -> StoredLatent:
 
 
 def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
-    """Latents (B, T, R) in the values that attention reads, float32."""
+    """Latents (B, T, R) after quantisation, as attention reads them, float32."""
     return dequantize_kv(*quantize_kv(latent, recipe))
 
 
@@ -79,7 +79,7 @@ def latent_self_attention(
     rope: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Attention of a whole sequence to itself, as the learner runs it.
+    """Attention of a sequence to itself without a cache, as the learner runs it.
 
     The gradient is straight through the latents' rounding, taken at the rounded values.
 
@@ -87,7 +87,7 @@ def latent_self_attention(
       recipe: of the layer.
       scale: of the scores (`softmax_scale`).
       q: (B, T, H, R), absorbed; q_rope: (B, T, H, Dr), both in the compute dtype.
-      latent: (B, T, R); rope: (B, T, Dr), likewise.
+      latent: (B, T, R); rope: (B, T, Dr), both in the compute dtype.
       positions: (B, T) int32.
 
     Returns:
@@ -128,7 +128,7 @@ latent_self_attention.defvjp(_forward, _backward)
 def by_head(recipe: Recipe, devices: int, x: jax.Array, weight: LayerWeight) -> jax.Array:
     """(B, T, H, n) times each head's matrix (H, n, m) -> (B, T, H, m) in the compute dtype.
 
-    `devices`: that share the rows of the batch, outside of a shard_map.
+    `devices` is the number of devices that share the rows, 1 inside a shard_map.
     """
     batch, length, heads, width = x.shape
     rows = x.transpose(2, 0, 1, 3).reshape(heads, batch * length, width)

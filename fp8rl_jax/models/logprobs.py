@@ -4,9 +4,9 @@
 it for the token it chose, the learner recomputes it for the same token; both by
 `_logprobs_of_logits`. Top-k and top-p choose the token and never renormalise this value.
 
-On a GPU both use kernels (kernels/gpu/head.py) that compute the same value. The learner's never
-hold the logits of many tokens; the sampler has the logits of its few rows in memory, because it
-draws from them, and takes the kernel that reads them. Both give a row the same bits.
+On a GPU both use kernels (kernels/gpu/head.py) that give a row the same bits. The learner's kernel
+never holds the logits of many tokens; the sampler has the logits of its few rows in memory, because
+it draws from them, and takes the kernel that reads them.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _chunk_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """(logp, entropy) of rows. Kept for the backward pass: its arguments, and their logsumexp.
 
-    The backward pass makes the logits again, and nothing of what `logprobs_of_logits` made of them:
-    the gradient of a row's log-probability is ``(one_hot(target) - softmax) * inverse``.
+    The backward pass recomputes the logits, but not what `logprobs_of_logits` made of them: the
+    gradient of a row's log-probability is ``(one_hot(target) - softmax) * inverse``.
     """
     return _row_logprobs(recipe, parallel, hidden, head, targets, inverse)[:2]
 
@@ -140,7 +140,7 @@ _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
 
 
 def _by_kernel(recipe: Recipe, parallel: Parallel) -> bool:
-    """Whether kernels compute log-probabilities: not where a vocabulary is sharded."""
+    """Whether kernels compute log-probabilities; a vocabulary that is sharded has none."""
     return resolve(recipe.kernels) != "reference" and parallel.tensor == 1
 
 
@@ -148,7 +148,7 @@ def _by_kernel(recipe: Recipe, parallel: Parallel) -> bool:
 def _kernel_logprobs(recipe: Recipe, hidden, head, master, targets, inverse):
     """`_chunk_logprobs` by the kernels; the gradient of the head goes to `master` if there is one.
 
-    Where the program may run elsewhere too (`Recipe.kernels` of "auto"), `_row_logprobs` there.
+    With `Recipe.kernels` "auto" it is `_row_logprobs` on platforms other than CUDA.
     """
     return _kernel_forward(recipe, hidden, head, master, targets, inverse)[0]
 
@@ -187,7 +187,7 @@ _kernel_logprobs.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel):
-    """`token_logprobs`, every device of a mesh with its own rows; inverse (B,): 1 / temperature."""
+    """`token_logprobs` by kernels, each device on its own rows; inverse (B,) is 1 / temperature."""
     value, master = (head.value, head.master) if isinstance(head, BoundWeight) else (head, None)
 
     def run(hidden, targets, inverse, value, master):

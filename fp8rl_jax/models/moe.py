@@ -6,18 +6,18 @@ arXiv:1701.06538)::
     S, w = the k experts of a token and their weights    models/router.py
     y = sum_{i in S} w_i * down_i(silu(gate_i(x)) * up_i(x))
 
-Every token reaches each of its k experts: there is no capacity, so no token's result depends on
-where the others go. Rows are sorted by expert and padded with zeros to tiles of one expert each
-(`make_tiles`), so that all shapes are static, and a tile is one canonical matmul. Rows of a matmul
-do not see each other, so the forward bits depend neither on the number of rows in a tile nor on
-what else is in it; the size is a matter of speed (`tile_rows`) and of wgrad, which quantises along
-the rows of a tile.
+Every token reaches each of its k experts: there is no capacity limit, so a token's result does not
+depend on the experts of other tokens. Rows are sorted by expert and padded with zeros to tiles of
+one expert each (`make_tiles`), so that all shapes are static, and a tile is one canonical matmul.
+Rows of a matmul are independent, so the forward bits depend neither on the number of rows in a tile
+nor on its other rows. The number of rows matters for speed (`tile_rows`) and for wgrad, which
+quantises along the rows of a tile.
 
 The k results of a token are added in the order of its slots, in float32, and rounded once to the
 compute dtype. Kept for the backward pass beside what the matmuls keep: the experts' results in the
 compute dtype, k rows a token.
 
-With experts on several devices (`mesh.expert`) tokens travel to them: parallel/experts.py.
+parallel/experts.py does the same with experts on several devices (`mesh.expert`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def tile_rows(assignments: int, experts: int) -> int:
 
 
 class Tiles(NamedTuple):
-    """Where each (token, slot) is among tiles of R rows with one expert each.
+    """Maps every (token, slot) pair to its row in tiles of R rows; a tile has rows of one expert.
 
     Attributes:
       experts: (tiles,) int32, the expert of each tile; E for tiles without rows.

@@ -16,30 +16,23 @@ from fp8rl_jax.quant.varying import varying_vjp
 
 
 def _frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position of every pair, float64 (rope_dim / 2,)."""
-    half = config.rope_dim // 2
-    plain = config.rope_theta ** (-np.arange(half) / half)
-    return {"default": lambda c, f: f, "llama3": _llama3, "yarn": _yarn}[config.rope_type](
-        config, plain
-    )
+    """Radians per position of every pair, float64 (rope_dim / 2,).
 
-
-def _llama3(config: ModelConfig, plain: np.ndarray) -> np.ndarray:
-    """Llama 3.1's bands (the `rope_scaling` of its config.json): slow frequencies are divided by
-    the factor, fast ones stay, those between are interpolated."""
-    turns = config.rope_original_max_position_embeddings * plain / (2 * np.pi)
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return plain * (kept + (1 - kept) / config.rope_factor)
-
-
-def _yarn(config: ModelConfig, plain: np.ndarray) -> np.ndarray:
-    """YaRN's "NTK by parts" (arXiv:2309.00071, section 3.2), its ramp over pairs of features.
-
-    The ramp's ends are rounded to whole pairs, as in the models that were released with it.
+    * llama3: the bands of Llama 3.1 (`rope_scaling` of its config.json). Slow frequencies are
+      divided by the factor, fast ones are kept, those between are interpolated.
+    * yarn: "NTK by parts" (arXiv:2309.00071, section 3.2), a ramp over pairs of features. Its ends
+      are rounded to whole pairs, as in the models that were released with it.
     """
-    half = len(plain)
+    half, factor = config.rope_dim // 2, config.rope_factor
+    plain = config.rope_theta ** (-np.arange(half) / half)
     context = config.rope_original_max_position_embeddings
+    if config.rope_type == "default":
+        return plain
+    if config.rope_type == "llama3":
+        turns = context * plain / (2 * np.pi)
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return plain * (kept + (1 - kept) / factor)
 
     def pair(turns: float) -> float:
         """The pair that makes this number of turns within the original context."""
@@ -48,7 +41,7 @@ def _yarn(config: ModelConfig, plain: np.ndarray) -> np.ndarray:
     first = max(math.floor(pair(config.rope_beta_fast)), 0)
     last = min(math.ceil(pair(config.rope_beta_slow)), 2 * half - 1)
     divided = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
-    return plain * (1 - divided + divided / config.rope_factor)
+    return plain * (1 - divided + divided / factor)
 
 
 def _yarn_temperature(factor: float, mscale: float) -> float:
@@ -57,7 +50,7 @@ def _yarn_temperature(factor: float, mscale: float) -> float:
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """What attention's scores are multiplied by: 1/sqrt(Dh), and YaRN's temperature if set."""
+    """The factor of attention's scores: 1/sqrt(Dh), times YaRN's temperature squared if set."""
     head_dim = config.qk_nope_head_dim + config.rope_dim if config.latent else config.head_dim
     scale = 1 / math.sqrt(head_dim)
     if config.rope_type == "yarn" and config.rope_mscale_all_dim:
@@ -66,15 +59,14 @@ def softmax_scale(config: ModelConfig) -> float:
 
 
 def _amplitude(config: ModelConfig) -> float:
-    """Factor on the tables: YaRN's temperature as far as `softmax_scale` does not have it."""
+    """The factor of the tables: the part of YaRN's temperature that `softmax_scale` leaves."""
     if config.rope_type != "yarn":
         return 1.0
-    factor = config.rope_factor
-    if config.rope_mscale and config.rope_mscale_all_dim:
-        return _yarn_temperature(factor, config.rope_mscale) / _yarn_temperature(
-            factor, config.rope_mscale_all_dim
-        )
-    return _yarn_temperature(factor, 1.0)
+    mscale, of_scores = config.rope_mscale, config.rope_mscale_all_dim
+    temperature = functools.partial(_yarn_temperature, config.rope_factor)
+    return (
+        temperature(mscale) / temperature(of_scores) if mscale and of_scores else temperature(1.0)
+    )
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -12,9 +12,9 @@ b is a correction that balances the experts' load without entering their weights
 the sum of its two largest, and only the `topk_group` best groups count. b receives no gradient.
 
 The router's weight is float32 in every form of the parameters, its product the canonical one, its
-exponentials padded to a multiple of 16 experts. Choice and weights are apart: a choice that was
-recorded by the sampler can be replayed in the learner ("routing replay", arXiv:2510.11370), and its
-weights still depend on the learner's own logits.
+exponentials padded to a multiple of 16 experts. Choice and weights are separate functions: the
+learner can replay the sampler's recorded choice ("routing replay", arXiv:2510.11370), with weights
+of its own logits.
 
 Gradients: straight through the choice (the function, gather and renormalisation are differentiated,
 the selection is a constant), as in Hugging Face transformers.
@@ -106,7 +106,7 @@ def router_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto")
 
 
 def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
-    """(..., E) float32 logits -> what the weights are taken from, (..., E) float32."""
+    """(..., E) float32 logits -> softmax or sigmoid of them, (..., E) float32."""
     experts = logits.shape[-1]
     missing = [(0, 0)] * (logits.ndim - 1) + [(0, -experts % EXP_LANES)]
     padded = jnp.pad(logits, missing, constant_values=-jnp.inf)
@@ -118,9 +118,9 @@ def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
 
 
 def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Experts (..., k) int32 of logits (..., E), the best first, equal ones by number."""
+    """Experts (..., k) int32 of logits (..., E): highest score first, equal scores by number."""
     logits = lax.stop_gradient(logits)
-    if config.scoring_func == "softmax":  # has the order of the logits
+    if config.scoring_func == "softmax":  # in the order of the logits
         return lax.top_k(logits, config.num_experts_per_tok)[1]
     return lax.top_k(selection_scores(config, logits, bias), config.num_experts_per_tok)[1]
 
@@ -187,8 +187,8 @@ def load_balance_loss(
     probability over the tokens (Switch Transformer, arXiv:2101.03961, equation 4; per k as in
     DeepSeek-V3, equation 17). The gradient flows through P alone.
 
-    With counts of all tokens of an update it is linear in the probabilities: what parts of the
-    tokens give then adds up to what all of them give.
+    Given the counts of all tokens of an update it is linear in the probabilities: the losses of
+    parts of the tokens add up to the loss of all tokens.
 
     Args:
       expert_tokens: (S, E) int32, of the S layers with experts, over all tokens of the update.

@@ -116,22 +116,22 @@ class Transformer(nn.Module):
             split_rngs={"params": True},
             in_axes=(0,) + (nn.broadcast,) * 4,
             length=run.span.stop - run.span.start,
-            # That check traces without the types that tell who holds what under shard_map.
+            # That check traces without shard_map's types of values that vary over devices.
             check_constancy_invariants=not self.parallel.inside,
         )(*settings, name=run.name)
 
     def _watched(self) -> bool:
-        """Whether there are taps or swaps. They take the scan over modules, which knows them; the
-        bits are the same."""
+        """Whether there are taps or swaps, which only the scan over modules supports. The bits of
+        both scans are the same."""
         return self.is_mutable_collection(TAPS) or SWAPS in self.variables
 
 
 def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_layer, *others):
-    """`Transformer._scan` of a forward pass, without copies of weights that a scan would make.
+    """`Transformer._scan` for a forward pass with a cache, without the scan's copies of weights.
 
-    Kernels read linear layers in their stack (`StackedLayer`). Others are cut out as bits: a scan
-    over them would cut bf16 out by way of float32. Arguments and result are those of the scanned
-    module, behind its parameters.
+    Kernels read linear layers in their stack (`StackedLayer`). Other arrays are sliced as bits,
+    because XLA:CPU slices bf16 in a scan through float32. Arguments and result are those of the
+    scanned module, after its parameters.
     """
 
     def step(carried, scanned):
@@ -153,7 +153,7 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_lay
 
 
 def _join(auxes: list[dict]) -> dict:
-    """The observations of runs of layers, joined; only some runs may have made one."""
+    """Concatenates the observations of runs of layers; some runs lack some of them."""
     names = {name: None for aux in auxes for name in aux}
     found = {name: [aux[name] for aux in auxes if name in aux] for name in names}
     return {n: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) for n, parts in found.items()}

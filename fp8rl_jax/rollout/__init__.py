@@ -1,4 +1,20 @@
-"""The jitted sampler and the refit that feeds it. Never imports the learner."""
+"""The jitted samplers and the refit that makes their weights. Never imports the learner.
+
+    learner's parameters --> refit.py --> weights in FP8, and their checksum
+                                              |
+    prompts, keys, limits --> a sampler: prefill, then a loop of decode steps --> Rollout
+                              draw: sampling.py; log-probability: models/logprobs.py
+
+    sampler.py      one row for each sample until all have ended (read first); `Stream` for chats
+    halves.py       the same on a CPU, as two programs at a time
+    continuous.py   a fixed number of slots; a slot is refilled when its response ends
+    schedule.py     which request has which slot and pages (page_pool.py), for continuous.py
+    memory_plan.py  slots and pages that fit into a device
+
+All samplers draw the same tokens with the same log-probabilities, bit for bit.
+
+Not done: speculative decoding, several turns in one request, new requests during a rollout.
+"""
 
 from fp8rl_jax.rollout.continuous import Batching, ContinuousSampler, Progress, Watch
 from fp8rl_jax.rollout.halves import HalvedSampler

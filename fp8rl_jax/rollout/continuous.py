@@ -1,20 +1,20 @@
 """Continuous batching: a rollout of any number of samples through a fixed number of slots.
 
-One jitted program: a loop whose every turn gives idle slots to waiting requests, prefills a chunk
-of some prompts and decodes one token of every slot that has its keys and values. A slot is refilled
-as soon as its response ends, without leaving the program. Keys and values are stored in a pool of
-pages (models/kv_cache.py); schedule.py assigns slots and pages.
+One jitted program: a loop. Each turn gives idle slots to waiting requests, prefills a chunk of one
+prompt and decodes one token of every slot whose prompt is cached. A slot is refilled as soon as its
+response ends, without leaving the program. Keys and values are stored in a pool of pages
+(models/kv_cache.py); schedule.py assigns slots and pages.
 
-A prompt is cached up to its last token, once for all samples of its group; the last token is the
-first that each sample decodes. Log-probabilities are those of the static sampler, bit for bit,
-whoever shares the batch: every token's bits depend on its own sequence alone, and its random bits
-on its sample and position (tests/rollout/test_continuous.py).
+A prompt is cached without its last token, once for all samples of its group; the last token is the
+first that each sample decodes. Log-probabilities are those of the static sampler, bit for bit: a
+token's bits depend on its own sequence alone, and its random bits on its sample and position, not
+on other sequences of the batch (tests/rollout/test_continuous.py).
 
-The loop also ends after a given number of turns, so that the host can look at what has ended while
-the next part runs. On a mesh every device has slots, a pool and a queue of its own, for its share
-of the prompts. Devices that share experts (`mesh.expert`) take every turn together, as each needs
-the others' experts: whether there is a turn, and whether it prefills and decodes, follows from what
-all of them have to do. Other devices exchange nothing while they run.
+The loop also ends after a given number of turns, so that the host can look at finished responses
+while the next part runs. On a mesh every device has its slots, pool and queue, for its share of the
+prompts. Devices that share experts (`mesh.expert`) take every turn together, because each needs the
+experts of all: whether there is a turn, and whether it prefills and decodes, follows from the work
+of all of them. Other devices exchange nothing while they run.
 
 Not done: taps; layers sharded by columns (mesh.tensor); moving requests between devices.
 """
@@ -57,7 +57,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """Sizes of the batch and of its pool, fixed when the program compiles.
+    """Sizes of the batch and of the pool of pages, fixed when the program compiles.
 
     Attributes:
       slots: B, sequences that decode at a time.
@@ -79,7 +79,7 @@ class BatchState:
       schedule: which request has which slot and pages.
       tokens: (M, S) int32, each request's prompt and, right behind it, its response.
       logprobs: (M, R) float32.
-      finished: (M,) bool, whether a response ended by itself.
+      finished: (M,) bool, whether a response ended with an end-of-sequence token.
       turns, drawn, prefilled: (1,) int32, turns of the loop, tokens drawn, and tokens prefilled.
     """
 
@@ -113,15 +113,14 @@ class ContinuousLoop:
     batching: Batching
 
     def _of_group(self, count: jax.Array) -> jax.Array:
-        """The sum of () int32 counts over the devices that share experts, which take every turn
-        together."""
+        """Sums () int32 counts over the devices that share experts and take turns together."""
         parallel = self.loop.parallel
         if parallel.mesh is None or parallel.mesh.shape[EXPERT] == 1:
             return count
         return lax.psum(count, EXPERT)
 
-    def prefill(self, prompts: jax.Array, requests: Requests) -> BatchState:
-        """Everything waiting. prompts (Q, Tp), right-padded."""
+    def begin(self, prompts: jax.Array, requests: Requests) -> BatchState:
+        """The state before the first turn: all requests wait. prompts (Q, Tp), right-padded."""
         loop, batching = self.loop, self.batching
         new, group = loop.sampler.max_new_tokens, loop.sampler.group_size
         tokens = jnp.repeat(jnp.pad(prompts, ((0, 0), (0, new))), group, axis=0)
@@ -158,8 +157,8 @@ class ContinuousLoop:
         return self._of_group((state.schedule.status != schedule.DONE).sum())
 
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
-        """Admission, a chunk of prefill, and a token of every slot that can draw one, unless more
-        slots are still waiting for prefill."""
+        """Admission, a chunk of prefill, and one token of every slot that can decode, unless more
+        slots than these still prefill."""
         plan, source, target = schedule.admit(state.schedule)
         pool = self._copy(state.pool, source, target)
         state = dataclasses.replace(state, pool=pool, schedule=plan, turns=state.turns + 1)
@@ -174,9 +173,9 @@ class ContinuousLoop:
     def _copy(
         self, pool: tuple[Stored, ...], source: jax.Array, target: jax.Array
     ) -> tuple[Stored, ...]:
-        """Pages `source` (B,) written to pages `target`, in all layers; 0 stands for none.
+        """Copies pages `source` (B,) to pages `target` in all layers; 0 stands for none.
 
-        One after the other: at once they would take as much memory again as a page of every slot.
+        One page at a time: all at once would need memory for a further page of every slot.
         """
 
         def one(stored, slot: jax.Array):
@@ -235,7 +234,7 @@ class ContinuousLoop:
         )
 
     def _decode(self, prepared, requests: Requests, state: BatchState) -> BatchState:
-        """One token of every slot that is ready; the others compute one that is not used."""
+        """Draws one token for every slot that can decode; results of other slots are dropped."""
         loop = self.loop
         plan = schedule.make_room(state.schedule)
         draws = plan.decoding
@@ -261,7 +260,7 @@ class ContinuousLoop:
         )
 
     def result(self, requests: Requests, state: BatchState) -> Rollout:
-        """What has been drawn so far, as the static sampler returns it."""
+        """The tokens drawn so far, as the static sampler returns them."""
         sampler = self.loop.sampler
         start = jnp.repeat(requests.lengths, sampler.group_size)[:, None]
         index = jnp.arange(sampler.max_new_tokens)
@@ -276,7 +275,7 @@ class Progress:
     """A rollout after some turns.
 
     Attributes:
-      rollout: what has been drawn so far.
+      rollout: the tokens drawn so far.
       done: (M,) bool, whether a response is complete.
       turns, drawn, prefilled, preemptions: (D,) int32 of each device, see `BatchState`, `Schedule`.
     """
@@ -289,7 +288,7 @@ class Progress:
     preemptions: jax.Array
 
 
-Watch = Callable[[Progress], None]  # called with what has ended while a rollout goes on
+Watch = Callable[[Progress], None]  # called during a rollout, see `ContinuousSampler`
 _ALL_TURNS = 2**30
 
 
@@ -316,8 +315,8 @@ class ContinuousSampler:
         Args:
           model, recipe, sampler: as for `make_sampler`, without taps and cache_slots.
           batching: sizes; slots and pages are those of all devices together.
-          mesh: whose devices share prompts, slots and pages; None for one device.
-          part: turns after which a call with `watch` looks at what has ended.
+          mesh: devices that share prompts, slots and pages; None for one device.
+          part: turns between two calls of `watch`.
 
         Raises:
           ValueError: taps, or sizes that the devices cannot share equally.
@@ -333,9 +332,9 @@ class ContinuousSampler:
         own = dataclasses.replace(
             batching, slots=batching.slots // devices, pages=batching.pages // devices
         )
-        whole = Loop(model, get_recipe(recipe), sampler, Parallel.on(mesh))
-        of_device = whole.parallel.within() if devices > 1 else whole.parallel
-        loop = ContinuousLoop(dataclasses.replace(whole, parallel=of_device), own)
+        static = Loop(model, get_recipe(recipe), sampler, Parallel.on(mesh))
+        of_device = static.parallel.within() if devices > 1 else static.parallel
+        loop = ContinuousLoop(dataclasses.replace(static, parallel=of_device), own)
         self._part, self._slots, self._most = part, batching.slots, sampler.max_new_tokens
 
         def advance(weights, requests, turns, state):
@@ -360,7 +359,7 @@ class ContinuousSampler:
                 preemptions=state.schedule.preemptions,
             )
 
-        begin, layout = loop.prefill, {}
+        begin, layout = loop.begin, {}
         if mesh is not None:
             rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
             # The state keeps its shardings from call to call, so one program advances it.
@@ -382,7 +381,7 @@ class ContinuousSampler:
             begin = by_device(begin, rows, of_requests)
         else:
             advance_all = advance
-        self._prepare = whole.prepare_once()
+        self._prepare = static.prepare_once()
         self._begin = exact_jit(begin, **layout)
         self._advance = exact_jit(advance_all, donate_argnums=3, **layout)
 
@@ -401,8 +400,8 @@ class ContinuousSampler:
         """Samples; arguments as those of `make_sampler`'s result.
 
         Args:
-          watch: called with a `Progress` on the host after every `part` turns, while the device
-            goes on with the next; at the end, too.
+          watch: called on the host with a `Progress` after every `part` turns, while the device
+            runs the next ones, and at the end.
         """
         weights = self._prepare(weights)
         limits = jnp.minimum(limits, self._most)
@@ -420,11 +419,9 @@ class ContinuousSampler:
         self.progress = progress
         return progress.rollout
 
-    def trace(
-        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
-    ) -> jax.stages.Traced:
-        """The traced program of a call's turns; shapes will do."""
-        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
+    def trace(self, weights, prompts, *others) -> jax.stages.Traced:
+        """The traced program of the turns of a call with these arguments, or with their shapes."""
+        requests = Requests(*others)
         state = jax.eval_shape(self._begin, prompts, requests)
         turns = jax.ShapeDtypeStruct((), jnp.int32)
         arguments = jax.eval_shape(self._prepare, weights), requests, turns, state

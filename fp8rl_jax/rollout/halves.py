@@ -3,12 +3,12 @@
 A decode step is many operations of a tenth of a millisecond, too small for XLA:CPU to share among
 cores. Two executions of one program on one device do run side by side, if different threads call
 them; two that one thread dispatches run one after the other. A row's bits depend on its own
-sequence alone, so halves have the bits of the whole (tests/rollout/test_halves.py). A half also
-stops as soon as its own responses have ended.
+sequence alone, so two halves give the bits of one program (tests/rollout/test_halves.py). A half
+also stops as soon as its own responses have ended.
 
 Programs are compiled in the caller's thread: JAX keeps some settings by thread.
 
-Not done: more than two parts; halves of a mesh of several devices, which has all cores at work.
+Not done: more than two parts; halves of a mesh of several devices, which uses all cores already.
 """
 
 from __future__ import annotations
@@ -29,16 +29,22 @@ _LEAST_ROWS = 8  # of a half; fewer take about as long as twice as many
 
 
 def parts_of(prompts: int, group_size: int, cores: int) -> int:
-    """Number of parts in which prompts are sampled on a CPU: 1 or 2."""
+    """Number of programs that sample the prompts on a CPU: 1 or 2."""
     halves = cores >= 2 and prompts % 2 == 0 and prompts // 2 * group_size >= _LEAST_ROWS
     return 2 if halves else 1
 
 
-class HalvedSampler:
-    """The sampler of `make_sampler` for one device; same arguments, same bits.
+def _cut(cut: Callable, weights, prompts, lengths, key, ids, temperature, limits, rope) -> tuple:
+    """A sampler's arguments, with `cut` applied to those that have rows."""
+    rows = map(cut, (ids, temperature, limits))
+    return (weights, cut(prompts), cut(lengths), key, *rows, rope)
 
-    In halves on a CPU where `parts_of` says so, whole elsewhere. An error in a thread is raised in
-    the caller's.
+
+class HalvedSampler:
+    """The sampler of `make_sampler` for one device: same arguments, same bits.
+
+    It runs two halves on a CPU where `parts_of` says so, else one program for all prompts. An error
+    in a thread is raised in the caller's thread.
     """
 
     def __init__(self, model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig):
@@ -55,15 +61,11 @@ class HalvedSampler:
         self._program = make_sampler(model, recipe, sampler)
         self._compiled: dict[tuple, Callable[..., Rollout]] = {}
 
-    def __call__(
-        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
-    ) -> Rollout:
+    def __call__(self, weights, prompts, *others) -> Rollout:
         """Samples; arguments as those of `make_sampler`'s result."""
-        parts = self._parts(len(prompts))
+        parts = parts_of(len(prompts), self._group, self._cores)
         if parts == 1:
-            return self._program(
-                weights, prompts, lengths, key, sample_ids, temperature, limits, rope
-            )
+            return self._program(weights, prompts, *others)
         prepared = self._prepare(weights)
 
         def part(index: int) -> tuple:
@@ -71,8 +73,7 @@ class HalvedSampler:
                 each = len(x) // parts
                 return np.asarray(x)[index * each : (index + 1) * each]
 
-            rows = cut(sample_ids), cut(temperature), cut(limits)
-            return prepared, cut(prompts), cut(lengths), key, *rows, rope
+            return _cut(cut, prepared, prompts, *others)
 
         arguments = [part(index) for index in range(parts)]
         program = self._compile(arguments[0])
@@ -80,20 +81,14 @@ class HalvedSampler:
             found = list(pool.map(lambda given: jax.device_get(program(*given)), arguments))
         return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *found)
 
-    def _parts(self, prompts: int) -> int:
-        return parts_of(prompts, self._group, self._cores)
-
-    def trace(
-        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
-    ) -> jax.stages.Traced:
-        """The traced program that a call with such arguments runs; shapes will do."""
-        parts = self._parts(prompts.shape[0])
+    def trace(self, weights, prompts, *others) -> jax.stages.Traced:
+        """The traced program of a call with these arguments, or with their shapes."""
+        parts = parts_of(prompts.shape[0], self._group, self._cores)
 
         def cut(x) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
 
-        rows = cut(sample_ids), cut(temperature), cut(limits)
-        arguments = (weights, cut(prompts), cut(lengths), key, *rows, rope)
+        arguments = _cut(cut, weights, prompts, *others)
         return self._program.trace(*arguments)  # type: ignore[attr-defined]
 
     def _compile(self, arguments: tuple) -> Callable[..., Rollout]:

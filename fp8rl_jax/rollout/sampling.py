@@ -1,7 +1,7 @@
 """Choice of the next token: temperature, top-k, top-p, greedy. Random bits follow the sample.
 
 ``key = fold_in(fold_in(fold_in(run_key, step), sample_id), position)``: which row, batch or device
-a sample sits in changes nothing. Top-k and top-p mask tokens for the choice alone; the recorded
+has the sample changes nothing. Top-k and top-p mask tokens for the choice alone; the recorded
 log-probability is over the full vocabulary (models/logprobs.py).
 
 Tokens are drawn by inverting the cumulative distribution, with two uniform numbers a row: one
@@ -42,14 +42,14 @@ def sample_keys(key: jax.Array, sample_ids: jax.Array, positions: jax.Array) -> 
 
 
 def mask_top_k(logits: jax.Array, top_k: int) -> jax.Array:
-    """Keeps the k largest logits of each row (ties of the k-th stay); the others become -inf."""
+    """Keeps the k largest logits of each row, and all that equal the k-th; the rest become -inf."""
     threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
 def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
-    """Keeps the most likely tokens until their probability reaches `top_p`, and what is as likely
-    as the last of them.
+    """Keeps the most likely tokens until their probability reaches `top_p`, and all tokens that are
+    as likely as the last of these.
 
     Nucleus sampling (Holtzman et al., arXiv:1904.09751). The most likely token always stays. The
     set is the smallest one but for two things: equal logits stay or go together, so that no order
@@ -87,8 +87,8 @@ def _cumulative(x: jax.Array) -> jax.Array:
 def invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The first entry of each row whose cumulative sum exceeds a share of the row's total.
 
-    Entries of weight 0 are never taken, not by rounding either: sums of different entries are
-    rounded differently, so one of weight 0 may seem to add something. The entry with the largest
+    An entry of weight 0 is never taken: cumulative sums are rounded differently from entry to
+    entry, so such an entry may seem to add something, and is left out. The entry with the largest
     cumulative sum counts as exceeding any share.
 
     Args:
@@ -128,12 +128,6 @@ def draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     return invert(inside, uniforms[:, 1]) * blocks + block
 
 
-def _uniforms(keys: jax.Array) -> jax.Array:
-    """(B, 2) float32 from keys (B,): multiples of 2^-24 below 1. `jax.random.uniform` has 2^23."""
-    bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
-    return (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
-
-
 def sample_token(
     scaled: jax.Array, keys: jax.Array, temperature: jax.Array, top_k: int, top_p: float
 ) -> jax.Array:
@@ -152,9 +146,12 @@ def sample_token(
     masked = mask_top_k(scaled, top_k) if top_k else scaled
     if top_p < 1.0:
         masked = mask_top_p(masked, top_p)
-    top = max_last(scaled)[:, None]  # as the log-probability takes it: it is computed once
+    top = max_last(scaled)[:, None]  # the log-probability takes the same maximum: computed once
     missing = -masked.shape[1] % EXP_LANES
     masked = jnp.pad(masked, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     weights = lax.optimization_barrier(jnp.exp(masked - top))
-    drawn = draw(weights, _uniforms(keys))
+    bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
+    # Multiples of 2^-24 below 1; those of `jax.random.uniform` are of 2^-23.
+    uniforms = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+    drawn = draw(weights, uniforms)
     return jnp.where(temperature == 0, _first(scaled == top), drawn)

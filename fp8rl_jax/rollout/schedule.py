@@ -31,7 +31,7 @@ WAITING, RUNNING, DONE = 0, 1, 2
 
 @flax.struct.dataclass
 class Schedule:
-    """Who is where. B slots, M = Q * G requests of Q prompts, P pages, N pages a sequence.
+    """Slots, pages and requests: B slots, M = Q * G requests of Q prompts, P pages, N a sequence.
 
     Attributes:
       refs: (P,) int32, see page_pool.py.
@@ -111,7 +111,7 @@ def new_schedule(
 
 
 def _first(keys: jax.Array, real: jax.Array) -> jax.Array:
-    """(B,) bool: whether no lower real entry has the same key."""
+    """(B,) bool: the real entries that are the first with their key."""
     same = (keys[:, None] == keys[None, :]) & real[:, None] & real[None, :]
     return real & ~jnp.tril(same, -1).any(axis=1)
 
@@ -123,8 +123,8 @@ def _mark(indices: jax.Array, chosen: jax.Array, size: int) -> jax.Array:
 
 
 def _prompt_pages(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(whole pages, all pages) of what siblings share: a prompt without its last token, which each
-    of them decodes itself."""
+    """(full pages, all pages) that siblings share: those of a prompt without its last token, which
+    each sibling decodes."""
     return (lengths - 1) // PAGE, pages_of(lengths - 1)
 
 
@@ -158,7 +158,7 @@ def end(s: Schedule, slots: jax.Array) -> Schedule:
 
 
 def share_prompts(s: Schedule) -> Schedule:
-    """Prompts whose pages are filled keep them while siblings wait, and no longer."""
+    """Prompts whose pages are filled keep them as long as siblings wait."""
     prompts = s.ready.shape[0]
     wanted = (s.status == WAITING).reshape(prompts, -1).any(axis=1)
     s = _evict(s, s.ready & ~wanted)
@@ -188,11 +188,12 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
 
 
 def _admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
-    """`admit` where there is something to do.
+    """`admit` if a slot is idle and a request waits, or prompts keep pages.
 
-    Each idle slot looks at one of the first waiting requests. It stays idle for a sibling whose
-    prompt another slot is filling, and where there are too few free pages: those that a request
-    needs for the tokens it has, one for each running request, and one for each that came in before.
+    Each idle slot considers one of the first waiting requests. The slot stays idle if another slot
+    is filling the pages of this request's prompt, or if too few pages are free: it takes the pages
+    of the request's tokens, one for each running request, and one for each request admitted before
+    it in this turn.
     """
     s = share_prompts(s)
     (slots, width), prompts = s.table.shape, s.ready.shape[0]
@@ -208,8 +209,8 @@ def _admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     shares = s.ready[prompt]
     eligible = real & (shares | (~busy[prompt] & _first(prompt, real)))
 
-    whole, all_shared = _prompt_pages(s.prompt_lengths[prompt])
-    first_own = jnp.where(shares, whole, 0)
+    full, all_shared = _prompt_pages(s.prompt_lengths[prompt])
+    first_own = jnp.where(shares, full, 0)
     needed = (s.lengths[candidate] - 1) // PAGE + 1 - first_own
     taken = jnp.cumsum(jnp.where(eligible, needed + 1, 0)) - 1
     chosen = eligible & (taken <= page_pool.count_free(s.refs) - s.occupied.sum())
@@ -220,10 +221,10 @@ def _admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     shared = jnp.where(page < first_own[:, None], s.prompt_pages[prompt], 0)
     shared = jnp.where(chosen[:, None], shared, 0)
     row = pages + shared
-    partial = chosen & shares & (whole < all_shared)
+    partial = chosen & shares & (full < all_shared)
 
     def last_page(pages: jax.Array) -> jax.Array:
-        return jnp.where(partial, jnp.take_along_axis(pages, whole[:, None], axis=1)[:, 0], 0)
+        return jnp.where(partial, jnp.take_along_axis(pages, full[:, None], axis=1)[:, 0], 0)
 
     stuck = ~(s.occupied | chosen).any()
     admitted = dataclasses.replace(
@@ -245,7 +246,8 @@ def _needs(s: Schedule) -> jax.Array:
 
 
 def _free_some(s: Schedule) -> Schedule:
-    """A prompt whose pages no sequence reads gives them up, or else the highest running request."""
+    """Frees the pages of a prompt that no sequence reads; if there is none, those of the running
+    request with the highest number."""
     unread = s.ready & ~_mark(s.prompt, s.occupied, s.ready.shape[0])
     number = jnp.arange(s.ready.shape[0])
     victim = s.occupied & (s.request == s.request.max())
@@ -261,7 +263,7 @@ def _free_some(s: Schedule) -> Schedule:
 
 
 def make_room(s: Schedule) -> Schedule:
-    """Every decoding slot has the page that its next token is stored in, or has been preempted."""
+    """Gives every decoding slot the page for its next token; preempts slots if pages run out."""
     s = share_prompts(s)  # before a prompt's first sample ends or loses its pages
     s = lax.while_loop(lambda s: _needs(s).sum() > page_pool.count_free(s.refs), _free_some, s)
     need = _needs(s)

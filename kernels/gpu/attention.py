@@ -118,17 +118,8 @@ def _nothing(V_WIDTH: tl.constexpr):
 @triton.jit
 def _one_split(
     split,
-    query,
-    query_rope,
-    query_scale,
-    position,
-    last,
-    k,
-    v,
-    k_scale,
-    v_scale,
-    k_rope,
-    table,
+    rows,  # the tile's queries, their rotated features and scales, positions, and the last position
+    cache,  # pointers to k, v, k_scale, v_scale, k_rope and table
     HKV: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -143,6 +134,8 @@ def _one_split(
     PAGED: tl.constexpr,
 ):
     """Maximum, sum and weighted values of a tile's rows over the keys of a split."""
+    query, query_rope, query_scale, position, last = rows
+    k, v, k_scale, v_scale, k_rope, table = cache
     top, total, values = _nothing(V_WIDTH)
     page = 0
     if PAGED:
@@ -255,23 +248,16 @@ def attention_kernel(
         query_rope = vectors(q_rope, place, exists, DR, R_WIDTH)
     if Q_SCALES > 0:
         query_scale = _scale_at(q_scale, 0, place, exists, Q_SCALES)
+    rows = query, query_rope, query_scale, position, last
+    cache = k, v, k_scale, v_scale, k_rope, table
 
     if ONE_SPLIT:
         split = tl.program_id(0) % SPLITS
         if split * SPLIT <= last:
             row_top, row_total, values = _one_split(
                 split,
-                query,
-                query_rope,
-                query_scale,
-                position,
-                last,
-                k,
-                v,
-                k_scale,
-                v_scale,
-                k_rope,
-                table,
+                rows,
+                cache,
                 HKV,
                 D,
                 DV,
@@ -294,17 +280,8 @@ def attention_kernel(
         for split in range(0, last // SPLIT + 1):
             more_top, more_total, more_values = _one_split(
                 split,
-                query,
-                query_rope,
-                query_scale,
-                position,
-                last,
-                k,
-                v,
-                k_scale,
-                v_scale,
-                k_rope,
-                table,
+                rows,
+                cache,
                 HKV,
                 D,
                 DV,
@@ -452,7 +429,7 @@ def attention(
     Raises:
       ValueError: shapes that do not fit, or another dtype.
     """
-    ropes = (q_rope, k_rope)
+    ropes: tuple[jax.Array | None, ...] = (q_rope, k_rope)
     check_operands(q, k, v, positions, (q_scale, k_scale, v_scale), ropes, table)
     (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
     if table is not None:

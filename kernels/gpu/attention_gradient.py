@@ -42,16 +42,8 @@ def _add_to_query(
     dquery,
     start,
     end,
-    query,
-    query_scale,
-    dout,
-    logsumexp,
-    delta,
-    position,
-    k,
-    v,
-    k_scale,
-    v_scale,
+    rows,  # the tile's queries, their scales, cotangents, logsumexp, delta, and positions
+    cache,  # pointers to k, v, k_scale and v_scale
     HKV: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -63,6 +55,8 @@ def _add_to_query(
     KV_SCALED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
+    query, query_scale, dout, logsumexp, delta, position = rows
+    k, v, k_scale, v_scale = cache
     slot = start + tl.arange(0, KEYS)
     there = slot < end
     place = slot * HKV
@@ -124,6 +118,7 @@ def query_gradient_kernel(
     query_scale = position
     if Q_SCALED:
         query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
+    rows = query, query_scale, row_dout, row_logsumexp, row_delta, position
     dquery = tl.zeros((ROWS, WIDTH), tl.float32)
     unmasked, end = seen_by(position, exists, S, KEYS)
     first, last = 0, unmasked
@@ -133,16 +128,8 @@ def query_gradient_kernel(
                 dquery,
                 start,
                 end,
-                query,
-                query_scale,
-                row_dout,
-                row_logsumexp,
-                row_delta,
-                position,
-                k,
-                v,
-                k_scale,
-                v_scale,
+                rows,
+                (k, v, k_scale, v_scale),
                 HKV,
                 D,
                 DV,
@@ -171,62 +158,6 @@ def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
         partly = (position < slot + KEYS - 1) & (query < T)
         unmasked = tl.maximum(unmasked, tl.max(tl.where(partly, query + 1, 0), 0))
     return first, tl.maximum(first, unmasked)
-
-
-@triton.jit
-def _add_to_keys(
-    dkey,
-    dvalue,
-    tile,
-    key,
-    value,
-    key_scale,
-    value_scale,
-    slot,
-    q,
-    q_scale,
-    dout,
-    logsumexp,
-    delta,
-    positions,
-    T: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALE: tl.constexpr,
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """What a tile of rows adds; scores and weights are (keys, rows) here, to be left operands."""
-    place, exists, position = tile_rows(positions, tile, ROWS, T, S, H, HKV)
-    query = vectors(q, place, exists, D, WIDTH)
-    score = multiply(key, query.T)
-    if KV_SCALED:
-        score *= key_scale[:, None]
-    else:
-        score *= SCALE
-    if Q_SCALED:
-        query_scale = tl.load(q_scale + place, mask=exists, other=0.0)[None, :]
-        score *= query_scale
-    weight = tl.exp2(score - tl.load(logsumexp + place, mask=exists, other=0.0)[None, :])
-    if MASKED:
-        weight = tl.where(slot[:, None] <= position[None, :], weight, 0.0)
-    row_dout = vectors(dout, place, exists, DV, V_WIDTH)
-    dvalue = tl.dot(weight.to(row_dout.dtype), row_dout, dvalue, input_precision="ieee")
-    dweight = multiply(value, row_dout.T)
-    if KV_SCALED:
-        dweight *= value_scale[:, None]
-    dscore = weight * (dweight - tl.load(delta + place, mask=exists, other=0.0)[None, :])
-    if Q_SCALED:
-        dscore *= query_scale
-    dkey = tl.dot(dscore.to(query.dtype), query, dkey, input_precision="ieee")
-    return dkey, dvalue
 
 
 @triton.jit
@@ -284,35 +215,31 @@ def key_gradient_kernel(
     first, last = first * GROUP // ROWS, border
     for unmasked_part in tl.static_range(2):
         for tile in range(first, last):
-            dkey, dvalue = _add_to_keys(
-                dkey,
-                dvalue,
-                tile,
-                key,
-                value,
-                key_scale,
-                value_scale,
-                slot,
-                q,
-                q_scale,
-                dout,
-                logsumexp,
-                delta,
-                positions,
-                T,
-                S,
-                H,
-                HKV,
-                D,
-                DV,
-                WIDTH,
-                V_WIDTH,
-                ROWS,
-                SCALE,
-                Q_SCALED,
-                KV_SCALED,
-                unmasked_part == 0,
-            )
+            # Scores and weights are (keys, rows) here, to be left operands.
+            row_place, exists, position = tile_rows(positions, tile, ROWS, T, S, H, HKV)
+            query = vectors(q, row_place, exists, D, WIDTH)
+            score = multiply(key, query.T)
+            if KV_SCALED:
+                score *= key_scale[:, None]
+            else:
+                score *= SCALE
+            if Q_SCALED:
+                query_scale = tl.load(q_scale + row_place, mask=exists, other=0.0)[None, :]
+                score *= query_scale
+            row_logsumexp = tl.load(logsumexp + row_place, mask=exists, other=0.0)
+            weight = tl.exp2(score - row_logsumexp[None, :])
+            if unmasked_part == 0:
+                weight = tl.where(slot[:, None] <= position[None, :], weight, 0.0)
+            row_dout = vectors(dout, row_place, exists, DV, V_WIDTH)
+            dvalue = tl.dot(weight.to(row_dout.dtype), row_dout, dvalue, input_precision="ieee")
+            dweight = multiply(value, row_dout.T)
+            if KV_SCALED:
+                dweight *= value_scale[:, None]
+            row_delta = tl.load(delta + row_place, mask=exists, other=0.0)
+            dscore = weight * (dweight - row_delta[None, :])
+            if Q_SCALED:
+                dscore *= query_scale
+            dkey = tl.dot(dscore.to(query.dtype), query, dkey, input_precision="ieee")
         first, last = border, tiles
     store_vectors(dk + first_key * D, dkey * (SCALE * _LOG_2), place, there, D, WIDTH)
     store_vectors(dv + first_key * DV, dvalue, place, there, DV, V_WIDTH)

@@ -93,13 +93,8 @@ def _add_block(
     values,
     start,
     end,
-    query,
-    query_scale,
-    position,
-    k,
-    v,
-    k_scale,
-    v_scale,
+    rows,  # the tile's queries, their scales, and positions
+    cache,  # pointers to k, v, k_scale and v_scale
     HKV: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -111,7 +106,9 @@ def _add_block(
     KV_SCALED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Maximum, sum and weighted values with those of a block of keys."""
+    """Adds a block of keys to a tile's maximum, sum and weighted values."""
+    query, query_scale, position = rows
+    k, v, k_scale, v_scale = cache
     slot = start + tl.arange(0, KEYS)
     there = slot < end
     place = slot * HKV
@@ -183,13 +180,8 @@ def fast_attention_kernel(
                 values,
                 start,
                 end,
-                query,
-                query_scale,
-                position,
-                k,
-                v,
-                k_scale,
-                v_scale,
+                (query, query_scale, position),
+                (k, v, k_scale, v_scale),
                 HKV,
                 D,
                 DV,

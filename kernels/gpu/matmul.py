@@ -256,8 +256,8 @@ def matmul(
 
     @sequential_vmap
     def run(lhs, rhs, lhs_scale, rhs_scale):
-        scales = (None, None) if lhs_scale is None else (lhs_scale.T, rhs_scale[None])
-        return _rows_times(lhs, rhs.T[None], *scales, None, lhs.shape[0], dtype, tile)
+        x_scale, w_scale = (None, None) if lhs_scale is None else (lhs_scale.T, rhs_scale[None])
+        return _rows_times(lhs, rhs.T[None], x_scale, w_scale, None, lhs.shape[0], dtype, tile)
 
     return run(lhs, rhs, lhs_scale, rhs_scale)
 

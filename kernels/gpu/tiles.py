@@ -1,10 +1,10 @@
 """Which tile a matmul kernel uses for which shape: a table, so that equal shapes give equal bits.
 
-Nothing is tuned at run time. A tile's rows, columns, warps and pipeline stages decide speed; what
-decides bits is the same for all of them: the contraction runs in ascending steps of the same tensor
-core instruction (depth 32 for FP8, 16 for bf16), FP8 partial sums leave the tensor core every 128
-of K, and nothing splits K over programs. `launch/gpu_check.sh` compares the bits of every tile with
-those of every other.
+Nothing is tuned at run time. A tile's rows, columns, warps and pipeline stages decide speed only;
+the bits follow from what all tiles have in common: the contraction runs in ascending steps of the
+same tensor core instruction (depth 32 for FP8, 16 for bf16), FP8 partial sums leave the tensor core
+every 128 of K, and nothing splits K over programs. `launch/gpu_check.sh` compares the bits of every
+tile with those of every other.
 
 FP8 tiles have at least 64 rows and 4 warps: below that Triton takes the f16 instruction, which
 rounds otherwise. tests/kernels/gpu/test_sass.py checks registers and shared memory of every entry.
@@ -33,7 +33,7 @@ class Tile:
         return -(-rows // self.rows) * -(-columns // self.columns)
 
     def constants(self, kind: str) -> dict[str, int | str]:
-        """What a product's kernel is told of the tile; `kind` as for `matmul_tile`."""
+        """The constants of a product's kernel for this tile; `kind` as for `matmul_tile`."""
         return {
             "PRECISION": "ieee" if kind == "float32" else "tf32",  # read for float32 operands alone
             "BM": self.rows,

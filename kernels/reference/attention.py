@@ -1,8 +1,8 @@
 """Attention with a fixed order of summation, in plain jnp: the definition and the oracle.
 
-Keys are cut into chunks of 64 cache slots; the maximum runs over everything (exact in any order),
-the sums run chunk by chunk in ascending order, and a masked chunk adds exactly zero. So a longer
-cache, or more queries at a time, changes nothing.
+Keys are cut into chunks of 64 cache slots. The maximum is taken over all chunks (exact in any
+order), sums are added chunk by chunk in ascending order, and a masked chunk adds exactly zero. So a
+longer cache, or more queries at a time, changes no bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their sco
 def masked(score: jax.Array, mask: jax.Array) -> jax.Array:
     """Scores, and at most -1e30 where the mask is False.
 
-    As a minimum: JAX would take the constant of a `where` out of a scan, and write it out.
+    The second operand is a minimum, not a constant, which JAX would hoist out of a scan and store.
     """
     return jnp.where(mask, score, jnp.minimum(score, jnp.float32(-1e30)))
 
@@ -44,7 +44,7 @@ def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _enough_rows(x: jax.Array, axis: int, way: Way) -> jax.Array:
-    """`x` with zeros behind, where it has fewer rows along an axis than products must have."""
+    """`x` padded with zeros to the number of rows along an axis that a product needs."""
     return pad_to(x, axis, way.small_steps.rows(x.shape[axis]))
 
 
@@ -56,7 +56,7 @@ def by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def by_query(x: jax.Array, queries: int) -> jax.Array:
-    """(B, Hkv, rows, n) -> (B, T, H, n): `by_kv_head` undone."""
+    """(B, Hkv, rows, n) -> (B, T, H, n): the inverse of `by_kv_head`."""
     batch, kv_heads, rows, features = x.shape
     x = x.reshape(batch, kv_heads, queries, rows // queries, features).transpose(0, 2, 1, 3, 4)
     return x.reshape(batch, queries, -1, features)
@@ -68,8 +68,8 @@ def _read_page(
     """A chunk of slots (B, Hkv, KV_CHUNK, ...) out of pages x (P, KV_CHUNK, Hkv, ...); with
     `by_feature` (B, Hkv, Dh, KV_CHUNK) out of (P, Hkv, Dh, KV_CHUNK).
 
-    Zeros behind each sequence's last position (B,): a page may hold what its former owner left,
-    and 0 * NaN is NaN. A table entry of no visible slot is not read, so it may be anything.
+    Slots after each sequence's last position (B,) become zeros: a page may hold values of its
+    former owner, and 0 * NaN is NaN. Table entries after that position are not read.
     """
     page = lax.dynamic_index_in_dim(table, chunk, 1, keepdims=False)
     page = jnp.where(chunk * KV_CHUNK <= last, page, table[:, 0])
@@ -89,7 +89,7 @@ def _reader(
     positions: jax.Array,
     by_feature: bool = False,
 ) -> Callable[[int | jax.Array], jax.Array]:
-    """The function that reads what belongs to the slots of a step, `at_once` chunks of them.
+    """The function that reads the slots of a step, `at_once` chunks of them.
 
     Args:
       x: rows (B, S, Hkv, ...), or with a table pages (P, KV_CHUNK, Hkv, ...); with `by_feature`
@@ -177,12 +177,13 @@ def attention(
       scale: softmax scale, usually 1/sqrt(Dh).
       q_scale: (B, T, H) float32 dequantisation scales, () for one of them all, or None for an
         unquantised q.
-      k_scale, v_scale: likewise (B, S, Hkv), () or None.
+      k_scale, v_scale: (B, S, Hkv), () or None in the same way.
       q_rope, k_rope: (B, T, H, Dr) and (B, S, Hkv, Dr), bf16 or float32: further features of
         queries and keys, never quantised (multi-head latent attention); None for none.
-      table: (B, N) int32, for keys and values stored in pages of 64 slots: k (P, 64, Hkv, Dh),
-        and likewise what belongs to slots; slot j of sequence b is in page ``table[b, j // 64]``.
-        None for a cache of (B, S). Entries behind a sequence's position are never read.
+      table: (B, N) int32, for keys and values stored in pages of 64 slots: k (P, 64, Hkv, Dh), and
+        v, k_rope and the scales with the same first axes; slot j of sequence b is in page
+        ``table[b, j // 64]``. None for a cache of (B, S). Entries after a sequence's position are
+        never read.
       keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: as products read it,
         where decoding would turn all keys around for every token.
       way: of multiplying; None for that of this machine.

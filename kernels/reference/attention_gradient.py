@@ -1,6 +1,6 @@
 """Gradients of attention in jnp: at once, and by blocks where memory counts.
 
-The backward pass makes no bitwise promise, so both are written plainly, with XLA's dots:
+The backward pass makes no bitwise promise, so both use XLA's dots:
 ``dv = p^T do``, ``dp = do v^T``, ``ds = p * (dp - sum_s p_s dp_s)``, ``dq = ds k`` and
 ``dk = ds^T q``. `attention_vjp` holds matrices of queries by keys; the reference uses it.
 `attention_vjp_by_blocks` serves heads that the GPU kernels do not take. For each block of queries a
@@ -92,7 +92,7 @@ def attention_vjp_by_blocks(
         return x.reshape(batch, -1, heads, x.shape[5])[:, :queries]
 
     keys, values = (pad_to(x.astype(jnp.float32).transpose(0, 2, 1, 3), 2, width) for x in (k, v))
-    # Added queries see nothing: one behind every position, and then one off.
+    # Added queries see nothing: padding of position + 1 with 0 makes their position -1.
     rows = pad_to(positions + 1, 1, size).reshape(batch, -1, size).transpose(1, 0, 2) - 1
 
     def zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
@@ -108,7 +108,7 @@ def attention_vjp_by_blocks(
             return lax.dynamic_slice_in_dim(x, index * width, width, 2)
 
         def scores(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Scores, and what they would add to the cotangent's product with the output."""
+            """Scores, and the cotangent's product with each value."""
             slot = index * width + jnp.arange(width)
             score = jnp.einsum("bhtd,bhsd->bhts", query, part(keys, index)) * scale
             seen = (slot <= position) & (slot < slots)

@@ -1,8 +1,8 @@
 """E4M3 to and from wider floats by integer operations, for CPUs: the bits of XLA's own conversions.
 
-XLA:CPU converts FP8 by way of float16, in many operations a number; these are about ten, on whole
-vectors. E4M3 (`float8_e4m3fn`): sign, 4 bits of exponent with bias 7, 3 of mantissa; 2**-6 is the
-smallest normal number, 2**-9 the smallest of all, and 0x7F is NaN.
+XLA:CPU converts FP8 through float16, in many operations a number; these conversions take about ten
+vector operations. E4M3 (`float8_e4m3fn`): sign, 4 bits of exponent with bias 7, 3 of mantissa;
+2**-6 is the smallest normal number, 2**-9 the smallest of all, and 0x7F is NaN.
 
 tests/kernels/reference/test_e4m3.py compares `to_e4m3` with XLA on all 2**32 float32 numbers
 (slow), and `widened` on all 256 codes.

@@ -1,13 +1,14 @@
-"""Tries what a way of multiplying keeps to on the machine at hand; the first that holds is taken.
+"""Tests on this machine which way of multiplying keeps its order of summation; takes the first.
 
 XLA documents no order of summation, and its libraries choose their code by the CPU, the number of
-threads and the shape. So nothing is assumed: every number of rows and of columns up to 64, and some
-hundreds and thousands with other remainders, are multiplied and compared with the way's order,
-number by number, with this process's threads. What holds only for some numbers of rows or columns
-gives the steps to which `product` pads. A dot of given operands compiles in half a millisecond.
+threads and the shape. So nothing is assumed: products of every number of rows and of columns up to
+64, and of some hundreds and thousands with other remainders, are compared with the way's order,
+number by number, with this process's threads. An order that holds only for some numbers of rows or
+columns gives the steps to which `product` pads. A dot of given operands compiles in half a
+millisecond.
 
-The answer is kept in the user's cache: by the instructions of the CPU, the number of threads, the
-variables of the environment that change it, the versions and this code.
+The answer is stored in the user's cache, under a hash of the CPU's instructions, the number of
+threads, the environment's variables that change it, the versions and this code.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ Size = tuple[int, int, int]  # rows, depth, columns
 
 
 def knows(options: Mapping[str, bool | str]) -> bool:
-    """Whether jaxlib knows them: a trivial program with an unknown one does not compile."""
+    """Whether jaxlib knows the compiler options: a program with an unknown one does not compile."""
     try:
         jax.jit(lambda x: x + 1, compiler_options=dict(options)).lower(0).compile()
     except Exception as error:  # jaxlib raises different types for an unknown option
@@ -112,16 +113,16 @@ def _wrong(
     dtype,
     sizes: Sequence[Size],
     batch: tuple[int, ...] = (),
-    lie: Callable = lambda x, w: (x, w),
+    layout: Callable = lambda x, w: (x, w),
 ) -> list[tuple[int, int]]:
-    """(rows, columns) of those sizes whose product is not that of the order.
+    """(rows, columns) of the sizes whose product differs from the order's.
 
-    `lie` turns operands around before they are given to ``multiply(x, w)``: a dot of what a program
-    is given compiles fifty times faster than one of something that it computes.
+    `layout` transposes operands before they are passed to ``multiply(x, w)``: a dot of a program's
+    arguments compiles fifty times faster than a dot of values that the program computes.
     """
     depths = {depth for _, depth, _ in sizes}
     numbers = {depth: Numbers(order, dtype, depth, batch) for depth in depths}
-    given = [lie(*numbers[depth].operands(rows, columns)) for rows, depth, columns in sizes]
+    given = [layout(*numbers[depth].operands(rows, columns)) for rows, depth, columns in sizes]
 
     def together(given):
         return [multiply(*operands) for operands in given]
@@ -159,32 +160,32 @@ def _bf16_wrong(way: Way) -> list[tuple[int, int]]:
     turned = list(itertools.product((2, 3, 16, 520), (64, BF16_DEPTH), (64, 1504)))
     of_turned = lambda x, w: bf16_dot(x.T, w.T)
     return _wrong(way, dot, order, jnp.bfloat16, sizes) + _wrong(
-        way, of_turned, order, jnp.bfloat16, turned, lie=_turned
+        way, of_turned, order, jnp.bfloat16, turned, layout=_turned
     )
 
 
 def _float32_wrong(way: Way) -> list[tuple[int, int]]:
     """Of products; `float32_dot` puts its operands in the way's layout."""
-    most, (axis, lie) = FLOAT32_SIZE, (1, lambda x, w: (x, w))
+    most, (axis, layout) = FLOAT32_SIZE, (1, lambda x, w: (x, w))
     if way.float32 == "turned":
-        most, (axis, lie) = 1 << 31, (0, lambda x, w: (np.ascontiguousarray(x.T), w))
+        most, (axis, layout) = 1 << 31, (0, lambda x, w: (np.ascontiguousarray(x.T), w))
     sizes = _sizes(_FLOAT32_DEPTHS, most)
     alike = functools.partial(dot, axis=axis)
     turned = list(itertools.product((2, 3, 48, 528), (64, 128), (64, 256)))
     of_turned = lambda x, w: float32_dot(way, x.T, w.T)
-    return _wrong(way, alike, float32_order, np.float32, sizes, lie=lie) + _wrong(
-        way, of_turned, float32_order, np.float32, turned, lie=_turned
+    return _wrong(way, alike, float32_order, np.float32, sizes, layout=layout) + _wrong(
+        way, of_turned, float32_order, np.float32, turned, layout=_turned
     )
 
 
 def _small_wrong(way: Way) -> list[tuple[int, int]]:
-    """With an axis of the batch, and two, one of them behind the rows, as attention multiplies."""
+    """Of products as attention has them: with one batch axis, and with two, one after the rows."""
     sizes = [(m, d, n) for m, d, n in _sizes((64, 128, 32), FLOAT32_SIZE) if m <= 600]
     one = lambda x, w: small_dot(way, x, w, (((2,), (1,)), ((0,), (0,))))
     two = lambda x, w: small_dot(way, x, w, (((3,), (2,)), ((0, 2), (0, 1))))
     behind = lambda x, w: (np.ascontiguousarray(x.swapaxes(1, 2)), w)
     return _wrong(way, one, float32_order, np.float32, sizes[::2], (3,)) + _wrong(
-        way, two, float32_order, np.float32, sizes[1::3], (2, 2), lie=behind
+        way, two, float32_order, np.float32, sizes[1::3], (2, 2), layout=behind
     )
 
 
@@ -194,7 +195,7 @@ def tried(way: Way) -> Way | None:
         return None
     any_steps = [(rows, 128, 64) for rows in (16, 64)]
     if way.bf16_order and _wrong(way, dot, way.bf16_order, jnp.bfloat16, any_steps):
-        return None  # soon
+        return None  # a quick test first
     probes = {"float32_steps": _float32_wrong, "small_steps": _small_wrong}
     if way.bf16_order:
         probes = {"bf16_steps": _bf16_wrong} | probes
@@ -209,7 +210,7 @@ def tried(way: Way) -> Way | None:
 
 
 def _kept(cache: pathlib.Path) -> pathlib.Path:
-    """The file of the answer for this machine, environment, version and code."""
+    """The file that stores the answer for this machine, environment, version and code."""
     files = [*sorted(pathlib.Path(__file__).parent.glob("*.py")), pathlib.Path(machine.__file__)]
     depends_on = [*machine.surroundings(), importlib.metadata.version("jaxlib")]
     depends_on += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
@@ -218,7 +219,7 @@ def _kept(cache: pathlib.Path) -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> Way | None:
-    """The way that is kept; None if none is, or the file is damaged."""
+    """The stored way; None if there is none, or the file is damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, StopIteration):
         kept = json.loads(path.read_text())
         name = kept.pop("name")
@@ -240,7 +241,7 @@ def _write(path: pathlib.Path, way: Way) -> None:
 def choose() -> Way:
     """The first of `WAYS` that holds on this machine, with its steps, else `EXACT`.
 
-    bf16 is multiplied as such only where the CPU has an instruction for it.
+    Ways that multiply bf16 operands are tried only on a CPU that has an instruction for it.
     """
     ways = (way for way in WAYS if machine.has_bf16_instructions() or way.bf16_order is None)
     return next((found for way in ways if (found := tried(way))), EXACT)
@@ -248,7 +249,7 @@ def choose() -> Way:
 
 @functools.cache
 def cpu_way() -> Way:
-    """How products are made in this process: `choose`, or what is kept of it."""
+    """How this process multiplies: the stored way, or else that of `choose`."""
     if machine.backend() != "cpu":
         return ELSEWHERE
     cache = machine.user_cache()

@@ -1,10 +1,10 @@
-"""Sums and maxima in an order that is written down, and is that of every row.
+"""Sums and maxima in a fixed order, which is the same for every row.
 
-A reduction of XLA:CPU has no order: it adds number by number, or, in a fusion, as LLVM likes, which
-may reassociate there (`fadd reassoc`), and does so by the shape of the whole array. A decode step
-and a train step would add the same numbers in different orders. Here slices of the last axis are
-added lane by lane, in ascending order, until 16 numbers are left, and those in halves. That is
-several times faster, too. Maxima are the same in any order.
+A reduction of XLA:CPU has no fixed order: it adds number by number, or, in a fusion, as LLVM
+reassociates it (`fadd reassoc`), depending on the shape of the array. A decode step and a train
+step would add the same numbers in different orders. Here slices of the last axis are added lane by
+lane, in ascending order, until 16 numbers are left, and those in halves. That is also several times
+faster. Maxima are the same in any order.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def _slices(x: jax.Array, width: int, count: int) -> list[jax.Array]:
 def folded(x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     """(..., 16 n) -> (..., 16): slices of the last axis combined, in ascending order.
 
-    Slices that are left over, where n has no small divisor, come last. Another width is
-    returned unchanged.
+    Slices that are left over, where n has no small divisor, are combined last. An array of another
+    width is returned unchanged.
     """
     if x.shape[-1] % _LANES:
         return x
@@ -77,10 +77,10 @@ def max_last(x: jax.Array) -> jax.Array:
 
 
 def stored(x: jax.Array) -> jax.Array:
-    """`x` of float32, computed at this place once: on a CPU, as a sum with zeros.
+    """Float32 `x`, computed here and only once: on a CPU, as a sum with zeros.
 
-    XLA:CPU fuses a few numbers into the loops that read them for many others, where they are
-    computed, or looked up in a stack, again for each. It does not fuse reductions.
+    XLA:CPU fuses the computation of a few numbers into the loops that read them, which then repeat
+    it, or a lookup in a stack, for every element. It does not fuse reductions.
     """
     if backend() != "cpu":
         return x

@@ -59,13 +59,13 @@ class Dot:
     def operands(self, numbers: Numbers) -> list[np.ndarray]:
         """Operands of these shapes, the same in every entry of the batch."""
         _, rows, _, columns = self.sizes
-        whole = []
+        operands = []
         for matrix, of_x in zip(numbers.operands(rows, columns), (True, False), strict=True):
             order = self._order_of_axes(of_x)
             shape = [(self.x if of_x else self.w)[axis] for axis in order]
             x = np.broadcast_to(matrix, shape).transpose(np.argsort(order))
-            whole.append(np.ascontiguousarray(x))
-        return whole
+            operands.append(np.ascontiguousarray(x))
+        return operands
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:

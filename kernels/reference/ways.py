@@ -1,8 +1,8 @@
 """The ways in which a CPU multiplies, and the single dots that each is made of.
 
-A way is a set of compiler options and, for bf16 and for float32 operands, the library that they
-lead a dot to. Which of them keeps to an order of summation on the machine at hand, for how many
-rows and columns, is not written here: probe.py tries it.
+A way is a set of compiler options, and the library that computes a dot of bf16 and of float32
+operands under them. probe.py tests which way keeps an order of summation on this machine, and for
+which numbers of rows and columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 from fp8rl_jax.kernels.reference.orders import amx_order, pairs_order
 
 BF16_DEPTH = 512  # most of K in one product of bf16 operands: YNNPACK does not cut it into parts
-FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, likewise
+FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, for the same reason
 ORDERED = "ordered_product"  # the scope of products whose order is promised, in a traced program
 DEPTH_STEP = 8  # of K in one product: what the probe tries
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
@@ -30,8 +30,8 @@ _CONSISTENT: dict[str, bool | str] = _LONE_DOTS | {"xla_cpu_enable_platform_depe
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """How many rows and columns a product must have for its order to hold: `few` at least, in
-    multiples of `step`."""
+    """Numbers of rows and columns of a product for which its order holds: at least `few_rows` and
+    `few_columns`, in multiples of `row_step` and `column_step`."""
 
     few_rows: int = 2
     row_step: int = 1
@@ -39,18 +39,18 @@ class Steps:
     column_step: int = 1
 
     def rows(self, rows: int) -> int:
-        """The least number, from `rows` on, that holds."""
+        """The least number of rows, from `rows` on, for which the order holds."""
         return -(-max(rows, self.few_rows) // self.row_step) * self.row_step
 
     def columns(self, columns: int) -> int:
-        """Likewise of columns."""
+        """The least number of columns, from `columns` on, for which the order holds."""
         return -(-max(columns, self.few_columns) // self.column_step) * self.column_step
 
     def column_ranges(self, columns: int, most: int) -> list[tuple[int, int]]:
         """(start, width) of products that give `columns` columns, each of at most `most`.
 
-        Every width is one that holds. The last range may begin before the one ahead of it ends, and
-        is wider than `columns` where nothing narrower holds.
+        The order holds for every width. The last range may overlap the one before it, and is wider
+        than `columns` if the order holds for no narrower one.
         """
         width = self.columns(-(-columns // -(-columns // most)))
         if width > columns:
@@ -74,11 +74,11 @@ class Way:
       bf16_order: (M, K) times (K, N) in float32, in the order of bf16 operands; None where they
         are multiplied in float32.
       float32: how float32 is multiplied, always ``acc = fma(x[k], w[k], acc)``: 'pieces' by
-        YNNPACK, at most `FLOAT32_SIZE` numbers of the right operand at a time (it cuts larger ones
-        by the number of rows); 'turned' by oneDNN, as YNNPACK takes no left operand that is stored
-        column by column; 'whole' as XLA likes; 'float64' exactly (exact.py).
-      bf16_steps, float32_steps, small_steps: what the probe found, of `product` by operands and of
-        `small_product`.
+        YNNPACK, at most `FLOAT32_SIZE` numbers of the right operand at a time (it splits larger
+        ones by the number of rows); 'turned' by oneDNN, because YNNPACK takes no left operand that
+        is stored column by column; 'whole' by XLA's choice; 'float64' exactly (exact.py).
+      bf16_steps, float32_steps: results of the probe for `product`, by the type of its operands.
+      small_steps: of the probe for `small_product`.
     """
 
     name: str
@@ -106,11 +106,11 @@ ELSEWHERE = Way("elsewhere", {}, None, "whole", *[Steps(few_rows=8)] * 2)
 
 
 def _as_it_lies(x: jax.Array) -> jax.Array:
-    """`x`, row by row in memory where a product reads it.
+    """`x`, stored row by row where a product reads it.
 
-    XLA decides by the layout of an operand, before it has optimised anything, whether a product
-    goes to YNNPACK, and it would fold a transpose into the product. The barrier keeps the transpose
-    outside, and what a selection returns is row by row. Both vanish later.
+    XLA decides by the layout of an operand, before any optimisation, whether a product goes to
+    YNNPACK, and it would fold a transpose into the product. The barrier keeps the transpose
+    outside, and a selection returns its result row by row. XLA removes both later.
     """
     bits = lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
     bits = lax.optimization_barrier(bits)
@@ -119,12 +119,12 @@ def _as_it_lies(x: jax.Array) -> jax.Array:
 
 
 def dot_general(x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
-    """`lax.dot_general` in float32, as XLA likes."""
+    """`lax.dot_general` in float32, by XLA's choice."""
     return lax.dot_general(x, w, dimension_numbers, preferred_element_type=jnp.float32)
 
 
 def dot(x: jax.Array, w: jax.Array, axis: int = 1) -> jax.Array:
-    """``x w`` in float32, `axis` of x contracted, as XLA likes."""
+    """``x w`` in float32, `axis` of x contracted, by XLA's choice."""
     return dot_general(x, w, (((axis,), (0,)), ((), ())))
 
 
@@ -141,7 +141,7 @@ def float32_dot(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def small_dot(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
-    """`lax.dot_general` of float32, likewise."""
+    """`lax.dot_general` of float32 operands, as `Way.float32` says."""
     if way.float32 == "turned":
         ((of_x,), of_w), (batch, batch_w) = dimension_numbers
         rows = (axis for axis in range(x.ndim) if axis not in (*batch, of_x))

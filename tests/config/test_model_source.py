@@ -68,7 +68,7 @@ def _pretrained(checkpoint, tmp_path, **sections) -> ml_collections.ConfigDict:
 def test_published_shapes_by_name(name):
     """A name gives the preset, whose vocabulary holds the tokenizer's."""
     config = _config(model={"name": name}, precision={"rollout": "bf16", "learner": "bf16"})
-    assert resolve_config(config).with_vocabulary(259).model == models.ModelConfig(**PRESETS[name])
+    assert resolve_config(config).with_vocabulary(259).model == PRESETS[name]
 
 
 def test_a_preset_has_shapes_without_memory():

@@ -13,7 +13,7 @@ from oracles import decoder_oracle, moe_oracle
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, forward, init_params, moe, rope_tables
+from fp8rl_jax.models import ModelConfig, forward, moe, param_shapes, rope_tables
 from fp8rl_jax.models import router as routing
 from fp8rl_jax.quant import get_recipe
 
@@ -110,10 +110,7 @@ def test_rounding_error_within_recorded_bounds(recipe, low, high):
 
 def test_whole_model_against_the_oracle():
     """Logits of two sequences through two layers, in float32; every expert is somebody's."""
-    shapes = jax.eval_shape(
-        functools.partial(init_params, _MODEL), jax.random.key(0, impl="threefry2x32")
-    )
-    params = decoder_oracle.random_params(shapes, 0)
+    params = decoder_oracle.random_params(param_shapes(_MODEL), 0)
     tokens = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)
 
     def run(params, tokens, rope):

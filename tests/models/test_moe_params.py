@@ -22,6 +22,7 @@ from fp8rl_jax.models import (
     init_params,
     init_probes,
     init_scaling,
+    param_shapes,
     param_shardings,
     quantize_params,
     rope_tables,
@@ -51,10 +52,7 @@ _LENGTH = 20
 
 @functools.cache
 def _params():
-    shapes = jax.eval_shape(
-        functools.partial(init_params, _MODEL), jax.random.key(0, impl="threefry2x32")
-    )
-    return decoder_oracle.random_params(shapes, 0)
+    return decoder_oracle.random_params(param_shapes(_MODEL), 0)
 
 
 def _inputs():

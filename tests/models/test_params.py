@@ -16,6 +16,7 @@ from fp8rl_jax.models import (
     checksum,
     forward,
     init_params,
+    param_shapes,
     quantize_params,
     rope_tables,
     trainable_params,
@@ -36,10 +37,7 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @functools.cache
 def _params(model, seed=0):
-    shapes = jax.eval_shape(
-        functools.partial(init_params, model), jax.random.key(0, impl="threefry2x32")
-    )
-    return decoder_oracle.random_params(shapes, seed)
+    return decoder_oracle.random_params(param_shapes(model), seed)
 
 
 def _leaves(tree):

@@ -10,7 +10,7 @@ from oracles import decoder_oracle as oracle
 from random_model import DENSE, LATENT
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, forward, init_cache, init_params, rope_tables
+from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, rope_tables
 from fp8rl_jax.quant import get_recipe
 
 _LENGTH, _SLOTS = 70, 150
@@ -20,10 +20,7 @@ _RECIPES = ["f32", "fp8", *map(_SLOW, ("bf16", "fp8_blockwise_pow2"))]
 
 @functools.cache
 def _params(model, seed=0):
-    shapes = jax.eval_shape(
-        functools.partial(init_params, model), jax.random.key(0, impl="threefry2x32")
-    )
-    return oracle.random_params(shapes, seed)
+    return oracle.random_params(param_shapes(model), seed)
 
 
 def _tokens(model=DENSE, batch=2, length=_LENGTH, seed=0):

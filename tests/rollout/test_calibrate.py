@@ -22,7 +22,7 @@ from marks import slow
 from oracles import decoder_oracle, quant_oracle
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, forward, init_cache, init_params, quantize_params
+from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, quantize_params
 from fp8rl_jax.models import rope_tables as make_rope
 from fp8rl_jax.models.kv_cache import LayerCache
 from fp8rl_jax.quant import calibrated_scales, get_recipe, kv_health, missing_scales, quantize_kv
@@ -44,10 +44,7 @@ _CALIBRATED = dataclasses.replace(get_recipe("f32"), kv="calibrated")
 
 @functools.cache
 def _params():
-    shapes = jax.eval_shape(
-        functools.partial(init_params, _MODEL), jax.random.key(0, impl="threefry2x32")
-    )
-    return decoder_oracle.random_params(shapes, 0)
+    return decoder_oracle.random_params(param_shapes(_MODEL), 0)
 
 
 def _tokens(seed: int = 0) -> np.ndarray:

@@ -1,4 +1,17 @@
-"""Checkpoints in Hugging Face's format: `load`, `save` and `convert` (docs/checkpoints.md)."""
+"""Checkpoints in Hugging Face's format: `load`, `save` and `convert` (docs/checkpoints.md).
+
+    config.json --> fields.py --> config_json.py --> ModelConfig --> tables.py: tensors and pieces
+                                                                          |
+    *.safetensors --> safetensors_file.py --> reader.py: Checkpoint --> loader.py --> parameters
+    *.gguf        --> gguf_header.py      --> gguf_file.py: GGUF ----/    | placement.py
+                                                                          |
+    a new directory <-- safetensors_file.py <-- writer.py <---------------+
+
+Read first: tables.py (which tensor is which part of which parameter), then loader.py and writer.py.
+blockwise.py defines FP8 in checkpoints, finite.py counts NaN and infinity.
+
+Not done: weights in torch's own format, adapters, GGUF files of other architectures than llama.
+"""
 
 from fp8rl_jax.models.hf.convert import convert
 from fp8rl_jax.models.hf.loader import load

@@ -54,7 +54,7 @@ def quantization_config(tensors: list[Tensor]) -> dict[str, Any]:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": list(BLOCKS),
-        # A tied head has no tensor of its own, and is a linear layer to others.
+        # A tied head has no tensor, but other programs treat it as a linear layer.
         "modules_to_not_convert": sorted({*kept, "lm_head"}),
     }
 

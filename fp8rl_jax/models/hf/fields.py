@@ -14,7 +14,7 @@ from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.base.paths import hub_download
 
 CONFIG = "config.json"
-LARGEST = 2**31 - 1  # of whole numbers, which are sizes and counts
+LARGEST = 2**31 - 1  # of integers, which are sizes and counts
 _LARGEST_FLOAT = 1e38  # about that of float32
 # Type of a value -> the types that JSON has for it, and what to write.
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
@@ -36,7 +36,7 @@ class Fields:
         self.values, self.where = values, where
 
     def error(self, name: str, what: str) -> UserError:
-        """What is wrong with a field, and what to do, as an exception to raise."""
+        """An exception to raise: the field, its value, and `what` is wrong or to be done."""
         return UserError(f"{self.where}: {name} is {reprlib.repr(self.values.get(name))}; {what}")
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """How many elements of a tensor are NaN or infinite.
 
-A checkpoint with such weights loads and samples without an error, and gives nothing of use. Bits
-are compared, as NumPy's `isfinite` of bfloat16 converts each element: all bits of the exponent are
-set. E4M3 has no infinity, and its NaN is 0x7f or 0xff.
+A checkpoint with such weights would load and sample without an error, and the samples would be
+useless. An element is not finite if all bits of its exponent are set; NumPy's `isfinite` would
+convert each bfloat16 to test it. E4M3 has no infinity, and its NaN is 0x7f or 0xff.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """GGUF files of the llama architecture, as a source of tensors and of a tokenizer.
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: metadata and
-tensors in one file. Two things differ from a checkpoint in Hugging Face's format beside the names.
-llama.cpp pairs neighbouring features in its rotary embedding, so the rows that give queries and
-keys are in another order within each head, which is undone here; and the tokenizer is a list of
-tokens and merges, from which a tokenizer.json is built. Tensors of every type that the `gguf`
-package dequantises are read, as float32.
+tensors in one file. Beside the names, two things differ from a checkpoint in Hugging Face's format.
+llama.cpp pairs neighbouring features in its rotary embedding, so the rows of the query and key
+projections are permuted within each head; `GGUF.rows` undoes it. And the tokenizer is a list of
+tokens and merges, from which `GGUF.write_tokenizer` builds a tokenizer.json. Tensors of every type
+that the `gguf` package dequantises are read, as float32.
 
-A field of the architecture that is not known here is refused unless its value changes nothing.
+An unknown field of the architecture is refused unless its value changes nothing.
 
 Not done: other architectures, rotary scaling (a tensor rope_freqs), SentencePiece vocabularies,
 files in several parts.
@@ -80,7 +80,7 @@ _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 
 
 class GGUF:
-    """A file; a `Source` of its tensors under the names of a checkpoint.
+    """A GGUF file: a `Source` of its tensors, under the names of a checkpoint.
 
     Args:
       path: of the file.
@@ -99,10 +99,10 @@ class GGUF:
             ) from None
         self.where, self._dequantize = path, gguf.quants.dequantize
         try:
-            header = read_header(path)
+            self._metadata, tensors = read_header(path)
             self._data = np.memmap(path, np.uint8, "r")
             self._rows = {}  # {name: (type, bytes of a row)}
-            for tensor in header.tensors:
+            for tensor in tensors:
                 kind = gguf.GGMLQuantizationType(tensor.kind)
                 block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
                 row = check_inside(tensor, block, block_bytes, self._data.size)
@@ -113,13 +113,12 @@ class GGUF:
             raise UserError(
                 f"{path} is no whole GGUF file ({error}): name another, or download it again"
             ) from None
-        self.get = header.metadata.get  # a value of the metadata, None where it is absent
-        self._tensors = {_name(tensor.name): tensor for tensor in header.tensors}
+        self.get = self._metadata.get  # a value of the metadata, None where it is absent
+        self._tensors = {_name(tensor.name): tensor for tensor in tensors}
         self.entries = {
             name: Entry(path, "F32", tensor.shape, 0, 0) for name, tensor in self._tensors.items()
         }
         self._last: tuple[str, np.ndarray] | None = None
-        self._metadata = header.metadata
         self._check_supported()
 
     def _check_supported(self) -> None:
@@ -151,7 +150,7 @@ class GGUF:
                 )
 
     def fields(self) -> Fields:
-        """The config.json that the metadata amounts to."""
+        """The fields of a config.json for this metadata."""
         values: dict[str, Any] = {"model_type": "llama"}
         for theirs, name in _SHAPES.items():
             value = self.get("llama." + theirs)
@@ -205,8 +204,9 @@ class GGUF:
                     f"the package gguf does not dequantise: {_INSTEAD}"
                 ) from None
             part = re.search(r"self_attn\.([qk])_proj", name)
-            if part:
-                value = _halves_paired(value, self._heads[part[1]])
+            if part:  # neighbours of a head paired -> the two halves of the head paired
+                pairs = value.reshape(self._heads[part[1]], -1, 2, value.shape[1])
+                value = pairs.swapaxes(1, 2).reshape(value.shape)
             self._last = name, value.astype(np.float32)
         rows = self._last[1][start:stop]
         return rows if columns is None else rows[:, slice(*columns)]
@@ -293,9 +293,3 @@ def _name(name: str) -> str:
     if part and part[2] in _LAYER:
         return f"model.layers.{part[1]}.{_LAYER[part[2]]}"
     return _MODEL.get(name, name)
-
-
-def _halves_paired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a head with neighbours paired -> with the two halves of the head paired."""
-    apart = rows.reshape(heads, -1, 2, rows.shape[1])
-    return apart.swapaxes(1, 2).reshape(rows.shape)

@@ -2,9 +2,9 @@
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: magic, version, two counts, then the
 metadata as (name, type, value) and the tensors as (name, sizes, type, offset), then their data. It
-is read here directly, as safetensors' is: the package's reader follows whatever counts a file
-states, an element at a time, so that 52 bytes keep it busy for ever. Each count is compared here
-with what the file can hold, and with a limit far above that of any model.
+is parsed here, like safetensors' header, because the package's reader trusts the counts that a file
+states and reads element by element: a file of 52 bytes keeps it busy for ever. Here each count is
+compared with a limit far above that of any model, and each read with the size of the file.
 
 Not done: arrays of arrays, which no model has, and files of big-endian machines.
 """
@@ -25,20 +25,8 @@ _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_FIELDS, _MOST_TENSORS, _MOST_AXES = 2**16, 2**17, 8
 _MOST_ELEMENTS = 2**23  # of all arrays of the metadata: a vocabulary has below 2**20 tokens
 _LONGEST_TEXT = 2**24  # bytes
-# Codes of `struct` for the types of numbers.
-_NUMBERS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+# Types of values: numbers by their codes of `struct`; 8 is a text, 9 an array.
+_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 
 
@@ -59,35 +47,15 @@ class Stored:
     start: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Header:
-    """What a file holds.
-
-    Attributes:
-      metadata: by name; arrays are lists.
-      tensors: in the order of the file.
-    """
-
-    metadata: dict[str, Any]
-    tensors: tuple[Stored, ...]
-
-
-def read_header(path: pathlib.Path) -> Header:
-    """The header of a file.
+def read_header(path: pathlib.Path) -> tuple[dict[str, Any], list[Stored]]:
+    """The metadata of a file by name, with arrays as lists, and its tensors in their order.
 
     Raises:
       OSError: it cannot be opened.
-      ValueError: it is no whole header.
+      ValueError: its header is incomplete or not valid.
     """
     check_regular(path)
     cursor = _Cursor(np.memmap(path, np.uint8, "r"))
-    try:
-        return _read(cursor)
-    except struct.error:
-        raise ValueError("the file ends within its header") from None
-
-
-def _read(cursor: _Cursor) -> Header:
     if cursor.take(4) != _MAGIC or cursor.number("I") not in _VERSIONS:
         raise ValueError("it does not begin as a GGUF file")
     tensors, fields = cursor.count(_MOST_TENSORS), cursor.count(_MOST_FIELDS)
@@ -111,12 +79,11 @@ def _read(cursor: _Cursor) -> Header:
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError("its alignment is no power of two")
     start = -(-cursor.at // alignment) * alignment
-    stored = (Stored(name, s, kind, start + at) for name, (s, kind, at) in entries.items())
-    return Header(metadata, tuple(stored))
+    return metadata, [Stored(name, s, kind, start + at) for name, (s, kind, at) in entries.items()]
 
 
 class _Cursor:
-    """A place in the bytes of a file; reading moves it on."""
+    """Reads the bytes of a file in order; `at` is the next byte's offset."""
 
     def __init__(self, data: np.ndarray):
         self._data, self.at, self._elements = memoryview(data), 0, 0  # type: ignore[arg-type]
@@ -128,8 +95,7 @@ class _Cursor:
         return bytes(self._data[self.at - count : self.at])
 
     def number(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self._data, self.at)
-        self.at += struct.calcsize("<" + code)
+        (value,) = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))
         return value
 
     def count(self, most: int) -> int:

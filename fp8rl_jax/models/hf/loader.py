@@ -1,9 +1,8 @@
 """Hugging Face checkpoints -> parameters on devices, a slice of a tensor at a time.
 
-Memory: the result is allocated where it will be, and filled by slices of at most SLICE_BYTES of
-the files. What the host holds beyond the result is a few slices, whatever the model's size
-(docs/checkpoints.md has the measurement). Of several processes each reads what its own devices
-hold.
+Memory: the result is allocated on its devices and filled by slices of at most SLICE_BYTES of the
+files. Beside the result the host holds a few slices, whatever the model's size (measured in
+docs/checkpoints.md). Each of several processes reads only what its devices hold.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ from fp8rl_jax.quant import QArray
 
 SLICE_BYTES = 16 * 2**20
 _BIAS = "e_score_correction_bias"
-_DTYPES = {
-    "float32": "float32",
-    "f32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "fp8": "fp8",
-}
+_DTYPES = dict(float32="float32", f32="float32", bfloat16="bfloat16", bf16="bfloat16", fp8="fp8")
 
 
 def dtype_name(dtype: Any) -> str:
@@ -66,9 +59,10 @@ def load(
 
     Args:
       path: a local directory with config.json and one safetensors file, or shards and an index.
-      dtype: of the result. 'float32': masters, FP8 tensors dequantised. 'bfloat16': the same in two
-        bytes, but the router's correction bias, which stays float32. 'fp8': as the files have it:
-        FP8 tensors become QArrays of the same bytes, others keep BF16 or F32 (F16 becomes float32).
+      dtype: of the result. 'float32': masters; FP8 tensors are dequantised. 'bfloat16': the same in
+        bfloat16, but for the router's correction bias, which stays float32. 'fp8': the types of the
+        files: FP8 tensors become QArrays of the same bytes, other tensors keep BF16 or F32 (F16
+        becomes float32).
       shardings: a tree of shardings like the parameters, or a function that makes it of their
         shapes: ``lambda shapes: fp8rl_jax.models.param_shardings(mesh, shapes)``. None: one
         device.
@@ -78,8 +72,8 @@ def load(
       (ModelConfig, parameters as `init_params` shapes them).
 
     Raises:
-      UserError: one sentence that names field, tensor or file: a model that is not supported, or
-        files that are missing, damaged, or not those of config.json, or weights not finite.
+      UserError: one sentence that names field, tensor or file: the model is not supported, files
+        are missing, damaged or do not fit config.json, or weights are not finite.
     """
     directory = pathlib.Path(path)
     name, fields = dtype_name(dtype), read_fields(directory)
@@ -141,7 +135,7 @@ def load_from(
 
 
 def _leaf_types(source: Source, tensors: list[Tensor], dtype: str) -> dict[Path, np.dtype]:
-    """The type of every leaf of the result; FP8 stands for a QArray."""
+    """The type of every leaf of the result; FP8 means a QArray."""
     first: dict[Path, str] = {}
     types: dict[Path, np.dtype] = {}
     for tensor in tensors:
@@ -182,7 +176,7 @@ def _abstract(shape: tuple[int, ...], dtype: np.dtype) -> Any:
 
 
 def _allocate(tree: Any, shardings: Any) -> dict[Path, Any]:
-    """{path: Filling} of a tree of shapes; QArrays have two."""
+    """{path: Filling} of a tree of shapes; a QArray has two of them."""
     shapes, structure = jax.tree.flatten(tree)
     given = [None] * len(shapes) if shardings is None else jax.tree.leaves(shardings)
     if len(given) != len(shapes):
@@ -206,10 +200,10 @@ def _slices(
 
 
 def _scales(source: Source, tensor: Tensor, check_finite: bool) -> np.ndarray | None:
-    """Float32 scales of an FP8 tensor's blocks, None of another.
+    """Float32 scales of an FP8 tensor's blocks; None for a tensor of another type.
 
     Raises:
-      UserError: `check_finite`, and one of them scales nothing.
+      UserError: `check_finite`, and a scale is not finite and positive.
     """
     if _dtype(source, tensor.name) != FP8:
         return None
@@ -228,10 +222,10 @@ def _copy(
     scales: np.ndarray | None,
     check_finite: bool,
 ) -> tuple[int, int]:
-    """Fills a piece of a leaf: with values, dequantised, or in a QArray with bytes and scales.
+    """Fills a piece of a leaf: with dequantised values, or a QArray with bytes and scales.
 
     Returns:
-      How many of its elements are NaN or infinite (0 unless `check_finite`), and were read.
+      (elements that are NaN or infinite, or 0 without `check_finite`; elements that were read).
     """
     if isinstance(leaf, QArray):
         assert scales is not None
@@ -255,7 +249,7 @@ def _copy(
 
 
 def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], what: str) -> UserError:
-    """`counts`: of elements that are so, and that were read."""
+    """The error for a tensor; `counts` are (bad elements, elements read) of its pieces."""
     bad, read = map(sum, zip(*counts, strict=True))
     entry = source.entries[name]
     here = "" if read == math.prod(entry.shape) else " that this process reads"
@@ -267,7 +261,7 @@ def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], what: 
 
 
 def _check_tied(source: Source, config: ModelConfig) -> None:
-    """A head that is tied may be in the files, if it is the embedding."""
+    """Checks that a tied head which the files hold is the embedding."""
     for start, head in _slices(source, HEAD, (0, config.vocab_size)):
         table = source.rows(EMBEDDING, start, start + len(head)).astype(np.float32)
         head = head.astype(np.float32)

@@ -1,9 +1,9 @@
 """Arrays that are filled piece by piece where they are stored: on devices, in any sharding.
 
-The whole array is allocated once, each device's shard on that device. A piece is written by a
-program that takes the shard as a donated argument and returns it, so nothing is copied but the
-piece: what the host holds beyond the result is the piece it has just read. A piece goes only to the
-devices whose shard it touches, and only as much of it as they hold.
+Each device's shard is allocated once, on that device. A piece is written by a program that takes
+the shard as a donated argument and returns it, so only the piece is copied: beside the result the
+host holds the piece that it has just read. A device gets only the part of a piece that its shard
+holds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Filling:
     def held(
         self, index: tuple[int, ...], shape: tuple[int, ...], transposed: bool
     ) -> list[tuple[int, int]] | None:
-        """The part of a matrix that this process's devices hold.
+        """The smallest part of a matrix that contains what this process's devices hold of it.
 
         Args:
           index: of the matrix in the axes in front.
@@ -57,8 +57,8 @@ class Filling:
         Returns:
           (first, last + 1) along each axis of `shape`; None if they hold nothing of it.
         """
-        whole = [(0, n) for n in shape]
-        overlaps = [_overlap(spans, index, whole, transposed) for spans in self._spans.values()]
+        extents = [(0, n) for n in shape]
+        overlaps = [_overlap(spans, index, extents, transposed) for spans in self._spans.values()]
         found = [overlap for overlap in overlaps if overlap]
         if not found:
             return None
@@ -81,7 +81,7 @@ class Filling:
           values: (n, m), or (n,) of a vector; any type.
           transposed: the array holds rows as columns: values[i, j] goes to
             [..., start[1] + j, start[0] + i].
-          scales: (n, blocks) float32, to multiply each of a whole row's blocks of 128 by; None: 1.
+          scales: (n, blocks) float32, a factor for each block of 128 of the full rows; None: 1.
         """
         extents = [(a, a + n) for a, n in zip(start, values.shape, strict=True)]
         for device, spans in self._spans.items():
@@ -114,8 +114,8 @@ def _overlap(
     extents: list[tuple[int, int]],
     transposed: bool,
 ) -> list[tuple[int, int]] | None:
-    """What a shard over `spans` holds of the extents of a matrix, along the matrix's axes; None:
-    nothing."""
+    """The part of a matrix's extents that a shard over `spans` holds, along the matrix's axes; None
+    for no part."""
     placed = extents[::-1] if transposed else extents
     wanted = [*((i, i + 1) for i in index), *placed]
     common = [
@@ -128,7 +128,7 @@ def _overlap(
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
-    """An array to be written; a small one comes from the host, which needs no compiling."""
+    """Zeros on a device; a small array is made on the host, which needs no compiled program."""
     if math.prod(shape) * dtype.itemsize > _SMALL:
         return jnp.zeros(shape, dtype, device=SingleDeviceSharding(device))
     return jax.device_put(np.zeros(shape, dtype), device)

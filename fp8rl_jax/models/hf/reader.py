@@ -1,4 +1,4 @@
-"""A checkpoint's files: which tensors there are, and whether they are those of the model.
+"""A checkpoint's files: the tensors that they hold, and the check that these are the model's.
 
 Everything is checked before anything is read: files against the index, headers against the files'
 sizes, names, shapes and types against the model's table. Each error is one sentence that names the
@@ -58,8 +58,8 @@ class Checkpoint:
       directory: with `model.safetensors`, or shards and `model.safetensors.index.json`.
 
     Raises:
-      UserError: no such files, files that are damaged or do not fit the index, or further weights
-        beside them, which may be those that are meant.
+      UserError: no such files, files that are damaged or do not fit the index, or a second set of
+        weights beside them.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -158,8 +158,8 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
 def check_sizes(source: Source, config: ModelConfig) -> None:
     """Refuses a model that is larger than the files, before its tensors are listed one by one.
 
-    Each layer has matrices of its own, so their sizes together are at most what the files hold.
-    This bounds the time and memory of what follows, whatever numbers a config.json has.
+    Layers share no matrices, so the sizes of one matrix in all layers add up to at most what the
+    files hold. This bounds time and memory of all later steps, whatever numbers a config.json has.
 
     Raises:
       UserError: it needs more; the sentence names the fields.
@@ -206,13 +206,13 @@ def check_sizes(source: Source, config: ModelConfig) -> None:
 def check(
     source: Source, config: ModelConfig, tensors: list[Tensor], fp8: bool, further_layers: int
 ) -> None:
-    """Whether a source holds the tensors of a model, and no others.
+    """Checks that a source holds the tensors of a model, and no other ones.
 
     Args:
       source: of the tensors.
       config, tensors: of the model.
       fp8: whether its config.json says that linear layers are FP8.
-      further_layers: how many modules that predict further tokens there may be.
+      further_layers: the most modules that predict further tokens that the files may hold.
 
     Raises:
       UserError: a tensor is missing, is one too many, or has a wrong shape or type.
@@ -242,11 +242,11 @@ def check(
 
 
 def _passed_over(name: str, config: ModelConfig, further_layers: int) -> bool:
-    """Whether a tensor may be there that the model does not need.
+    """Whether a tensor that the model does not need is allowed.
 
     Rotary frequencies, which some checkpoints hold, follow from config.json. A tied head is the
     embedding. DeepSeek's files may hold modules that predict further tokens, as layers after the
-    last.
+    model's.
     """
     if name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings):
         return True
@@ -273,7 +273,7 @@ def _check_shape(entry: Entry, name: str, shape: tuple[int, ...]) -> None:
 
 
 def _check_scale(entries: Mapping[str, Entry], entry: Entry, tensor: Tensor, fp8: bool) -> str:
-    """Name of the scales of an FP8 tensor."""
+    """Checks the scales of an FP8 tensor and returns their name."""
     if not fp8:
         raise UserError(
             f"{entry.file}: tensor {tensor.name} is F8_E4M3, but config.json has no "

@@ -2,10 +2,10 @@
 
 https://github.com/huggingface/safetensors: eight bytes with the length of a header, the header (a
 JSON object of {name: {dtype, shape, data_offsets}}), then the bytes of all tensors, little-endian,
-without gaps. It is read here directly, and not through the library's `safe_open`, for two reasons:
-that maps whole files into memory, which then count as the process's own, and what it says of a
-damaged file names neither the file nor the tensor. The writer takes one tensor at a time, where
-the library's wants all of a file at once. Tests read what it writes through the library.
+without gaps. This module does not use the library's `safe_open`, which maps entire files into
+memory that is then counted as the process's, and whose errors about a damaged file name neither
+file nor tensor. The writer takes one tensor at a time, the library's all tensors of a file at once.
+Tests read the written files through the library.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Output:
 
     Attributes:
       parts: {name: (shape, dtype)}, the types among DTYPES' values.
-      values: returns the arrays, in the order of `parts`, when their turn comes.
+      values: makes the arrays, in the order of `parts`; called when they are written.
     """
 
     parts: dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -166,7 +166,7 @@ class Output:
 
 
 def write_file(file: pathlib.Path, outputs: list[Output]) -> None:
-    """Writes one file, an output at a time, and waits until the disk has it."""
+    """Writes one file, an output at a time, and waits until it is on the disk."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0
     for output in outputs:

@@ -2,8 +2,8 @@
 
 A checkpoint holds a matrix per layer and expert, as torch's (out, in); our leaves are (in, out),
 stacked over layers and experts. So a tensor of the checkpoint is one `Piece` of a leaf: an index
-into its stacks, and a transposition. The one exception is latent attention's ``kv_b_proj``, whose
-rows belong to heads, and within a head to keys and then to values: two pieces a head.
+into its stacks, and a transposition. The exception is latent attention's ``kv_b_proj``, whose rows
+are ordered by head, and within a head are first those of keys, then of values: two pieces a head.
 
 The names are those of models/arrays.py.
 """
@@ -44,7 +44,7 @@ class Tensor:
       name: in the checkpoint.
       shape: in the checkpoint.
       role: of its `Array`; LINEAR may be FP8.
-      pieces: what it consists of, by ascending rows, without gaps.
+      pieces: its parts, by ascending rows, without gaps.
     """
 
     name: str

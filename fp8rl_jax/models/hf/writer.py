@@ -1,7 +1,7 @@
-"""Parameters -> a checkpoint in Hugging Face's format, whole or not at all.
+"""Parameters -> a checkpoint in Hugging Face's format, written completely or not at all.
 
-A directory beside the destination is filled, a tensor at a time, and renamed at the end; whatever
-fails before leaves nothing. What is written::
+A directory beside the destination is filled, a tensor at a time, and renamed at the end; a failure
+before that leaves nothing. Types::
 
     dtype        linear layers            embedding, head    norms, routers       correction bias
     'float32'    F32                      F32                F32                  F32
@@ -9,9 +9,9 @@ fails before leaves nothing. What is written::
     'fp8'        F8_E4M3 and scales       BF16               as the leaf: F32,    F32
                                                              or BF16
 
-FP8 bytes are `quantize` of the weight rounded to bf16, in blocks of 128x128: those that the sampler
-serves. Norms and routers are float32 in every form of the parameters here, so under 'fp8' they keep
-it. QArray leaves keep their bytes under 'fp8', and dequantised otherwise.
+FP8 bytes are `quantize` of the weight rounded to bf16, in blocks of 128x128, as the sampler serves
+them. Norms and routers are float32 in every form of the parameters here and stay so under 'fp8'.
+QArray leaves keep their bytes under 'fp8' and are dequantised otherwise.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fp8rl_jax.quant import QArray, quantize
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """An array of parameters that is read when its turn comes.
+    """An array of parameters that is read when it is written.
 
     Attributes:
       shape, dtype: of the array.
@@ -81,14 +81,13 @@ def save(
     Args:
       path: the directory to make; it must not exist.
       config: shapes.
-      params: as `load` or `init_params` return them: arrays, or QArrays of linear layers; or
-        `Unread` ones, of which those of one tensor are in memory at a time.
+      params: as `load` or `init_params` return them, with arrays or QArrays of linear layers; or
+        with `Unread` arrays, of which only those of one tensor are in memory at a time.
       dtype: 'float32', 'bfloat16' or 'fp8'; see the module.
       max_shard_gb: size of a file in 10^9 bytes, above which there are several and an index.
       fields: further fields of config.json, such as eos_token_id and max_position_embeddings.
-      also: is given the directory before it is renamed, to add files.
-      check_finite: refuse a tensor that holds NaN or infinity, also one that `dtype` makes of a
-        larger number.
+      also: called with the directory before it is renamed, to add files.
+      check_finite: refuse a tensor that holds NaN or infinity, be it from rounding to `dtype`.
 
     Returns:
       The directory.
@@ -126,7 +125,7 @@ def save(
 
 
 def check_target(target: pathlib.Path, max_shard_gb: float) -> None:
-    """Whether `save` may make this directory; to know it before a long load.
+    """Checks that `save` can make this directory; callers ask before a long load.
 
     Raises:
       UserError: it exists, or the size of a file is not above 0.
@@ -175,14 +174,14 @@ def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
 
 
 class _Leaves:
-    """Parameters by path; of those that are unread, the ones of the last tensor are kept."""
+    """Parameters by path; of the unread ones it keeps those of the last tensor."""
 
     def __init__(self, leaves: dict[Path, Any]):
         self._leaves = leaves
         self._read: dict[Path, Any] = {}
 
     def __getitem__(self, path: Path) -> Any:
-        """As it was given: shape and type are known."""
+        """The leaf that `save` was given, perhaps unread."""
         return self._leaves[path]
 
     def of(self, tensor: Tensor) -> dict[Path, Any]:
@@ -196,7 +195,7 @@ class _Leaves:
 
 
 def _output(tensor: Tensor, leaves: _Leaves, dtype: str, check_finite: bool) -> Output:
-    """What is written for a tensor: itself, and with FP8 bytes their scales."""
+    """The arrays to write for a tensor: itself, and for FP8 bytes their scales."""
 
     def checked(value: np.ndarray) -> np.ndarray:
         if check_finite and (bad := count_not_finite(value)):
@@ -218,7 +217,7 @@ def _output(tensor: Tensor, leaves: _Leaves, dtype: str, check_finite: bool) -> 
     scales = tensor.module + SCALE_SUFFIX
     parts = {tensor.name: (tensor.shape, FP8), scales: (scale_shape(tensor.shape), _F32)}
     if not isinstance(leaves[tensor.pieces[0].path], QArray):
-        return Output(parts, lambda: _quantised(rounded(_BF16)))
+        return Output(parts, lambda: tuple(map(np.asarray, _quantiser()(rounded(_BF16)))))
     for piece in tensor.pieces:
         if piece.start % BLOCKS[0]:
             raise UserError(
@@ -247,7 +246,7 @@ def _joined(tensor: Tensor, take: Callable[[Piece], np.ndarray]) -> np.ndarray:
 
 
 def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None) -> np.ndarray:
-    """A matrix of a stack, in `dtype`; of a sharded one from its shards, without a collective."""
+    """A matrix of a stack in `dtype`; a sharded one is joined from its shards on the host."""
     if isinstance(leaf, QArray):
         leaf, index = jax.tree.map(lambda x: _take(x, index, None), leaf), ()
     elif isinstance(leaf, np.ndarray):
@@ -260,15 +259,15 @@ def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None) -> np.ndarr
 def _take_from_shards(
     leaf: jax.Array, index: tuple[int, ...], dtype: np.dtype | None
 ) -> np.ndarray:
-    whole = np.empty(leaf.shape[len(index) :], dtype or leaf.dtype)
+    matrix = np.empty(leaf.shape[len(index) :], dtype or leaf.dtype)
     for shard in leaf.addressable_shards:
         spans = [s.indices(n)[:2] for s, n in zip(shard.index, leaf.shape, strict=True)]
         front, inner = spans[: len(index)], spans[len(index) :]
         held = all(start <= i < stop for i, (start, stop) in zip(index, front, strict=True))
         if held and shard.replica_id == 0:
             own = tuple(i - start for i, (start, _) in zip(index, front, strict=True))
-            whole[tuple(slice(*span) for span in inner)] = _take(shard.data, own, dtype)
-    return whole
+            matrix[tuple(slice(*span) for span in inner)] = _take(shard.data, own, dtype)
+    return matrix
 
 
 @functools.cache
@@ -288,16 +287,8 @@ def _program(dtype: np.dtype | None):
 
 @functools.cache
 def _quantiser():
-    def run(matrix):
-        q = quantize(matrix, BLOCKS)
-        return q.qvalue, q.scale
-
-    return exact_jit(run)
-
-
-def _quantised(matrix: np.ndarray) -> tuple[np.ndarray, ...]:
-    """E4M3 bytes and float32 scales of a bf16 matrix (out, in)."""
-    return tuple(np.asarray(x) for x in _quantiser()(matrix))
+    """The program that makes E4M3 bytes and float32 scales of a bf16 matrix (out, in)."""
+    return exact_jit(lambda matrix: jax.tree.leaves(quantize(matrix, BLOCKS)))
 
 
 def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: float) -> None:

@@ -1,10 +1,15 @@
 """One forward pass on the devices of a mesh, with the bits of a single device.
 
-    mesh.py      Parallel: the mesh as an argument, and which rows a device has
-    specs.py     what a device stores and reads of every weight
-    columns.py   layers by columns over the axis `tensor`, within shard_map
-    experts.py   tokens travel to their experts over the axis `expert`
+    batch --(data, fsdp, expert)--> a device's rows --+
+                                                      +--> its part of each product, no sum between
+    weights --(tensor)--> a device's columns ---------+    devices --> all-gather of the parts
+    experts --(expert)--> a device's experts               rows are sent to their experts and back
 
-Over `data`, `fsdp` and `expert` a device has rows of the batch, over `tensor` columns of every
-matrix. No contraction is ever cut.
+    mesh.py      `Parallel`: the mesh as an argument, and which rows a device has (read first)
+    specs.py     what a device stores and reads of every weight
+    columns.py   layers split by columns over the axis `tensor`, inside a shard_map
+    experts.py   rows sent to the devices of their experts, over the axis `expert`
+
+Not done: row-parallel layers, pipelines, sequences split over devices. The first would cut a
+contraction and add its parts in an order that follows from the mesh.
 """

@@ -1,34 +1,33 @@
 """Exact tensor parallelism: every matrix is cut along its output features, and nothing else is.
 
 An output column of a product does not depend on the other columns, so a device that holds some
-columns of a weight computes their bits as a single device would. What must not happen is that a
-contraction is cut and its parts are added over devices (the row-parallel layer of Megatron-LM,
-Shoeybi et al., arXiv:1909.08053): the sum would run in another order. So inputs are gathered whole
-before each product; under an FP8 recipe after their quantisation, one byte an element
-(`quant.matmul` with `gather=`).
+columns of a weight computes the bits of a single device. A contraction is never split with its
+parts added over devices (the row-parallel layer of Megatron-LM, Shoeybi et al., arXiv:1909.08053):
+the sum would run in another order. So all input features are gathered before each product; under an
+FP8 recipe after their quantisation, one byte an element (`quant.matmul` with `gather=`).
 
 Where the mesh axis `tensor` is above 1, or GPU kernels multiply, `split_columns` runs the decoder
-under `jax.shard_map` over all axes. Within, it is written out what a device holds:
+under `jax.shard_map` over all axes. Inside, a device holds:
 
-* every device has its own rows of the batch, over `data`, `fsdp` and `expert`; weights that are
-  trained are sharded over `fsdp` too and are gathered layer by layer.
-* experts are those of the device's place on the axis `expert` (experts.py).
-* q, k, v: columns of the projections, then attention by heads, if both kinds of heads divide by
-  the axis; the KV cache is sharded by heads too. Else every device attends with all heads.
-* gate, up, the gated product between them: columns.
-* o and down: columns; their results are gathered, and the residual stream, norms and embedding are
+* its rows of the batch, split over `data`, `fsdp` and `expert`. Trained weights are stored sharded
+  over `fsdp` too and gathered layer by layer.
+* the experts of its index on the axis `expert` (experts.py).
+* q, k, v: columns of the projections, and the attention heads and KV cache of these columns, if the
+  axis divides both numbers of heads. Else every device attends with all heads.
+* gate, up and their gated product: columns.
+* o and down: columns; their results are gathered. Residual stream, norms and embedding are
   replicated.
 * the output head: columns of the vocabulary; the logits are gathered, and the sum over the
   vocabulary runs on every device.
 
-Left to the partitioner, the storage of a gradient (rows of down_proj over `tensor`) spreads
-backwards to the activation it is made from and forwards again into the product of the forward pass,
-whose blocks of 128 were then cut in two and added by an all-reduce: float32 drift of one ulp. With
-shard_map over `tensor` alone and `data` left to the partitioner the bits are right, but XLA then
-gathers all rows of the batch wherever it gathers columns.
+XLA's partitioner alone does not keep the bits: it propagates the sharding of a stored gradient
+(rows of down_proj over `tensor`) back to the activation and from there into the forward product,
+whose blocks of 128 it then splits in two and adds by an all-reduce: float32 drift of one ulp. With
+a shard_map over `tensor` alone the bits are right, but XLA then gathers all rows of the batch
+wherever it gathers columns.
 
-A layer is computed whole, on every device, where a part would cut a block of the recipe
-(`column_unit`) or a vector of 16; so any size of the axis is exact, and some do not pay.
+A layer runs with all columns on every device where a part would cut a block of the recipe
+(`column_unit`) or a vector of 16. So every size of the axis is exact, but some gain no speed.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ from fp8rl_jax.sharding import BATCH_AXES
 def split_columns(
     apply: Callable, config: ModelConfig, recipe: Recipe, parallel: Parallel
 ) -> Callable:
-    """`apply` of a Transformer `within` a shard_map, on the devices of a mesh (`uses_shard_map`).
+    """`apply` of a Transformer inside a shard_map over a mesh (`Parallel.uses_shard_map`).
 
-    Its arguments and results are those of the whole arrays; see `models.transformer`.
+    The result takes and returns global arrays; see `models.transformer`.
     """
 
     def split(params, swaps, tokens, cache, kv_scales, *others):
@@ -76,7 +75,7 @@ def split_columns(
     return split
 
 
-# Within `split_columns`. Values that differ by device are typed as such by JAX (`varying`).
+# Inside `split_columns`. JAX types values that vary over devices (quant/varying.py).
 
 
 def gather_or_slice(x: jax.Array, features: int) -> jax.Array:
@@ -90,15 +89,15 @@ def gather_or_slice(x: jax.Array, features: int) -> jax.Array:
 
 
 def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: int) -> Activation:
-    """The input of several layers, so that its gradient is added once over layers and devices.
+    """The input of several layers, with one sum of its gradient over layers and devices.
 
     Args:
       x: replicated, in the compute dtype.
       recipe: of the run; layers: {name: output features}; parts: devices on the axis.
 
     Returns:
-      The same values as float32 (`SplitLinear` rounds them again), where all the layers are cut:
-      each device has a part of the gradient's sum, and bf16 would round every one of them.
+      The same values, as float32 if all the layers are split (`SplitLinear` rounds them again):
+      each device has a part of the gradient's sum, and bf16 would round every part.
     """
     if parts == 1 or not all(is_cut(recipe.for_module(n), k, parts) for n, k in layers.items()):
         return x
@@ -107,7 +106,7 @@ def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: i
 
 
 def count_once(weight, parts: int):
-    """A weight whose input is replicated: what they count of it adds up to one count."""
+    """Divides the probe's counts by the number of devices, which all count one replicated input."""
     if not isinstance(weight, BoundWeight) or weight.probe is None:
         return weight
     probe = weight.probe.activation
@@ -118,12 +117,12 @@ def count_once(weight, parts: int):
 
 
 def is_sharded(tree) -> bool:
-    """Whether any array of `tree` may be another on every device of the axis `tensor`."""
+    """Whether any array of `tree` varies over the axis `tensor`."""
     return AXIS in axes_of(tree)
 
 
 def combine(aux: dict) -> dict:
-    """A layer's observations of all rows and heads from those of each device, on every device.
+    """Combines a layer's observations of each device's rows and heads, on every device.
 
     See `ForwardOutput.aux`: finite () bool, counts () float32, amaxes (B,) float32, sums over
     tokens (E,).
@@ -158,11 +157,10 @@ def combine(aux: dict) -> dict:
 
 
 def gather_stored(weight):
-    """A layer's weight with all its input features, heads, or experts of this device's place on
-    the axis `expert`, from what is stored here.
+    """Gathers a layer's weight over the axis `fsdp`, from the part that this device stores.
 
-    The gradient of a master is summed over the devices and comes back as the part. Its value is
-    gathered only for backward passes that read it.
+    The gradient of a master is summed over the devices and returned as this device's part. The
+    value is gathered only for backward passes that read it.
     """
 
     def gather(x: jax.Array, to: str) -> jax.Array:
@@ -185,14 +183,14 @@ def split_head(
 ) -> jax.Array:
     """``product(hidden, head)``, each device computing its columns of the vocabulary.
 
-    Also where the head stays whole: the boundary of the shard_map keeps the storage of the head's
-    gradient from spreading to the logits.
+    The shard_map is used for a replicated head too: it keeps the sharding of the head's stored
+    gradient from reaching the logits.
 
     Args:
       recipe: of the product.
       parallel: the devices.
       product: (M, D) times (D, n) -> (M, n) float32, rounding (M, D) to the compute dtype.
-      hidden: (M, D); goes in as float32, for the sum of its gradient over devices.
+      hidden: (M, D); enters the shard_map as float32, for the sum of its gradient over devices.
       head: (D, V), an array or a BoundWeight.
 
     Returns:

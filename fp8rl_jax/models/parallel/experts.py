@@ -1,24 +1,24 @@
-"""Exact expert parallelism: tokens travel to their experts, and results come back as they are.
+"""Exact expert parallelism: rows are sent to the devices of their experts, results are sent back.
 
 Under `jax.shard_map` a device of the mesh axis `expert` (n devices) holds E / n experts and its own
 rows of the batch::
 
-    1  quantise own rows, gather rows, scales and choices of all n devices
-    2  the own experts' results for all of these rows            models/moe.py
-    3  results go back to the rows' owners, one (token, slot) each, as they are
+    1  quantise the device's rows, gather rows, scales and choices of all n devices
+    2  run the device's experts on all of these rows             models/moe.py
+    3  send every result, one per (token, slot), to the owner of its row
     4  the owner adds its k results in the order of slots        models/moe.py
 
-Only movement crosses devices, and rows of a product do not see each other, so under recipes that
-scale a row by itself or beforehand the result has the bits of one device on any mesh, wherever the
-tokens go. (Common combines add on the way, in an order
-that follows from the mesh: the reduce-scatter of vLLM's default, the kernels of DeepEP.)
+Devices exchange rows and never sums, and a row of a product does not depend on other rows. So the
+result has the bits of one device on any mesh, wherever the tokens go, if the recipe's scales are
+constant or depend on one row each. (Common implementations add partial results between devices, in
+an order that follows from the mesh: the reduce-scatter of vLLM's default, the kernels of DeepEP.)
 
-Nothing is dropped: buffers hold the worst case, all tokens at the experts of one device, n k rows
-for each row that a device owns. Where rows are many they go in n / 2 passes, which leaves 2 k.
+Nothing is dropped: buffers hold the worst case, in which all tokens choose the experts of one
+device: n k rows for each row of a device. Many rows are sent in n / 2 passes, which need 2 k.
 
-Where policies keep states, a row's scale depends on its expert: then rows travel in the compute
-dtype. The gradient of rows travels back as a sum over devices (reduce-scatter), that of results as
-results do, and an expert's weight gradient is complete on its own device.
+Under stateful policies a row's scale depends on its expert: then rows are sent in the compute
+dtype. The gradient of rows is summed over devices (reduce-scatter), the gradient of results is sent
+as results are, and an expert's weight gradient is complete on the expert's device.
 
 Sources: GShard (Lepikhin et al., arXiv:2006.16668) for the axis; the order of additions is ours.
 """
@@ -38,14 +38,13 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.mesh import EXPERT
 from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, Weight
 from fp8rl_jax.quant.operands import quantize_activation
-from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.quant.varying import axes_of, repeat_probe, share, varying_vjp
 
-_FEW_TOKENS = 512  # of a device: up to here one pass
+_FEW_TOKENS = 512  # of a device, at most, that take one pass
 
 
 def passes_of(tokens: int, devices: int) -> int:
-    """In how many passes a device's rows go through the experts of `devices` devices."""
+    """Number of passes in which `tokens` rows of a device are sent to `devices` devices."""
     return 1 if tokens <= _FEW_TOKENS else -(-devices // 2)
 
 
@@ -57,12 +56,12 @@ def exchange_forward(
     chosen: jax.Array,
     experts: dict[str, Weight],
 ) -> jax.Array:
-    """`moe.moe_forward` within a shard_map over the axis `expert`, same bits.
+    """`moe.moe_forward` inside a shard_map over the axis `expert`, with the same bits.
 
     Args:
       config, recipe: of the layer.
-      x: (B, T, D) in the compute dtype, this device's rows; or, replicated over `expert`, all rows.
-      weights, chosen: (B, T, k) of these rows; numbers of experts are those of the whole layer.
+      x: (B, T, D) in the compute dtype: this device's rows, or all rows, replicated over `expert`.
+      weights, chosen: (B, T, k) of these rows; experts are numbered over all devices.
       experts: this device's, {'gate_proj', 'up_proj': (E / n, D, F), 'down_proj': (E / n, F, D)}.
 
     Returns:
@@ -71,17 +70,11 @@ def exchange_forward(
     rows = x.reshape(-1, x.shape[-1])
     weights, chosen = (y.reshape(rows.shape[0], -1) for y in (weights, chosen))
     run = functools.partial(_in_passes, config, recipe)
-    run = run if own_rows_differ(x) else functools.partial(_shared_rows, config, run)
-    return run(rows, weights, chosen, experts).reshape(x.shape)
-
-
-def own_rows_differ(x: jax.Array) -> bool:
-    """Whether devices along `expert` have different rows, inside a shard_map.
-
-    One that does not track what differs (`check_vma=False`) has rows of its own on every device.
-    """
+    # A shard_map that does not track what varies (`check_vma=False`) has different rows everywhere.
     tracked = EXPERT in axes_of(lax.axis_index(EXPERT))
-    return not tracked or EXPERT in axes_of(x)
+    if tracked and EXPERT not in axes_of(x):
+        run = functools.partial(_shared_rows, config, run)
+    return run(rows, weights, chosen, experts).reshape(x.shape)
 
 
 def _padded(config: ModelConfig, count: int, rows, weights, chosen):
@@ -94,7 +87,7 @@ def _padded(config: ModelConfig, count: int, rows, weights, chosen):
 
 
 def _shared_rows(config: ModelConfig, run, rows, weights, chosen, experts):
-    """`run` of rows that all devices have: each takes a share of them, then all get all."""
+    """Splits replicated rows over the devices, runs each part, and all-gathers the results."""
     count, devices = rows.shape[0], lax.axis_size(EXPERT)
     share_size = -(-count // devices)
     arrays = _padded(config, share_size * devices, rows, weights, chosen)
@@ -105,7 +98,7 @@ def _shared_rows(config: ModelConfig, run, rows, weights, chosen, experts):
 
 
 def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, experts):
-    """A device's own rows (m, D), by `_one_pass`."""
+    """Runs `_one_pass` on the rows (m, D) of this device, in as many passes as `passes_of` says."""
     count, passes = rows.shape[0], passes_of(rows.shape[0], lax.axis_size(EXPERT))
     run = functools.partial(_one_pass, config, recipe)
     if passes == 1:
@@ -119,25 +112,24 @@ def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, exper
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(experts, scanned):
         (rows, weights, chosen), probes = scanned
-        bound = {name: _with_probe(w, probes[name]) for name, w in experts.items()}
+        bound = {
+            name: dataclasses.replace(w, probe=probes[name]) if isinstance(w, BoundWeight) else w
+            for name, w in experts.items()
+        }
         return run(rows, weights, chosen, bound)
 
     y = lax.scan(lambda _, x: (None, step(experts, x)), None, (arrays, probes))[1]
     return y.reshape(passes * size, -1)[:count]
 
 
-def _with_probe(weight: Weight, probe) -> Weight:
-    return dataclasses.replace(weight, probe=probe) if isinstance(weight, BoundWeight) else weight
-
-
 def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, experts):
-    """(m, D) -> (m, D): the rows of n devices at once through the experts of all."""
+    """(m, D) -> (m, D): sends the rows of all n devices to their experts, and the results back."""
     devices = lax.axis_size(EXPERT)
     count = config.num_experts // devices
     routes = lax.all_gather(chosen, EXPERT, axis=0, tiled=True)  # (n m, k)
     own = routes - count * lax.axis_index(EXPERT)
     here = (own >= 0) & (own < count)
-    own = jnp.where(here, own, count)  # a number behind the last: a tile that is not computed
+    own = jnp.where(here, own, count)  # of other devices: a number whose tiles are not computed
     tiles = moe.make_tiles(own, count + 1, moe.tile_rows(own.size, config.num_experts))
     value = _gather_and_dispatch(rows, tiles)
     q = _quantised_rows(recipe, rows, tiles)
@@ -153,7 +145,7 @@ def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, expert
     sent = _permute(y.reshape(capacity, -1), rows_sent, place_of)
 
     # Receive: from the devices in their order, each with its results by token and slot.
-    holder = jnp.minimum(routes // count, devices).reshape(devices, -1)  # n: of an added row
+    holder = jnp.minimum(routes // count, devices).reshape(devices, -1)  # n: padding
     owner = jnp.broadcast_to(jnp.arange(devices)[:, None], holder.shape)
     table = jnp.zeros((devices, devices), jnp.int32).at[holder, owner].add(1, mode="drop")
     received = exchange(recipe.kernels, chosen.size, sent, table)
@@ -188,12 +180,12 @@ _gather_and_dispatch.defvjp(_gather_and_dispatch_forward, _gather_and_dispatch_b
 
 
 def _quantised_rows(recipe: Recipe, rows: jax.Array, tiles: moe.Tiles) -> QArray | None:
-    """The rows of all devices in tiles, quantised where they come from; None where the scale of a
-    row does not follow from the row alone."""
+    """The rows of all devices in tiles, quantised before they are sent; None where the scale of a
+    row depends on more than the row."""
     operand = recipe.for_module("gate_proj").activation
     if operand is None or operand != recipe.for_module("up_proj").activation:
         return None
-    if not _by_row(operand):
+    if operand.block[0] != 1 or operand.policy.stateful:
         return None
     q = quantize_activation(lax.stop_gradient(rows), operand, None, recipe.kernels)[0]
 
@@ -202,10 +194,6 @@ def _quantised_rows(recipe: Recipe, rows: jax.Array, tiles: moe.Tiles) -> QArray
         return moe.fill_rows(everyone, tiles.source).reshape(len(tiles.experts), -1, x.shape[-1])
 
     return QArray(in_bits(in_tiles, q.qvalue), in_tiles(q.scale), q.block_shape)
-
-
-def _by_row(operand: Operand) -> bool:
-    return operand.block[0] == 1 and not operand.policy.stateful
 
 
 @jax.custom_vjp
@@ -225,18 +213,18 @@ _permute.defvjp(
 
 @functools.partial(varying_vjp, static=2)
 def exchange(implementation: str, size: int, rows: jax.Array, table: jax.Array) -> jax.Array:
-    """Rows to the devices of the axis `expert`, as they are: every device sends some to each.
+    """Sends every row to a device of the axis `expert`.
 
     Args:
-      implementation: of `Recipe.kernels`: on a GPU rows travel alone, elsewhere in blocks that
-        are as large as the most that a device may send to another.
+      implementation: as `Recipe.kernels`. A GPU sends the rows alone; other platforms send blocks
+        of the largest size that one device may send to another.
       size: R, rows of the result.
-      rows: (S, D) float32, in the order of the devices that they go to.
-      table: (n, n) int32, the same on all devices: rows that device i sends to device j.
+      rows: (S, D) float32, ordered by the device that receives them.
+      table: (n, n) int32, the same on all devices: how many rows device i sends to device j.
 
     Returns:
-      (R, D), in the order of the devices that they come from, and zeros behind them. The gradient
-      takes the same way back.
+      (R, D), ordered by the device that sent them, then zeros. The gradient is sent back in the
+      same way.
     """
     me = lax.axis_index(EXPERT)
 

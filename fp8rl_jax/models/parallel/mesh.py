@@ -1,7 +1,7 @@
 """`Parallel`: the mesh as an argument, and which rows of a batch a device has.
 
-Nothing below `forward` asks JAX for the mesh that is set: a program is what its arguments say, and
-two meshes can be used side by side.
+Nothing below `forward` reads JAX's ambient mesh: the arguments alone decide the program, and two
+meshes can be used side by side.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Parallel:
     Attributes:
       mesh: the devices, or their description; None on a single device.
       tensor: devices that share the columns of a layer.
-      inside: whether the code runs under a shard_map over all axes: arrays are a device's own.
+      inside: whether the code runs inside a shard_map over all axes, where arrays are local.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -48,7 +48,7 @@ class Parallel:
         return dataclasses.replace(self, inside=True)
 
     def uncut(self) -> Parallel:
-        """The same for a layer that every device of the axis `tensor` computes whole."""
+        """The same for a layer of which every device of the axis `tensor` has all columns."""
         return dataclasses.replace(self, tensor=1)
 
     @property
@@ -57,10 +57,10 @@ class Parallel:
         return 1 if self.mesh is None or self.inside else self.mesh.size
 
     def uses_shard_map(self, recipe: Recipe) -> bool:
-        """Whether `forward` writes out who computes what, under a shard_map.
+        """Whether `forward` runs inside a shard_map.
 
-        For sharded columns; and for GPU kernels, which XLA's partitioner cannot cut: left alone,
-        every device would compute all rows.
+        Sharded columns need it, and so do GPU kernels: XLA's partitioner cannot split them and
+        would compute all rows on every device.
         """
         return self.devices > 1 and (self.tensor > 1 or resolve(recipe.kernels) != "reference")
 
@@ -83,9 +83,9 @@ class Parallel:
     def replicate(self, tree, spec: PartitionSpec = WHOLE):
         """Gathers sharded weights before use (FSDP); returns `tree` on a single device.
 
-        Left alone, XLA's partitioner splits the contraction over devices and adds the parts in
-        another order; with the weight gathered first the matmul is the one of a single device.
-        `spec` is what stays sharded on purpose (columns of the output head, experts).
+        XLA's partitioner alone would split the contraction over devices and add the parts in
+        another order; with gathered weights the matmul is that of a single device. `spec` names
+        what stays sharded on purpose (columns of the output head, experts).
         """
         if self.mesh is None or self.inside:
             return tree
@@ -105,10 +105,10 @@ class Parallel:
     def by_own_rows(
         self, run: Callable, *by_row: jax.Array, shared: tuple = (), spec: PartitionSpec = WHOLE
     ) -> Any:
-        """``run(*by_row, *shared)``, every device with its own rows of the batch.
+        """``run(*by_row, *shared)``, each device on its own rows of the batch.
 
-        For work that XLA must not cut. A batch that the devices cannot share equally is computed by
-        all of them.
+        For work that XLA must not split. If the devices do not divide the batch, each of them
+        computes all of it.
 
         Args:
           run: returns arrays (B, ...).
@@ -122,8 +122,8 @@ class Parallel:
         return self.shard_map(run, specs, rows)(*by_row, *shared)
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Sum of float32 (B, ..., N) over all axes but the last, (N,): every device adds its own
-        rows, then they add up. The order of additions, and so the last bits, depend on the mesh."""
+        """Sum of float32 (B, ..., N) over all axes but the last, (N,): over each device's rows,
+        then over devices. The order of additions, and so the last bits, depend on the mesh."""
 
         def own(x: jax.Array) -> jax.Array:
             return sum_rows(x.reshape(-1, x.shape[-1]))

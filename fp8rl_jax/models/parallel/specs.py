@@ -1,7 +1,7 @@
 """What a device stores and reads of every weight, as PartitionSpecs.
 
-A weight is cut along its output features where that leaves every block of its recipe whole, and
-attention along its heads.
+A weight is split along its output features where this cuts no block of its recipe, and attention
+along its heads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8rl_jax.sharding import stored_over
 
 
 def _unit(operand: Operand, blocks: tuple[int, ...]) -> int | None:
-    """Least common multiple of an operand's blocks along one axis; None if it must be whole."""
+    """Least common multiple of an operand's blocks along one axis; None if it must not be split."""
     if operand.policy.stateful and operand.block != (-1, -1):
         return None  # its state has one entry a block
     if -1 in blocks and operand.policy.reads_amax:
@@ -51,7 +51,7 @@ def column_unit(recipe: Recipe) -> int | None:
 
 
 def gathers_quantised(recipe: Recipe, features: int) -> bool:
-    """Whether a shard of `features` input features can be quantised without the others."""
+    """Whether a shard of `features` input features can be quantised without the other features."""
     if recipe.activation is None:
         return True
     unit = _unit(recipe.activation, recipe.activation.block)
@@ -79,10 +79,10 @@ def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
 
 
 def param_shardings(mesh: Mesh | AbstractMesh, tree):
-    """How everything is stored that consists of parameters, as float32 masters or quantised, or
-    belongs to them, such as their moments; anything else in the tree is replicated.
+    """Shardings of stored parameters, as float32 masters or quantised, and of what has their
+    shapes, such as their moments; anything else in the tree is replicated.
 
-    A dimension that its mesh axis does not divide is replicated, too (scales of small matrices).
+    A dimension that its mesh axis does not divide is replicated too (scales of small matrices).
 
     Returns:
       A NamedSharding for every leaf.
@@ -119,10 +119,10 @@ def _weight_spec(weight, cut: bool, storage: int):
 
 
 def _stack_spec(weight, logical: str, mesh, stored: bool):
-    """PartitionSpecs of a stack of matrices (L, E, in, out) in any form: whole matrices.
+    """PartitionSpecs of a stack of matrices (L, E, in, out) in any form; no matrix is split.
 
-    Experts stay over the axis `expert` where they are read, with the states and probes of their
-    sites, (L, E, ...).
+    Experts are read sharded over the axis `expert`, with the states and probes of their sites,
+    (L, E, ...).
     """
     count, read = weight.shape[1], WHOLE
     if logical == "experts" and count % mesh.shape[EXPERT] == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hf_checkpoints import CONFIGS
 
@@ -12,178 +14,76 @@ from fp8rl_jax.models.hf.config_json import config_json, family_of, read_config
 from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.presets import preset
 
-# The fields of published config.json files that bear on the shapes, and some that do not.
-_QWEN3 = dict(
-    model_type="qwen3",
-    architectures=["Qwen3ForCausalLM"],
-    attention_bias=False,
-    head_dim=128,
-    hidden_act="silu",
-    hidden_size=1024,
-    intermediate_size=3072,
-    max_position_embeddings=40960,
-    max_window_layers=28,
-    num_attention_heads=16,
-    num_hidden_layers=28,
-    num_key_value_heads=8,
-    rms_norm_eps=1e-06,
-    rope_scaling=None,
-    rope_theta=1000000,
-    sliding_window=None,
-    tie_word_embeddings=True,
-    torch_dtype="bfloat16",
-    use_sliding_window=False,
-    vocab_size=151936,
-)
-_QWEN3_MOE = _QWEN3 | dict(
-    model_type="qwen3_moe",
-    decoder_sparse_step=1,
-    hidden_size=2048,
-    intermediate_size=6144,
-    max_window_layers=48,
-    mlp_only_layers=[],
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    num_attention_heads=32,
-    num_experts=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=48,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-    rope_theta=1000000.0,
-)
-_LLAMA = dict(
-    model_type="llama",
-    attention_bias=False,
-    hidden_act="silu",
-    hidden_size=4096,
-    mlp_bias=False,
-    intermediate_size=14336,
-    max_position_embeddings=131072,
-    num_attention_heads=32,
-    num_hidden_layers=32,
-    num_key_value_heads=8,
-    pretraining_tp=1,
-    rms_norm_eps=1e-05,
-    rope_scaling=dict(
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-        rope_type="llama3",
-    ),
-    rope_theta=500000.0,
-    tie_word_embeddings=False,
-    vocab_size=128256,
-)
-_DEEPSEEK = dict(
-    model_type="deepseek_v3",
-    attention_bias=False,
-    first_k_dense_replace=3,
-    hidden_act="silu",
-    hidden_size=7168,
-    intermediate_size=18432,
-    kv_lora_rank=512,
-    max_position_embeddings=163840,
-    moe_intermediate_size=2048,
-    moe_layer_freq=1,
-    n_group=8,
-    n_routed_experts=256,
-    n_shared_experts=1,
-    norm_topk_prob=True,
-    num_attention_heads=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=61,
-    num_key_value_heads=128,
-    num_nextn_predict_layers=1,
-    q_lora_rank=1536,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    rms_norm_eps=1e-06,
-    rope_theta=10000,
-    rope_scaling=dict(
-        beta_fast=32,
-        beta_slow=1,
-        factor=40,
-        mscale=1.0,
-        mscale_all_dim=1.0,
-        original_max_position_embeddings=4096,
-        type="yarn",
-    ),
-    routed_scaling_factor=2.5,
-    scoring_func="sigmoid",
-    tie_word_embeddings=False,
-    topk_group=4,
-    topk_method="noaux_tc",
-    v_head_dim=128,
-    vocab_size=129280,
-    quantization_config=dict(
-        activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128]
-    ),
-)
+# The fields of published config.json files that bear on the shapes, and some that do not; of some
+# models those in which they differ from another's.
+_QWEN3 = json.loads("""{
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": false,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16,
+    "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
+    "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false,
+    "vocab_size": 151936
+}""")
+_QWEN3_MOE = _QWEN3 | json.loads("""{
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "max_window_layers": 48, "num_attention_heads": 32, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "rope_theta": 1000000.0, "tie_word_embeddings": false,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768,
+    "norm_topk_prob": true, "num_experts": 128, "num_experts_per_tok": 8
+}""")
+_LLAMA = json.loads("""{
+    "model_type": "llama", "attention_bias": false, "hidden_act": "silu", "hidden_size": 4096,
+    "mlp_bias": false, "intermediate_size": 14336, "max_position_embeddings": 131072,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": false,
+    "vocab_size": 128256
+}""")
+_SMOLLM2 = _LLAMA | json.loads("""{
+    "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+    "num_hidden_layers": 30, "num_key_value_heads": 3, "rope_scaling": null, "rope_theta": 100000,
+    "tie_word_embeddings": true, "vocab_size": 49152, "rope_interleaved": false
+}""")
+_DEEPSEEK = json.loads("""{
+    "model_type": "deepseek_v3", "attention_bias": false, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": false,
+    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+    "weight_block_size": [128, 128]}
+}""")
+_MOONLIGHT = _DEEPSEEK | json.loads("""{
+    "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264,
+    "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+    "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "q_lora_rank": null,
+    "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "rope_scaling": null,
+    "routed_scaling_factor": 2.446, "topk_group": 1, "vocab_size": 163840
+}""")
+_KIMI = _DEEPSEEK | json.loads("""{
+    "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
+    "rope_theta": 50000.0, "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+    "type": "yarn"}, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840
+}""")
 _PUBLISHED = {
     "qwen3_0p6b": _QWEN3,
     "qwen3_30b_a3b": _QWEN3_MOE,
     "llama3p1_8b": _LLAMA,
-    "smollm2_135m": _LLAMA
-    | dict(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_attention_heads=9,
-        num_hidden_layers=30,
-        num_key_value_heads=3,
-        rope_scaling=None,
-        rope_theta=100000,
-        tie_word_embeddings=True,
-        vocab_size=49152,
-        rope_interleaved=False,
-    ),
+    "smollm2_135m": _SMOLLM2,
     "deepseek_v3": _DEEPSEEK,
-    "moonlight_16b_a3b": _DEEPSEEK
-    | dict(
-        first_k_dense_replace=1,
-        hidden_size=2048,
-        intermediate_size=11264,
-        n_group=1,
-        moe_intermediate_size=1408,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        topk_group=1,
-        num_attention_heads=16,
-        num_experts_per_tok=6,
-        num_hidden_layers=27,
-        q_lora_rank=None,
-        num_key_value_heads=16,
-        rms_norm_eps=1e-05,
-        rope_scaling=None,
-        rope_theta=50000.0,
-        routed_scaling_factor=2.446,
-        vocab_size=163840,
-        num_nextn_predict_layers=0,
-    ),
-    "kimi_k2": _DEEPSEEK
-    | dict(
-        model_type="kimi_k2",
-        first_k_dense_replace=1,
-        n_group=1,
-        n_routed_experts=384,
-        num_attention_heads=64,
-        num_key_value_heads=64,
-        rope_theta=50000.0,
-        topk_group=1,
-        routed_scaling_factor=2.827,
-        vocab_size=163840,
-        num_nextn_predict_layers=0,
-        rope_scaling=dict(
-            beta_fast=1.0,
-            beta_slow=1.0,
-            factor=32.0,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-            original_max_position_embeddings=4096,
-            type="yarn",
-        ),
-    ),
+    "moonlight_16b_a3b": _MOONLIGHT,
+    "kimi_k2": _KIMI,
 }
 
 
