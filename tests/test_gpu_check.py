@@ -23,7 +23,7 @@ from fp8rl_jax.bench.rollout import Cell
 
 pytest_plugins = ["pytester"]
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-# A topology as JAX 0.11.2 serialises it: of an H200 as `ahead.h200` described it, one field apart
+# A topology as JAX 0.11.2 serialises it: of an H200 as `plan.h200` described it, one field apart
 # (65,535 registers a block), which tells the two fields of registers apart.
 _TOPOLOGY = base64.b64decode(
     "CKGBqurTvKjZOhIEY3VkYRoLTlZJRElBIEgyMDBK6QEKKHR5cGUuZ29vZ2xlYXBpcy5jb20veGxhLkdwdVRvcG9s"
@@ -83,7 +83,7 @@ def test_length_of_a_long_rollout():
 
 
 def test_device_of_a_topology():
-    """Every field that `ahead.h200` names is found again, and an unequal one is seen."""
+    """Every field that `plan.h200` names is found again, and an unequal one is seen."""
     named = [r for r in device.compare(device.device_info(_TOPOLOGY)) if "field " not in r[0]]
     assert len(named) == 17
     unequal = [row for row in named if row[1] != row[2]]

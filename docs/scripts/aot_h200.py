@@ -17,18 +17,18 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax import sharding
-from fp8rl_jax.ahead.h200 import collectives, h200_mesh, products
-from fp8rl_jax.ahead.programs import (
+from fp8rl_jax.config import default_config
+from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.models import pages_of
+from fp8rl_jax.plan.h200 import collectives, h200_mesh, products
+from fp8rl_jax.rollout import Batching, ContinuousSampler
+from fp8rl_jax.rollout.sampler import SamplerConfig
+from fp8rl_jax.training.aot import (
     described_runtime,
     request_shapes,
     trace_decode_step,
     trace_train_step,
 )
-from fp8rl_jax.config import default_config
-from fp8rl_jax.config.resolve import resolve_config
-from fp8rl_jax.models import pages_of
-from fp8rl_jax.rollout import Batching, ContinuousSampler
-from fp8rl_jax.rollout.sampler import SamplerConfig
 from fp8rl_jax.training.runtime import Runtime
 
 GIB = 2**30

@@ -2,7 +2,7 @@
 
 Memory by plan/learner.py, FLOPs, traffic and times by plan/times.py. Where it does not fit, changes
 of the config that make it fit by the same plan, the cheapest first (plan/fixes.py). `--compile`:
-what XLA plans for train and decode step on H200s that are not there (ahead/programs.py).
+what XLA plans for train and decode step on H200s that are not there (training/aot.py).
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ def format_compiled(
             f"fp8rl plan: --compile describes an H200, and --gpu is {planned.gpu.name.lower()}: "
             "leave --gpu out, or write --gpu=h200 and --memory-gb for the memory"
         )
-    from fp8rl_jax.ahead import programs
+    from fp8rl_jax.training import aot
 
     note("compiling the train step for H200s that are not there ...")
-    train = programs.compile_for_h200(programs.trace_train_step, planned)
+    train = aot.compile_for_h200(aot.trace_train_step, planned)
     note("compiling the decode step ...")
-    decode = programs.compile_for_h200(programs.trace_decode_step, planned)
+    decode = aot.compile_for_h200(aot.trace_decode_step, planned)
     state = plan.state
     yield from text_table(
         ("compiled for H200", "train step", "estimate", "decode step"),

@@ -11,7 +11,7 @@ from fp8rl_jax.cli.arguments import Command, argument
 def list_recipes() -> str:
     """Every name that a config may give as a recipe, one line each with what it is."""
     from fp8rl_jax.quant import recipe_names
-    from fp8rl_jax.quant.recipes import DESCRIPTIONS
+    from fp8rl_jax.quant.recipe import DESCRIPTIONS
 
     width = max(map(len, recipe_names()))
     return "\n".join(f"{name:<{width}}  {DESCRIPTIONS[name]}" for name in recipe_names())

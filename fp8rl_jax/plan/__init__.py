@@ -11,5 +11,6 @@ and what is estimated. `training` uses rollout.py to allocate pages and refuse.p
 compiles; planned.py is where the command begins, with a mesh of devices that need not exist.
 
 Not done: the memory of a calibration and of scoring (old and reference log-probabilities), the
-times of prefill, rewards and evaluations. What a compiler says is in the package `ahead`.
+times of prefill, rewards and evaluations. h200.py compiles programs for GPUs that are not there;
+training/aot.py applies it to a run's programs.
 """

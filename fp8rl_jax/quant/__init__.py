@@ -2,7 +2,7 @@
 
 ::
 
-    recipe.py, recipes.py   which format, block and policy each operand gets: data
+    recipe.py               which format, block and policy each operand gets: data
       |
     rule.py                 fprop, dgrad and wgrad of a linear layer, as one custom VJP
       |-- operands.py       an operand: quantise, observe, state
@@ -36,8 +36,14 @@ from fp8rl_jax.quant.operands import (
     update_site,
 )
 from fp8rl_jax.quant.qarray import QArray, block_health, quantize, scaled_matmul
-from fp8rl_jax.quant.recipe import Operand, Recipe, same_forward
-from fp8rl_jax.quant.recipes import gemm_table, get_recipe, recipe_names
+from fp8rl_jax.quant.recipe import (
+    Operand,
+    Recipe,
+    gemm_table,
+    get_recipe,
+    recipe_names,
+    same_forward,
+)
 from fp8rl_jax.quant.rule import Rows, grouped_matmul, matmul
 from fp8rl_jax.quant.scaling import (
     ScalingPolicy,

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.quant.operands import BoundWeight, SiteProbe, SiteScaling, Weight, is_weight
-from fp8rl_jax.quant.recipe import Recipe
-from fp8rl_jax.quant.recipes import get_recipe
+from fp8rl_jax.quant.recipe import Recipe, get_recipe
 from fp8rl_jax.quant.rule import Rows, matmul
 
 

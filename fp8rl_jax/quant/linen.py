@@ -26,8 +26,7 @@ import jax
 
 from fp8rl_jax.quant.dot_general import make_dot_general, matrix_shape
 from fp8rl_jax.quant.operands import SiteScaling, init_probe, init_site, update_site
-from fp8rl_jax.quant.recipe import Recipe
-from fp8rl_jax.quant.recipes import get_recipe
+from fp8rl_jax.quant.recipe import Recipe, get_recipe
 
 SCALING, PROBES = "fp8_scaling", "fp8_probes"
 _NAME = "site"  # of the variable in either collection

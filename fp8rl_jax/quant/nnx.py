@@ -25,8 +25,7 @@ from flax import nnx
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.quant.dot_general import make_dot_general
 from fp8rl_jax.quant.operands import init_probe, init_site, update_site
-from fp8rl_jax.quant.recipe import Recipe
-from fp8rl_jax.quant.recipes import get_recipe
+from fp8rl_jax.quant.recipe import Recipe, get_recipe
 
 
 class Scaling(nnx.Variable):

@@ -136,10 +136,8 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
     return repeated.reshape(*x.shape[:-1], x.shape[-1] * times)
 
 
-def _pad_parts(x: jax.Array | None, parts: int, rows: int) -> jax.Array | None:
+def _pad_parts(x: jax.Array, parts: int, rows: int) -> jax.Array:
     """(parts * n, K) -> (parts * rows, K): pads each part with zeros at its end."""
-    if x is None:
-        return None
     each, depth = x.shape[0] // parts, x.shape[1]
     x = x.reshape(parts, each, depth)
     return jnp.pad(x, ((0, 0), (0, rows - each), (0, 0))).reshape(parts * rows, depth)
@@ -182,7 +180,7 @@ def block_matmul(
     each = rows // parts
     height = steps.rows(each)
     if height != each:
-        lhs, lhs_scale = (_pad_parts(x, parts, height) for x in (lhs, lhs_scale))
+        lhs, lhs_scale = jax.tree.map(lambda x: _pad_parts(x, parts, height), (lhs, lhs_scale))
     if rhs_scale is not None and rhs_scale.shape[1] != columns:
         rhs_scale = repeat_last(rhs_scale, K_BLOCK)[:, :columns]
     depth = K_BLOCK
@@ -190,18 +188,15 @@ def block_matmul(
         padded = -(-lhs.shape[1] // K_BLOCK) * K_BLOCK
         depth = max(d for d in range(K_BLOCK, BF16_DEPTH + 1, K_BLOCK) if padded % d == 0)
     ranges = steps.column_ranges(columns, most_columns(way, depth, *dtypes) or columns)
-    if ranges[0][1] > columns:
-        rhs, rhs_scale = (_pad_columns(x, ranges[0][1]) for x in (rhs, rhs_scale))
+    if (more := ranges[0][1] - columns) > 0:
+        pad = ((0, 0), (0, more))
+        rhs, rhs_scale = jax.tree.map(lambda x: jnp.pad(x, pad), (rhs, rhs_scale))
     multiply = functools.partial(_sum_of_blocks, way, dtypes, depth, lhs, rhs, lhs_scale, rhs_scale)
     like = varying_as(jnp.zeros((lhs.shape[0], columns)), lhs, rhs)
     total = _by_columns(multiply, like, ranges)
     if height != each:
         total = total.reshape(parts, height, -1)[:, :each].reshape(rows, total.shape[1])
     return total
-
-
-def _pad_columns(x: jax.Array | None, columns: int) -> jax.Array | None:
-    return None if x is None else jnp.pad(x, ((0, 0), (0, columns - x.shape[1])))
 
 
 def _by_columns(multiply: Callable, like: jax.Array, ranges: list[tuple[int, int]]) -> jax.Array:

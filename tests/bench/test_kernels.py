@@ -13,13 +13,13 @@ import pytest
 from marks import slow
 
 from fp8rl_jax import cli
-from fp8rl_jax.ahead import h200
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench import kernel_times, kernels
 from fp8rl_jax.bench.kernel_shapes import Attention, Product, calls
 from fp8rl_jax.bench.kernel_times import Source
 from fp8rl_jax.kernels.reference import attention
+from fp8rl_jax.plan import h200
 
 _HEAD, _FP8 = "bf16", "fp8"
 _PUBLISHED = {

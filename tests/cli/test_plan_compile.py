@@ -9,18 +9,18 @@ import jax
 import pytest
 
 from fp8rl_jax import cli, sharding
-from fp8rl_jax.ahead import programs
-from fp8rl_jax.ahead.programs import (
+from fp8rl_jax.cli.plan_learner import format_compiled
+from fp8rl_jax.config import load_config
+from fp8rl_jax.plan.learner import plan_learner
+from fp8rl_jax.plan.planned import Planned, read_planned
+from fp8rl_jax.training import aot
+from fp8rl_jax.training.aot import (
     Compiled,
     compile_for_h200,
     described_runtime,
     trace_decode_step,
     trace_train_step,
 )
-from fp8rl_jax.cli.plan_learner import format_compiled
-from fp8rl_jax.config import load_config
-from fp8rl_jax.plan.learner import plan_learner
-from fp8rl_jax.plan.planned import Planned, read_planned
 
 _CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 _TINY = str(_CONFIGS / "tiny_arithmetic.py")
@@ -42,10 +42,10 @@ def compiled(monkeypatch):
         tried.append(layers)
         return Compiled((1 + 2 * layers) * _GIB, (3 + 5 * layers) * _GIB, {"all-gather u8": 7})
 
-    monkeypatch.setattr(programs, "_compile", program)
-    monkeypatch.setattr(programs.h200, "h200_mesh", lambda axes, hosts: tuple(axes))
+    monkeypatch.setattr(aot, "_compile", program)
+    monkeypatch.setattr(aot.h200, "h200_mesh", lambda axes, hosts: tuple(axes))
     for name in ("trace_train_step", "trace_decode_step"):
-        monkeypatch.setattr(programs, name, lambda runtime: runtime)
+        monkeypatch.setattr(aot, name, lambda runtime: runtime)
     return tried
 
 

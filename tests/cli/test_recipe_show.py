@@ -9,7 +9,7 @@ import pytest
 
 from fp8rl_jax import cli
 from fp8rl_jax.quant import gemm_table, get_recipe, recipe_names
-from fp8rl_jax.quant.recipes import DESCRIPTIONS
+from fp8rl_jax.quant.recipe import DESCRIPTIONS
 from fp8rl_jax.quant.table import WIDTH
 
 _USERS = """\

@@ -1,4 +1,4 @@
-"""What XLA knows of the device, beside the H200 that fp8rl_jax/ahead/h200.py describes.
+"""What XLA knows of the device, beside the H200 that fp8rl_jax/plan/h200.py describes.
 
 JAX shows a device's description only as a serialised topology. `fields` reads protobuf's wire
 format without a schema; the names are those of XLA's GpuDeviceInfoProto, told apart by compiling
@@ -17,7 +17,7 @@ import jax
 import pytest
 from gpu_checks import reports
 
-from fp8rl_jax.ahead import h200
+from fp8rl_jax.plan import h200
 
 pytestmark = pytest.mark.gpu
 
@@ -103,7 +103,7 @@ def device_info(topology: bytes) -> dict[str, Any]:
 
 
 def compare(info: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows (name, of the device, in `ahead.h200`) of every name that either has."""
+    """Rows (name, of the device, in `plan.h200`) of every name that either has."""
     ours = dict(re.findall(r"^  (\w+): (\S+)$", h200.H200, re.M))
     return [(name, str(info.get(name, "-")), ours.get(name, "-")) for name in info | ours]
 
@@ -117,5 +117,5 @@ def test_device(record_property):
     record_property("topology", base64.b64encode(topology).decode())
     rows = compare(device_info(topology))
     for name, here, ours in rows:
-        print(f"{name}: here {here}, in fp8rl_jax/ahead/h200.py {ours}")
+        print(f"{name}: here {here}, in fp8rl_jax/plan/h200.py {ours}")
     assert all(here == ours for _, here, ours in rows if "-" not in (here, ours))

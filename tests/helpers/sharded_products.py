@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fp8rl_jax.ahead import h200
 from fp8rl_jax.kernels.reference import probe
 from fp8rl_jax.kernels.reference.matmul import block_matmul
 from fp8rl_jax.kernels.reference.ways import WAYS, Way
+from fp8rl_jax.plan import h200
 
 
 def _operands(rows: int, dtype) -> list[jax.Array]:

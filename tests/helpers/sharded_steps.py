@@ -9,9 +9,9 @@ import sys
 import jax
 import numpy as np
 
-from fp8rl_jax.ahead import h200
 from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
+from fp8rl_jax.plan import h200
 from fp8rl_jax.rollout import ContinuousSampler
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import make_optimizer

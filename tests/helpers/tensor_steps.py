@@ -19,10 +19,10 @@ from jax.sharding import AxisType
 from random_model import initial_params
 
 from fp8rl_jax import sharding
-from fp8rl_jax.ahead import h200
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig
+from fp8rl_jax.plan import h200
 from fp8rl_jax.quant.operands import COUNTS
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime, make_runtime

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.ahead import h200
 from fp8rl_jax.kernels.gpu import mosaic_matmul
+from fp8rl_jax.plan import h200
 from fp8rl_jax.sharding import replicated
 
 ROWS, COLUMNS, DEPTH = 4096, 4096, 4096

@@ -12,8 +12,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "docs" / "s
 
 import aot_h200
 
-from fp8rl_jax.ahead import h200
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.plan import h200
 
 
 @pytest.fixture(autouse=True)

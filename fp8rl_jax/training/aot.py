@@ -18,11 +18,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fp8rl_jax import learner, sharding
-from fp8rl_jax.ahead import h200
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ByteTokenizer
 from fp8rl_jax.models import rope_tables
 from fp8rl_jax.models.params import parameter_counts
+from fp8rl_jax.plan import h200
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
