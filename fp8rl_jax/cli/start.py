@@ -16,11 +16,11 @@ from fp8rl_jax.cli.arguments import Command
 
 _OPEN_FILES = 64  # open at once: a checkpoint, its arrays, the workers of a reward
 # Modules of the packages of the extra [train].
-_TRAIN = {
-    *"absl cloudpickle grain importlib_resources jinja2 math_verify matplotlib ml_collections".split(),
-    *"optax orbax pyarrow reasoning_gym rich safetensors scipy shtab tensorboardX".split(),
-    *"tensorflow_datasets tokenizers".split(),
-}
+_TRAIN = (
+    "absl cloudpickle grain importlib_resources jinja2 math_verify matplotlib ml_collections optax "
+    "orbax pyarrow reasoning_gym rich safetensors scipy shtab tensorboardX tensorflow_datasets "
+    "tokenizers"
+)
 
 
 def prepare(command: Command) -> None:
@@ -53,7 +53,7 @@ def prepare(command: Command) -> None:
 def missing_package(error: ModuleNotFoundError) -> str | None:
     """The sentence for a package of the extra [train] that is not installed; None for others."""
     package = (error.name or "").partition(".")[0]
-    if package not in _TRAIN:
+    if package not in _TRAIN.split():
         return None
     return (
         f"the package {package} is not installed, which fp8rl's commands need: "
