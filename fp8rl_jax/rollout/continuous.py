@@ -419,9 +419,11 @@ class ContinuousSampler:
         self.progress = progress
         return progress.rollout
 
-    def trace(self, weights, prompts, *others) -> jax.stages.Traced:
-        """The traced program of the turns of a call with these arguments, or with their shapes."""
-        requests = Requests(*others)
+    def trace(
+        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+    ) -> jax.stages.Traced:
+        """Traces the loop of a call with these arguments, or with their shapes."""
+        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
         state = jax.eval_shape(self._begin, prompts, requests)
         turns = jax.ShapeDtypeStruct((), jnp.int32)
         arguments = jax.eval_shape(self._prepare, weights), requests, turns, state
