@@ -129,9 +129,9 @@ class Transformer(nn.Module):
 def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_layer, *others):
     """Scans layers like `Transformer._scan`, with a cache and without copies of the weights.
 
-    With `by_kernel`, kernels read linear layers from their stack (`StackedLayer`). Else all arrays
-    are sliced as bits, because XLA:CPU slices bf16 in a scan through float32. The arguments after
-    `stack` and the result are those of the scanned module.
+    With `by_kernel`, kernels read linear layers in their stack (`StackedLayer`). Other arrays are
+    sliced as bits, because XLA:CPU slices bf16 in a scan through float32. The arguments after
+    `stack`, and the result, are those of the scanned module.
     """
 
     def step(carried, scanned):
