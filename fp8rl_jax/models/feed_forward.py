@@ -72,7 +72,7 @@ class SharedExperts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Activation) -> jax.Array:
-        """(B, T, D) -> (B, T, D), in the compute dtype."""
+        """Maps (B, T, D) to (B, T, D), in the compute dtype."""
         config = self.config
         width = config.n_shared_experts * config.moe_intermediate_size
         return gated_mlp(self, config, self.recipe, self.parallel.uncut(), x, width)

@@ -155,7 +155,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
-        """(..., in) -> (..., out), both in the compute dtype."""
+        """Maps (..., in) to (..., out), both in the compute dtype."""
         x = as_activation(x)
         kernel = kernel_of(self, self.config, self.parallel)
         x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))

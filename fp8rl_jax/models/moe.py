@@ -35,7 +35,7 @@ from fp8rl_jax.models.layers import Kernel, LayerWeight, gated_silu, multiply_ex
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant import Activation, Recipe, compute_value
 
-_FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
+_FEWEST_ROWS, _MOST_ROWS = 8, 128  # per tile: matmuls pad to 8; wgrad's blocks have 128 rows
 
 
 class Experts(nn.Module):

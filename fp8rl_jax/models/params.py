@@ -69,10 +69,10 @@ from fp8rl_jax.quant.scaling import never_saturates
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(config: ModelConfig, key: jax.Array):
-    """Random float32 parameters: {'embed_tokens', 'layers': {...}, 'norm', ['lm_head']}.
+    """Makes random float32 parameters: {'embed_tokens', 'layers': {...}, 'norm', ['lm_head']}.
 
-    Layer parameters are stacked along a first axis of length num_hidden_layers; those of experts
-    along a second one of length num_experts.
+    Layer parameters are stacked along a first axis, one entry per layer of the stack ('layers',
+    'dense_layers'), those of experts also along a second axis of length num_experts.
     """
     # Under jit, unused results are dropped: flax runs the model to find its parameters.
     tokens = jnp.zeros((1, 1), jnp.int32)

@@ -127,8 +127,7 @@ def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | Non
 
 
 def selection_scores(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Returns the scores by which experts are selected, (..., E) float32; -inf outside the best
-    groups.
+    """Returns the scores that select experts, (..., E) float32; -inf outside the best groups.
 
     Args:
       config: shapes.
@@ -193,8 +192,7 @@ def load_balance_loss(
     of parts of the tokens add up to the loss of all tokens.
 
     Args:
-      expert_tokens: (S, E) int32, counts in the S layers with experts, over all tokens of the
-        update.
+      expert_tokens: (S, E) int32, of the S layers with experts, over all tokens of the update.
       probability: (S, E) float32, `sum_probability` of each layer over these tokens, or a part.
 
     Returns:

@@ -49,7 +49,7 @@ def _enough_rows(x: jax.Array, axis: int, way: Way) -> jax.Array:
 
 
 def by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
-    """Reorders (B, T, H, n) to (B, Hkv, rows, n) float32; a row is a query and a head of a group."""
+    """Reorders (B, T, H, n) to (B, Hkv, rows, n) float32; a row is a query and head of a group."""
     batch, queries, heads, features = x.shape
     x = widened(x, jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, features)
     return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, features)
@@ -140,8 +140,8 @@ def _by_chunk(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _weighted_values(way: Way, weight: jax.Array, value: jax.Array) -> jax.Array:
-    """Multiplies each of n chunks: weight (B, Hkv, rows, n, KV_CHUNK) by value (B, Hkv, n, KV_CHUNK,
-    Dv), to (B, Hkv, n, rows, Dv)."""
+    """Multiplies (B, Hkv, rows, n, KV_CHUNK) by (B, Hkv, n, KV_CHUNK, Dv) in each of n chunks, to
+    (B, Hkv, n, rows, Dv)."""
     axes, width = (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), FLOAT32_SIZE // KV_CHUNK
     starts = range(0, value.shape[4], width)
     pieces = (value[..., start : start + width] for start in starts)
@@ -184,7 +184,7 @@ def attention(
       table: (B, N) int32, for keys and values stored in pages of 64 slots: k (P, 64, Hkv, Dh), and
         v, k_rope and the scales with the same first axes; slot j of sequence b is in page
         ``table[b, j // 64]``. None for a cache of (B, S). Entries after a sequence's position are
-        never read.
+        never used.
       keys_by_feature: whether k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: the layout
         of the products. In the other layout decoding transposes all keys for every token.
       way: way of multiplying (ways.py); None for this machine's.

@@ -1,8 +1,8 @@
 """Gradients of attention in jnp: of all queries at once, or by blocks to save memory.
 
-The backward pass makes no bitwise promise, so both use XLA's dots (except under an exact way):
-``dv = p^T do``, ``dp = do v^T``, ``ds = p * (dp - sum_s p_s dp_s)``, ``dq = ds k`` and
-``dk = ds^T q``. `attention_vjp` stores matrices of queries by keys; the reference uses it.
+The backward pass makes no bitwise promise, so both use XLA's dots (but `attention_vjp` the exact
+ones of an exact way): ``dv = p^T do``, ``dp = do v^T``, ``ds = p * (dp - sum_s p_s dp_s)``,
+``dq = ds k``, ``dk = ds^T q``. `attention_vjp` is the reference; it stores (queries, keys) arrays.
 `attention_vjp_by_blocks` serves heads that the GPU kernels do not take. For each block of queries,
 a first pass over the keys computes the log-sum-exp of the scores and sum_s p_s dp_s, a second one
 the gradients (the scheme of FlashAttention, arXiv:2205.14135, appendix B, with everything

@@ -1,7 +1,7 @@
 """Conversions of E4M3 to and from wider floats on CPUs, with the bits of XLA's conversions.
 
 XLA:CPU converts FP8 through float16, in many operations per number; these conversions take about
-ten integer and vector operations. E4M3 (`float8_e4m3fn`): sign, 4 bits of exponent with bias 7, 3
+ten vector operations on integers. E4M3 (`float8_e4m3fn`): sign, 4 bits of exponent with bias 7, 3
 of mantissa; 2**-6 is the smallest normal number, 2**-9 the smallest subnormal one, 0x7F is NaN.
 
 tests/kernels/reference/test_e4m3.py compares `to_e4m3` with XLA on all 2**32 float32 numbers

@@ -230,7 +230,7 @@ def _sum_of_blocks(
     first: int | jax.Array,
     columns: int,
 ) -> jax.Array:
-    """Returns `columns` columns of the product from `first` on; operands as bytes, scales by column.
+    """Computes `columns` columns of the product from `first` on; operands are bytes (`as_bytes`).
 
     The weights are not padded along K: the rest of K after the full blocks is one more block.
     """

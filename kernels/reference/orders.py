@@ -2,8 +2,8 @@
 
 ``acc = fma(x[k], w[k], acc)``, a fused multiply-add, is rounded once. Here it is computed in
 numpy's longdouble and then rounded to float32. A product of two float32 takes 48 of longdouble's 64
-bits, so this double rounding of the sum changes one sum in 2**40. Where longdouble is float64 (macOS
-on ARM, Windows) it changes one in 100,000.
+bits, so this double rounding of the sum changes one sum in 2**40. Where longdouble is float64
+(macOS on ARM, Windows) it changes one in 100,000.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _AMX_DEPTH = 32  # entries of K that one instruction takes
 
 
 def _one_by_one(x: np.ndarray, w: np.ndarray, order: Iterable[int]) -> np.ndarray:
-    """Multiplies (..., M, K) by (..., K, N) in float32, a fused multiply-add for each k of `order`."""
+    """Multiplies (..., M, K) by (..., K, N), a float32 fused multiply-add for each k of `order`."""
     total = np.zeros((*x.shape[:-1], w.shape[-1]), np.float32)
     x, w = x.astype(np.longdouble), w.astype(np.longdouble)
     for k in order:

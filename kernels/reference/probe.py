@@ -7,7 +7,7 @@ number, with this process's threads. If the order holds only for some numbers of
 `product` pads to these (`Steps`). A dot of given operands compiles in half a millisecond.
 
 The answer is stored in the user's cache, under a hash of the CPU's instructions, the number of
-threads, environment variables, compiler settings, jaxlib's version and the code of this folder.
+threads, environment variables, compiler settings, jaxlib's version and this code.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Dot:
     dimension_numbers: Any
 
     def _order_of_axes(self, of_x: bool) -> tuple[int, ...]:
-        """Returns an operand's axes: the batch, then (rows, contracted) or (contracted, columns)."""
+        """Returns an operand's axes: batch, then (rows, contracted) or (contracted, columns)."""
         contracted, batch = (numbers[not of_x] for numbers in self.dimension_numbers)
         ndim = len(self.x if of_x else self.w)
         free = tuple(axis for axis in range(ndim) if axis not in (*contracted, *batch))

@@ -48,10 +48,7 @@ class Source(Protocol):
     def rows(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> np.ndarray:
-        """Returns rows start..stop of a tensor; of a matrix, `columns` (first, last + 1) or all.
-
-        The tensor has passed `check`.
-        """
+        """Returns rows start..stop of a tensor that passed `check`; of a matrix, some columns."""
 
 
 class Checkpoint:
@@ -141,11 +138,7 @@ class Checkpoint:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Reads {tensor: file} from an index.
-
-    Raises:
-      UserError: it cannot be read, or is not a valid index.
-    """
+    """Reads {tensor: file} from an index; raises UserError if it is not valid."""
     try:
         weights = read_json(index, _LONGEST_INDEX)["weight_map"]
         items = list(weights.items())

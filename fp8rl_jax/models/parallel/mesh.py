@@ -65,10 +65,7 @@ class Parallel:
         return self.devices > 1 and (self.tensor > 1 or resolve(recipe.kernels) != "reference")
 
     def expert_devices(self, config: ModelConfig) -> int:
-        """Returns the number of devices that share a layer's experts.
-
-        1 for a dense model, or if the axis `expert` does not divide the experts.
-        """
+        """Returns how many devices share a layer's experts; 1 if the axis does not divide them."""
         count = 1 if self.mesh is None else self.mesh.shape.get(EXPERT, 1)
         return count if config.num_experts and config.num_experts % count == 0 else 1
 

@@ -21,7 +21,7 @@ from fp8rl_jax.quant import BoundWeight, QArray, Recipe, is_weight
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.sharding import stored_over
 
-# What may be split.
+# Which dimensions may be split.
 
 
 def _unit(operand: Operand, blocks: tuple[int, ...]) -> int | None:
