@@ -202,7 +202,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
 
 
 def with_kv_scales(weights, kv_scales: KVScales | None):
-    """Adds calibrated scales to the weights under 'kv_scales', where the sampler reads them."""
+    """Adds calibrated scales, unless None, to the weights as 'kv_scales', for the sampler."""
     return weights if kv_scales is None else weights | {"kv_scales": kv_scales}
 
 

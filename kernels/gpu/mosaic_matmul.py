@@ -110,7 +110,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
     piece = _LINE // jnp.dtype(dtype).itemsize  # columns of one store
 
     def of_every_tile(body) -> jax.Array:
-        """Runs body(row tile, column tile, steps before) over a program's tiles; returns all steps."""
+        """Runs body(row tile, column tile, steps before) over a program's tiles; returns steps."""
 
         # Programs that run at the same time read few rows of x and columns of w, which stay in L2.
         @plgpu.nd_loop(
