@@ -6,15 +6,15 @@
     gpu/ (CUDA)                      reference/ (elsewhere)
     attention, fast_attention,       attention, attention_gradient, matmul: jnp with a
     attention_gradient, matmul,      fixed order of summation, by a way of multiplying that
-    head, norm: Triton;              probe.py has tried on this machine
+    head, norm: Triton;              probe.py has tested on this machine
     mosaic_matmul: Mosaic GPU
 
-Read first: dispatch.py, then reference/attention.py and gpu/attention.py, which have one meaning.
-gpu and reference give different bits: rollout and learner must take the same.
+Read first: dispatch.py, then reference/attention.py and gpu/attention.py, which compute the same.
+gpu and reference give different bits: rollout and learner must use the same one.
 
 Not done: other GPUs than Hopper, backward kernels for heads of more than 256 features.
 
-Import it as ``fp8rl_jax.kernels``; the directory stands at the root of the repository, but the
+Import it as ``fp8rl_jax.kernels``. The directory is at the root of the repository, but the
 top-level name ``kernels`` belongs to another project that many users have installed.
 """
 

@@ -6,7 +6,7 @@
                 elsewhere. Without a GPU or without jax-triton it is the reference, so that a
                 program for a CPU contains no kernels that it cannot run.
     reference   kernels/reference
-    exact       the reference with products whose sums are exact, also of gradients
+    exact       the reference with exactly summed products, also for gradients
     triton      the kernels on any backend: for compiling for a GPU on a machine without one
     mosaic      triton, with the Mosaic kernel for the FP8 products that it supports (many rows).
                 Never chosen by `auto`: its bits have not been compared with the Triton kernel's on
@@ -29,25 +29,25 @@ from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
 from fp8rl_jax.kernels.machine import backend
 from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
-# Values of `implementation` of the functions below.
+# Values of the argument `implementation` below.
 IMPLEMENTATIONS = ("auto", "reference", "exact", "triton", "mosaic")
 
 
 def triton_installed() -> bool:
-    """Whether Triton and jax-triton can be found. Imports neither."""
+    """Returns whether Triton and jax-triton are installed. Imports neither."""
     return all(importlib.util.find_spec(name) is not None for name in ("triton", "jax_triton"))
 
 
 def gpu_kernels():
-    """The package `kernels.gpu`, imported where a program first takes a kernel: it needs Triton."""
+    """Imports `kernels.gpu`, which needs Triton, when a program first uses a kernel."""
     from fp8rl_jax.kernels import gpu
 
     return gpu
 
 
 def resolve(implementation: str) -> str:
-    """`implementation`, with ``auto`` replaced by ``reference`` where only that can run, and
-    ``exact``, which is a reference."""
+    """Returns `implementation`, but ``reference`` for ``exact``, and for ``auto`` where no kernel
+    can run."""
     assert implementation in IMPLEMENTATIONS, implementation
     if implementation == "exact":
         return "reference"
@@ -57,7 +57,7 @@ def resolve(implementation: str) -> str:
 
 
 def by_platform(implementation: str, kernel: Callable, plain: Callable, *operands):
-    """``kernel(*operands)`` or ``plain(*operands)``, by implementation and platform."""
+    """Runs ``kernel(*operands)`` or ``plain(*operands)``, by implementation and platform."""
     chosen = resolve(implementation)
     if chosen == "auto":
         return lax.platform_dependent(*operands, cuda=kernel, default=plain)
@@ -65,7 +65,7 @@ def by_platform(implementation: str, kernel: Callable, plain: Callable, *operand
 
 
 def _way(implementation: str) -> Way | None:
-    """The reference's way of multiplying; None for this machine's."""
+    """Returns the reference's way of multiplying (reference/ways.py); None for this machine's."""
     return EXACT if implementation == "exact" else None
 
 
@@ -87,12 +87,12 @@ def block_matmul(
     dtype=jnp.float32,
     devices: int = 1,
 ) -> jax.Array:
-    """`reference.matmul.block_matmul` by the chosen implementation, rounded once to `dtype`.
+    """Computes `reference.matmul.block_matmul` by an implementation, rounded once to `dtype`.
 
     Args:
       lhs, rhs, lhs_scale, rhs_scale: as for the reference.
       implementation: one of `IMPLEMENTATIONS`.
-      dtype: of the result, float32 or bf16.
+      dtype: dtype of the result, float32 or bf16.
       devices: number of devices over which XLA divides the rows; kernels ignore it, because they
         run on the rows of one device.
 
@@ -115,8 +115,10 @@ def block_matmul(
 
 
 def matmul_at_once(x: jax.Array, w: jax.Array, implementation: str = "auto") -> jax.Array:
-    """(M, K) times (K, N) in float32 by XLA, in no fixed order; with ``exact`` in the order of
-    `block_matmul`. Operands are FP8, bf16 or float32. For gradients."""
+    """Multiplies x (M, K) by w (K, N), FP8, bf16 or float32, to float32. For gradients.
+
+    By XLA in no fixed order, or with ``exact`` by `block_matmul`.
+    """
     return reference.matmul.matmul_at_once(x, w, _way(implementation))
 
 
@@ -127,9 +129,9 @@ def attention(
     keys_by_feature: bool = False,
     **keywords: jax.Array | None,
 ) -> jax.Array:
-    """`reference.attention` by the chosen implementation, one of `IMPLEMENTATIONS`.
+    """Computes `reference.attention.attention` by an implementation, one of `IMPLEMENTATIONS`.
 
-    Arguments and result are those of the reference. Only the reference reads keys by feature.
+    Arguments and result are those of the reference. Only the reference takes `keys_by_feature`.
     """
 
     def kernel(arrays, keywords):
@@ -146,7 +148,7 @@ def attention(
 def attention_vjp(
     *arrays: jax.Array, scale: float, implementation: str = "auto", **scales: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.attention_gradient.attention_vjp` by the chosen implementation.
+    """Computes `reference.attention_gradient.attention_vjp` by an implementation.
 
     Args:
       arrays: q, k, v, positions and the cotangent; q, k and v in the form that `attention` takes.

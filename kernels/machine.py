@@ -1,4 +1,4 @@
-"""This machine and its environment; the kernels read both in this file only."""
+"""Facts about this machine and its environment; other files of the kernels read neither."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIABLES = (
     "PJRT_NPROC",
     "TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL",
 )
-# Of JAX: what a program is compiled with.
+# JAX's settings that affect compilation.
 COMPILER_SETTINGS = (
     "jax_compiler_enable_remat_pass",
     "jax_exec_time_optimization_effort",
@@ -30,13 +30,13 @@ COMPILER_SETTINGS = (
 
 
 def backend() -> str:
-    """The platform that JAX runs on by default: "cpu", "gpu", or another."""
+    """Returns the platform that JAX runs on by default: "cpu", "gpu", or another."""
     return jax.default_backend()
 
 
 @functools.cache
 def cpu_features() -> str:
-    """The CPU's instructions, as the system lists them; '' where it lists none."""
+    """Returns the CPU's instruction sets, as the system lists them; '' if it lists none."""
     try:
         with open("/proc/cpuinfo") as file:
             return next((line for line in file if line.startswith(("flags", "Features"))), "")
@@ -45,9 +45,9 @@ def cpu_features() -> str:
 
 
 def has_bf16_instructions() -> bool:
-    """Whether the CPU multiplies bf16; True if the system does not list its instructions.
+    """Returns whether the CPU multiplies bf16; True if the system lists no instructions.
 
-    False under a cap by oneDNN's ONEDNN_MAX_CPU_ISA, which makes a CPU multiply as an older one.
+    False if oneDNN's ONEDNN_MAX_CPU_ISA makes the CPU multiply like an older one without bf16.
     """
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BF16:
         return False
@@ -56,14 +56,14 @@ def has_bf16_instructions() -> bool:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads() -> int:
-    """Threads that XLA multiplies with."""
+    """Returns the number of threads that XLA multiplies with."""
     for name in ("PJRT_NPROC", "NPROC"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -71,14 +71,15 @@ def threads() -> int:
 
 
 def surroundings() -> list:
-    """Everything but the code that XLA's products depend on: the CPU's instructions, the number of
-    threads, variables of the environment and settings of the compiler."""
+    """Returns what XLA's products depend on besides code: the CPU's instructions, the number of
+    threads, environment variables and compiler settings."""
     settings = (str(jax.config.values.get(name)) for name in COMPILER_SETTINGS)
     return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES), *settings]
 
 
 def user_cache() -> pathlib.Path | None:
-    """This project's directory in $XDG_CACHE_HOME or ~/.cache; None if it cannot be made there."""
+    """Makes and returns this project's directory in $XDG_CACHE_HOME or ~/.cache; None if it cannot
+    be written."""
     home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     path = pathlib.Path(home, "fp8rl_jax")
     if not path.is_absolute():

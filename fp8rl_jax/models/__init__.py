@@ -6,15 +6,15 @@
                      one row each  params.py               |
                                                         hidden --> head --> logprobs.py
 
-Read first: config.py (what tells the families apart), arrays.py (every array of a model),
+Read first: config.py (fields in which families differ), arrays.py (every array of a model),
 transformer.py (`forward`), decoder_layer.py (one layer: attention.py or latent_attention.py, then
 feed_forward.py or moe.py with router.py). parallel/ runs them on a mesh, hf/ reads and writes
 checkpoints.
 
 Imports `quant` and `kernels`, nothing of reinforcement learning.
 
-Not done: biases of linear layers, sliding windows, attention sinks, layers of different shapes but
-for leading dense layers in a model with experts.
+Not done: biases of linear layers, sliding windows, attention sinks, layers of different shapes
+other than leading dense layers in a model with experts.
 """
 
 from fp8rl_jax.models.arrays import LINEAR_LAYERS, param_shapes

@@ -1,4 +1,4 @@
-"""The arrays of a model, one row each. Who reads what of a row:
+"""A table of a model's arrays, one row each. The fields of a row, and their readers:
 
     Array.shape     `leaf_shapes`, `param_shapes`; params.parameter_counts; layers.kernel_of
     Array.role      params.quantize_params and its neighbours; weight decay (`is_matrix`)
@@ -7,8 +7,8 @@
     Array.reads     drift/operations.py
     Array.hf, gguf  names in checkpoints: hf/tables.py, hf/gguf_file.py
 
-A new array is a row here and a line in the module that makes it. That the modules make these arrays
-and no others, in these shapes, is tested for every family.
+A new array is a row here and a line in the module that makes it. Tests check for every family that
+the modules make exactly these arrays, in these shapes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Shape = tuple[int, ...]
 # and VECTOR (gains of norms, corrections of routers): float32 in every form of the parameters.
 LINEAR, TABLE, ROUTER, VECTOR = "linear", "table", "router", "vector"
 SMALL = (ROUTER, VECTOR)
-# Logical axes (`sharding.RULES`) of a stack of layers; an expert or a head is not split.
+# Logical axes (`sharding.RULES`) of stacked arrays; the matrix of an expert or a head is not split.
 _WIDE, EXPERTS, HEADS = ("layers", "embed", "wide"), ("layers", "experts"), ("layers", "heads")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names of Hugging Face
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Array:
     """An array of a model, or of each of its layers.
 
     Attributes:
-      path: in the tree of parameters; of a layer's array within its stack.
-      sizes: its axes by their names in `_sizes`, without the axis of layers.
+      path: keys in the parameter tree; for an array of a layer, within its stack.
+      sizes: names of its axes, keys of `_sizes`; without the layer axis.
       role: LINEAR, TABLE, ROUTER or VECTOR.
-      axes: the logical axes by which it is stored; those that are not named are not sharded.
+      axes: logical axes of its leading axes, for storage on a mesh; the other axes are not sharded.
       hf: Hugging Face's name, in a layer what follows "model.layers.N."; {} is an expert's number.
         Arrays of one name are parts of one tensor.
       gguf: llama.cpp's name, in a layer what follows "blk.N."; '' where its files have none.
       columns: whether its output features may be cut over the mesh axis `tensor`.
-      residual: whether its product is added to the residual stream, which scales its initial values
-        by 1 / sqrt(2 L) of L layers.
-      reads: the tapped values that it multiplies (models/taps.py); () where these have no tap.
+      residual: whether its product is added to the residual stream; its initial values are then
+        scaled by 1 / sqrt(2 L) in a model of L layers.
+      reads: names of the tapped values that it multiplies (models/taps.py); () if none is tapped.
     """
 
     path: Path
@@ -66,14 +66,14 @@ class Array:
     reads: tuple[str, ...] = ()
 
     def shape(self, config: ModelConfig) -> Shape | None:
-        """Its shape without the axis of layers; None where a model lacks the array."""
+        """Returns its shape without the layer axis; None if the model lacks the array."""
         sizes = _sizes(config)
         shape = tuple(sizes[name] for name in self.sizes.split())
         return shape if all(shape) else None
 
     @property
     def matrix(self) -> bool:
-        """Whether it is a matrix, or a stack of them; else a vector."""
+        """Whether it is a matrix or a stack of matrices, not a vector."""
         return self.role != VECTOR
 
     @property
@@ -83,7 +83,7 @@ class Array:
 
 
 def _sizes(c: ModelConfig) -> dict[str, int]:
-    """The axes of a model's arrays, by name; 0 where a model has no such axis."""
+    """Returns {axis name: size} of a model's arrays; 0 where the model has no such axis."""
     head = c.qk_nope_head_dim + c.qk_rope_head_dim if c.latent else c.head_dim
     queries = c.num_attention_heads * head
     return {
@@ -112,18 +112,18 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
 def _array(
     place: str, sizes: str, role: str, axes: tuple[str, ...], hf: str, gguf: str = "", **others: Any
 ) -> Array:
-    """The array at 'module/name'."""
+    """Makes the row of the array at `place`, 'module/name'."""
     return Array(tuple(place.split("/")), sizes, role, axes, hf, gguf, **others)
 
 
 def _linear(place: str, sizes: str, *reads: str, **others: Any) -> Array:
-    """The kernel of a linear layer of attention, at 'module/submodule'."""
+    """Makes the row of the kernel of an attention's linear layer at `place`."""
     hf = f"self_attn.{place.rpartition('/')[2]}.weight"
     return _array(f"{place}/kernel", sizes, LINEAR, _WIDE, hf, reads=reads, **others)
 
 
 def _gain(place: str, size: str, gguf: str = "") -> Array:
-    """The gain of an RMSNorm."""
+    """Makes the row of the gain of an RMSNorm at `place`."""
     path = f"{place}/weight"
     return _array(path, size, VECTOR, (), path.replace("/", "."), gguf)
 
@@ -131,7 +131,7 @@ def _gain(place: str, size: str, gguf: str = "") -> Array:
 def _gated_mlp(
     outer: str, hf: str, width: str, axes: tuple[str, ...], front: str = "", **others: Any
 ) -> tuple[Array, ...]:
-    """gate, up and down of a gated MLP of a width; `front`: the axis of its stack, if any."""
+    """Makes the rows gate, up and down of a gated MLP; `front`: name of a leading axis, if any."""
     normed, gated = ("post_attention_layernorm/output",), (f"{outer}gated",)
     return tuple(
         _array(
@@ -181,7 +181,7 @@ LATENT = (  # arXiv:2405.04434, 2.1
     _linear("self_attn/q_b_proj", "q_latent latent_queries", "self_attn/q_a_layernorm/output"),
     _linear("self_attn/kv_a_proj_with_mqa", "hidden kv_latent_and_rope", _NORMED),
     _gain("self_attn/kv_a_layernorm", "kv_latent"),
-    # Of each head, keys and then values.
+    # Parts of one tensor: for each head keys, then values.
     _array("self_attn/k_b_proj/kernel", "heads nope kv_latent", LINEAR, HEADS, _BY_HEAD),
     _array("self_attn/v_b_proj/kernel", "heads kv_latent value", LINEAR, HEADS, _BY_HEAD),
 )
@@ -200,15 +200,15 @@ LINEAR_LAYERS = tuple(dict.fromkeys(a.path[-2] for a in LAYER if a.role == LINEA
 
 
 def layer_arrays(layer: LayerSpec) -> tuple[Array, ...]:
-    """Rows of what a layer may have; their shapes tell which it has."""
+    """Returns the rows that a layer may have; `shape` is None for those that the model lacks."""
     return (*ATTENTION, *LATENT, *(SPARSE if layer.experts else MLP))
 
 
 def array_of(path: Path) -> Array:
-    """The row of a parameter.
+    """Returns the row of a parameter.
 
     Args:
-      path: of the leaf, in the whole tree or within a stack of layers.
+      path: keys of the leaf, in the full tree or within a stack of layers.
 
     Raises:
       KeyError: no model has such an array.
@@ -217,19 +217,19 @@ def array_of(path: Path) -> Array:
 
 
 def array_in(keys) -> Array | None:
-    """The row of a leaf of a tree that holds parameters and other things: a training state, say.
+    """Returns the row of a leaf in a tree of parameters and other values, say a training state.
 
     Args:
-      keys: of the leaf as `jax.tree_util` gives them. What belongs to a parameter (its moments, its
-        bytes and scales) has the parameter's row.
+      keys: path of the leaf from `jax.tree_util`. Arrays that belong to a parameter (moments, FP8
+        bytes, scales) have the parameter's row.
 
     Returns:
-      The row, or None outside of parameters.
+      The row, or None for a leaf outside parameters.
 
     Raises:
-      KeyError: inside of parameters is one that no model has.
+      KeyError: the path names a parameter that no model has.
     """
-    names = [getattr(key, "key", "") for key in keys]  # of dictionaries; '' of a dataclass
+    names = [getattr(key, "key", "") for key in keys]  # keys of dicts; '' for dataclasses
     start = next((place for place, name in enumerate(names) if name in _ROOTS), None)
     if start is None:
         return None
@@ -237,18 +237,18 @@ def array_in(keys) -> Array | None:
 
 
 def role_of(path: Path) -> str:
-    """LINEAR, TABLE, ROUTER or VECTOR, by a path as for `array_of`."""
+    """Returns LINEAR, TABLE, ROUTER or VECTOR for a path as in `array_of`."""
     return array_of(path).role
 
 
 def is_matrix(path: Path) -> bool:
-    """Whether a parameter is a matrix, or a stack of them, by a path as for `array_of`."""
+    """Returns whether the parameter at a path (`array_of`) is a matrix or a stack of matrices."""
     return array_of(path).matrix
 
 
 @functools.cache
 def leaf_shapes(config: ModelConfig) -> Mapping[Path, Shape]:
-    """{path: shape} of a model's parameters."""
+    """Returns {path: shape} of a model's parameters."""
     found = {array.path: array.shape(config) for array in MODEL}
     for stack, count in layer_stacks(config).items():
         for array in layer_arrays(layer_spec(config, stack)):
@@ -258,6 +258,6 @@ def leaf_shapes(config: ModelConfig) -> Mapping[Path, Shape]:
 
 
 def param_shapes(config: ModelConfig) -> dict[str, Any]:
-    """ShapeDtypeStructs of a model's parameters, as `init_params` makes them; runs nothing."""
+    """Returns the tree of `init_params` with ShapeDtypeStructs as leaves; runs nothing."""
     structs = {p: jax.ShapeDtypeStruct(s, jnp.float32) for p, s in leaf_shapes(config).items()}
     return traverse_util.unflatten_dict(structs)

@@ -23,7 +23,7 @@ from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
 from fp8rl_jax.quant.varying import varying_vjp
 
-Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: calibrated, of one layer
+Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: one layer's calibrated scales
 
 
 def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
@@ -37,7 +37,7 @@ def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) ->
 
 
 def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
-    """(q, its scale): E4M3 under FP8 attention, else unchanged."""
+    """Returns (q, its scale): E4M3 under FP8 attention, else unchanged."""
     if not recipe.fp8_attention:
         return q, None
     return quantize_kv(q, recipe, (scales or {}).get("q"))
@@ -71,7 +71,7 @@ def _scales(kv: StoredKV, scales: Scales | None):
 
 
 def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> jax.Array:
-    """The values that attention reads of q, k or v (B, T, H, Dh), in float32."""
+    """Returns q, k or v (B, T, H, Dh) as attention reads it, after quantisation, in float32."""
     if name == "q" and not recipe.fp8_attention:
         return x.astype(jnp.float32)
     return dequantize_kv(*quantize_kv(x, recipe, (scales or {}).get(name)))
@@ -87,14 +87,14 @@ def self_attention(
     positions: jax.Array,
     scales: Scales | None,
 ) -> jax.Array:
-    """Attention within the given sequences, without a cache: the learner's.
+    """Computes attention within the given sequences without a cache, for the learner.
 
     Queries, keys and values make the same round trip through FP8 as in the sampler. The gradient
     passes straight through the rounding, and is taken at the rounded values.
 
     Args:
-      recipe: of the layer.
-      scale: of the scores (`softmax_scale`).
+      recipe: numerics of the layer.
+      scale: factor of the scores (`softmax_scale`).
       q: (B, T, H, Dh); k, v: (B, T, Hkv, Dh), in the compute dtype.
       positions: (B, T) int32.
       scales: this layer's calibrated scales, or None.
@@ -145,10 +145,10 @@ class Attention(nn.Module):
     def __call__(
         self, x: Activation, cache: LayerCache | None, scales: Scales | None, positions, cos, sin
     ):
-        """x (B, T, D), positions (B, T), cos/sin (B, T, Dh/2).
+        """Runs attention on x (B, T, D) with positions (B, T) and cos/sin (B, T, Dh/2).
 
         Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation);
-        where several devices share the heads, those of this device.
+        where devices share the heads, H counts this device's heads.
         """
         config, recipe, parallel = self.config, self.recipe, self.parallel
         heads, kv_heads, dim = (

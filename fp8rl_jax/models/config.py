@@ -13,7 +13,7 @@ SCORING = ("softmax", "sigmoid")
 
 
 def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field with what it means, which `--help` shows, too."""
+    """Returns a dataclass field with its meaning as metadata, which `--help` shows."""
     return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
@@ -21,8 +21,8 @@ def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
 class ModelConfig:
     """A pre-norm decoder with RMSNorm, RoPE and SwiGLU: Qwen3, Qwen3-MoE, Llama 3 or DeepSeek-V3.
 
-    What tells the families apart are fields, so one forward pass runs them all. `models.presets`
-    has the published sizes by name.
+    Families differ in these fields alone, so one forward pass runs them all. `models.presets` has
+    the published sizes by name.
     """
 
     vocab_size: int = _field("tokens, special ones included")
@@ -116,12 +116,12 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """Features of a head that are rotated."""
+        """Number of features of a head that RoPE rotates."""
         return self.qk_rope_head_dim if self.latent else self.head_dim
 
     @property
     def dense_layers(self) -> int:
-        """First layers that are dense although others have experts."""
+        """Number of leading dense layers in a model with experts; 0 in a dense model."""
         return self.first_k_dense_replace if self.num_experts else 0
 
     def _check_rope(self):

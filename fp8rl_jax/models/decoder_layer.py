@@ -23,11 +23,11 @@ from fp8rl_jax.quant.scaling import find_amax
 
 
 class PerLayer(NamedTuple):
-    """Values that differ by layer; a scan over layers runs over them.
+    """Inputs that differ by layer, scanned with the layers.
 
     Attributes:
-      place: the layer's place in the cache (`kv_cache.by_layer`), or None.
-      scales: calibrated scales of its keys and values, or None.
+      place: the layer's index or page table in the cache (`kv_cache.by_layer`), or None.
+      scales: the layer's calibrated scales, {'q' | 'k' | 'v': ()}, or None.
     """
 
     place: Any
@@ -35,7 +35,7 @@ class PerLayer(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP or experts, residual stream rounded to the compute dtype."""
+    """Pre-norm attention and feed-forward part; the residual stream is in the compute dtype."""
 
     config: ModelConfig
     spec: LayerSpec
@@ -45,11 +45,11 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, carried, per_layer: PerLayer, positions, cos, sin, valid):
-        """One step of a scan over layers.
+        """Runs one layer, a step of a scan over layers.
 
         Args:
           carried: (x (B, T, D), the cache of all layers or None).
-          per_layer: values of this layer.
+          per_layer: inputs of this layer.
           positions, cos, sin, valid: (B, T, ...), see `forward`.
 
         Returns:
@@ -94,5 +94,5 @@ def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[st
 
 
 def _sequence_amax(x: jax.Array, valid: jax.Array) -> jax.Array:
-    """(B,) largest absolute value of (B, T, H, Dh) at the tokens where (B, T) `valid` is True."""
+    """Returns the largest absolute value (B,) of x (B, T, H, Dh) over the `valid` (B, T) tokens."""
     return find_amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))

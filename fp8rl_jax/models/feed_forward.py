@@ -35,12 +35,12 @@ def gated_mlp(
     x: Activation,
     width: int,
 ) -> jax.Array:
-    """``down(silu(gate x) * up x)``; its three linear layers become children of `module`.
+    """Computes ``down(silu(gate x) * up x)`` with three linear layers as children of `module`.
 
     Args:
-      module: in whose compact `__call__` this is called.
+      module: Flax module whose compact `__call__` calls this.
       config: shapes.
-      recipe: of the layer.
+      recipe: numerics of the layer.
       parallel: the devices that share the layer.
       x: (B, T, D) in the compute dtype.
       width: number of hidden features.
@@ -54,7 +54,7 @@ def gated_mlp(
     gate = linear(config, recipe, parallel, "gate_proj")(x)
     up = linear(config, recipe, parallel, "up_proj")(x)
     up = gather_or_slice(up, gate.shape[-1])
-    quantise = gate.shape[-1] == width  # here only if this device holds all features
+    quantise = gate.shape[-1] == width  # only if this device holds all features
     gated = tap_activation(module, "gated", gated_silu(recipe, quantise, gate, up))
     down = linear(config, recipe, parallel, "down_proj")(gated)
     return gather_or_slice(down, hidden)
@@ -72,7 +72,7 @@ class SharedExperts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Activation) -> jax.Array:
-        """(B, T, D) -> (B, T, D), in the compute dtype."""
+        """Maps (B, T, D) to (B, T, D), in the compute dtype."""
         config = self.config
         width = config.n_shared_experts * config.moe_intermediate_size
         return gated_mlp(self, config, self.recipe, self.parallel.uncut(), x, width)
@@ -87,16 +87,16 @@ def sparse_mlp(
     valid: jax.Array,
     collect: Collection[str],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Each token's routed experts, plus the shared ones if the model has any.
+    """Runs each token's routed experts, and adds the shared experts if the model has any.
 
     Args:
       module, config, recipe, parallel, x: as for `gated_mlp`.
-      valid: (B, T) bool, tokens that are counted.
+      valid: (B, T) bool, tokens to count.
       collect: as for `forward`.
 
     Returns:
-      (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, number of tokens by expert; if
-      collected 'expert_probability': (E,) float32, `sum_probability`}.
+      (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, tokens of each expert; if in
+      `collect` 'expert_probability': (E,) float32, `sum_probability`}.
     """
     router = Router(config, parallel, name="router")()
     experts = Experts(config, parallel, name="experts")()

@@ -1,9 +1,9 @@
 """The KV cache: stored keys and values of every layer, slot == position.
 
 Two forms. `KVCache` has a row of slots for every sequence. `PagedCache` has one pool of pages of
-64 slots for all sequences and layers; a table says in which pages a sequence's slots are, so that
-sequences share the pages of a common prompt and give theirs back when they end. Attention reads
-both by one definition, with equal bits (tests/rollout/test_paged_cache.py).
+64 slots for all sequences and layers; a table lists each sequence's pages, so that sequences share
+the pages of a common prompt, and a finished sequence frees its own. Attention over either form
+has one definition and equal bits (tests/rollout/test_paged_cache.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoredKV:
       k, v: (L, B, S, Hkv, Dh) E4M3 under an FP8 recipe, else the compute dtype.
       k_scale, v_scale: (L, B, S, Hkv) float32 with one scale per (token, kv head); None when k and
         v are not quantised, or when their scales are calibrated (arguments of `forward`).
-      keys_by_feature: whether k is (L, B, Hkv, Dh, S) instead, as products in jnp read it.
+      keys_by_feature: whether k is (L, B, Hkv, Dh, S) instead, the layout of products in jnp.
     """
 
     k: jax.Array
@@ -47,13 +47,13 @@ class StoredKV:
 
 @flax.struct.dataclass
 class StoredLatent:
-    """What multi-head latent attention reads, of one layer or stacked (a leading L axis).
+    """Latents and rotated keys of latent attention, of one layer or stacked (a leading L axis).
 
     Attributes:
       latent: (L, B, S, R) E4M3 under an FP8 recipe, else the compute dtype; keys and values of
         all heads are linear in it.
       scale: (L, B, S) float32 with one scale per token; None when latent is not quantised.
-      rope: (L, B, S, Dr) in the compute dtype, the rotated features of the key, of all heads.
+      rope: (L, B, S, Dr) in the compute dtype, the rotated part of the key, shared by all heads.
     """
 
     latent: jax.Array
@@ -65,29 +65,29 @@ Stored = StoredKV | StoredLatent
 _BITS = {jnp.dtype(E4M3): jnp.uint8, jnp.dtype(jnp.bfloat16): jnp.uint16}
 _NUMBERS = {jnp.dtype(bits): number for number, bits in _BITS.items()}
 _Count = TypeVar("_Count", int, jax.Array)
-PAGE = KV_CHUNK  # slots of a page: attention reads one at a time
+PAGE = KV_CHUNK  # slots of a page; attention reads one page at a time
 
 
 def pages_of(tokens: _Count) -> _Count:
-    """Pages of a sequence of at most `tokens` tokens (a number or an array)."""
+    """Returns how many pages `tokens` tokens (a number or an array) take."""
     return -(-tokens // PAGE)
 
 
 def least_pages(tokens: int) -> int:
-    """Pages that a pool must have for sequences of at most `tokens` tokens: one sequence, the last
-    page of the prompt that it shares, and page 0."""
+    """Returns the least size of a pool for sequences of at most `tokens` tokens: the pages of one
+    sequence, the last page of the prompt that it shares, and page 0."""
     return pages_of(tokens) + 2
 
 
 @flax.struct.dataclass
 class LayerCache:
-    """What attention of one layer reads and writes.
+    """The KV cache of one layer, alone or within the arrays of all layers.
 
     Attributes:
       stored: arrays (B, S, ...) of this layer, or of all layers: (L, B, S, ...) with `layer`,
-        (L * P, PAGE, ...) with a table.
-      layer: () int32, this layer's rows.
-      table: (B, N) int32, this layer's pages.
+        (L * P, PAGE, ...) with `table`.
+      layer: () int32, index of this layer in the arrays, or None.
+      table: (B, N) int32, indices of this layer's pages in the arrays, or None.
     """
 
     stored: Stored
@@ -95,7 +95,7 @@ class LayerCache:
     table: jax.Array | None = None
 
     def write(self, new: Stored, positions: jax.Array) -> LayerCache:
-        """With `new` (B, T, ...) at `positions` (B, T)."""
+        """Returns the cache with `new` (B, T, ...) written at `positions` (B, T)."""
         if self.table is not None:
             page = jnp.take_along_axis(self.table, positions // PAGE, axis=1)
 
@@ -109,8 +109,8 @@ class LayerCache:
             place = jnp.stack([layer, positions], axis=-1)
 
             def put(old: jax.Array, slots_last: bool, x: jax.Array) -> jax.Array:
-                # A batching dimension, not indices of the batch: on a mesh each device writes its
-                # own rows, and with indices XLA would gather the rows of all devices.
+                # The batch is a batching dimension, so on a mesh each device writes its own rows.
+                # With batch indices XLA would gather the rows of all devices.
                 slots = old.ndim - 1 if slots_last else 2
                 dimensions = lax.ScatterDimensionNumbers(
                     update_window_dims=tuple(range(2, x.ndim)),
@@ -124,9 +124,9 @@ class LayerCache:
         return dataclasses.replace(self, stored=_by_array(put, self.stored, new))
 
     def in_pages(self) -> LayerCache:
-        """The same as pages with a table, if a row is a multiple of a page; else unchanged.
+        """Views the stacked cache as pages plus a page table, so that a kernel reads it in place.
 
-        A kernel reads pages in place; the rows of one layer would be copied for it.
+        Returns self for a single layer, or if the slots are not a multiple of PAGE.
         """
         batch, slots = _leading(self.stored).shape[1:3]
         if self.layer is None or slots % PAGE:
@@ -138,14 +138,14 @@ class LayerCache:
         return LayerCache(pages, table=table)
 
     def as_read(self, implementation: str, queries: int) -> LayerCache:
-        """The form that attention by `implementation` reads: pages if a kernel decodes."""
+        """Returns `in_pages()` if a kernel of `implementation` decodes (one query), else self."""
         by_kernel = resolve(implementation) != "reference"
         return self.in_pages() if by_kernel and queries == 1 else self
 
     @property
     def numbers(self) -> Stored:
-        """What attention reads: (B, S, ...), or (L * P, PAGE, ...) with a table, in the types of
-        its numbers."""
+        """The arrays that attention reads: this layer's (B, S, ...), or (L * P, PAGE, ...) with a
+        table; as FP8 and bf16 values, not as bits."""
 
         def read(x: jax.Array) -> jax.Array:
             if self.layer is not None:
@@ -156,9 +156,9 @@ class LayerCache:
 
 
 def _by_array(function: Callable, stored: Stored, *others: Stored) -> Stored:
-    """Applies ``function(x, slots_last, *ys)`` to every array x of `stored` and those of `others`.
+    """Applies ``function(x, slots_last, *ys)`` to every array x of `stored`, with ys of `others`.
 
-    Slots are the last axis of keys by feature, else the axis after (L, B), or after pages.
+    Slots are the last axis of k with `keys_by_feature`, else the axis after (L, B), or after pages.
     """
     arrays, tree = jax.tree.flatten(stored)
     keys = stored.k if isinstance(stored, StoredKV) and stored.keys_by_feature else None
@@ -168,16 +168,16 @@ def _by_array(function: Callable, stored: Stored, *others: Stored) -> Stored:
 
 
 def _leading(stored: Stored) -> jax.Array:
-    """An array of `stored` whose axis of slots follows (L, B), or pages."""
+    """Returns an array of `stored` whose axis of slots follows (L, B), or pages."""
     return stored.v if isinstance(stored, StoredKV) else stored.latent
 
 
 @flax.struct.dataclass
 class KVCache:
-    """What every layer has stored, one entry per run of layers under one recipe.
+    """Keys and values of all layers, with a row of slots for every sequence.
 
     Attributes:
-      runs: as `layer_groups` cuts the layers; usually one.
+      runs: one entry per run of layers (`layer_groups`); usually one.
     """
 
     runs: tuple[Stored, ...]
@@ -188,11 +188,11 @@ class KVCache:
         return _leading(self.runs[0]).shape[2]
 
     def repeat(self, count: int) -> KVCache:
-        """Every sequence `count` times in a row, along the batch axis."""
+        """Repeats every sequence `count` times in a row, along the batch axis."""
         return jax.tree.map(lambda x: jnp.repeat(x, count, axis=1), self)
 
     def grow(self, slots: int) -> KVCache:
-        """The cache with `slots` more empty slots."""
+        """Returns the cache with `slots` more empty slots."""
 
         def pad(x: jax.Array, slots_last: bool) -> jax.Array:
             grown = x.ndim - 1 if slots_last else 2
@@ -208,7 +208,7 @@ class PagedCache:
     Attributes:
       runs: as in `KVCache`, but arrays (L * P, PAGE, ...): page p of layer l at l * P + p.
       table: (B, N) int32, pages of each sequence in the order of its slots.
-      pages: P.
+      pages: P, the pages of one layer.
     """
 
     runs: tuple[Stored, ...]
@@ -221,24 +221,24 @@ class PagedCache:
         return self.table.shape[1] * PAGE
 
     def tables(self, layers: int) -> jax.Array:
-        """(L, B, N) tables of the layers of a run, whose pages follow each other in the pool."""
+        """Returns the page tables (L, B, N) of a run's layers; layer l's pages start at l * P."""
         first = self.pages * jnp.arange(layers, dtype=self.table.dtype)
         return first[:, None, None] + self.table
 
 
-# A scan over layers carries the cache of all layers, so that a step writes into it in place; as an
-# input and output of each step it would be copied twice a token.
+# A scan over layers carries the cache of all layers, so that a layer writes into it in place. As a
+# scanned input and output it would be copied twice per token.
 
 
 def layer_cache(stored: Stored | None, place: jax.Array | None) -> LayerCache | None:
-    """The cache of one layer, from the carried arrays and the layer's entry of `by_layer`."""
+    """Returns the cache of one layer, from the carried arrays and its place (see `by_layer`)."""
     if stored is None or place is None:
         return None
     return LayerCache(stored, table=place) if place.ndim else LayerCache(stored, place)
 
 
 def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
-    """(arrays that a scan over one run of layers carries, each layer's index or table)."""
+    """Returns (arrays that a scan over one run of layers carries, each layer's index or table)."""
     if cache is None:
         return None, None
     if isinstance(cache, PagedCache):
@@ -249,7 +249,7 @@ def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
 def _empty(
     config: ModelConfig, recipe: Recipe, parallel: Parallel, shape: tuple[int, ...]
 ) -> Stored:
-    """Zeros (..., slots)."""
+    """Returns zero-filled arrays whose leading axes are `shape` (..., slots)."""
 
     def zeros(dtype, *features: int) -> jax.Array:
         return jnp.zeros((*shape, *features), _BITS.get(jnp.dtype(dtype), dtype))
@@ -270,7 +270,7 @@ def _empty(
 
 
 def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:
-    """Layers of each run."""
+    """Returns the number of layers of each run."""
     runs = layer_groups(layer_stacks(config), recipe)
     return [run.span.stop - run.span.start for run in runs]
 
@@ -278,8 +278,8 @@ def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:
 def init_cache(
     config: ModelConfig, recipe: Recipe, batch: int, slots: int, parallel: Parallel = ONE_DEVICE
 ) -> KVCache:
-    """An empty cache for `batch` sequences of at most `slots` tokens, for `forward` with the same
-    `parallel`."""
+    """Makes an empty cache for `batch` sequences of at most `slots` tokens, for `forward` with the
+    same `parallel`."""
     shapes = ((layers, batch, slots) for layers in _layers(config, recipe))
     return KVCache(tuple(_empty(config, recipe, parallel, shape) for shape in shapes))
 
@@ -291,7 +291,7 @@ def init_paged_cache(
     table: jax.Array,
     parallel: Parallel = ONE_DEVICE,
 ) -> PagedCache:
-    """An empty pool of `pages` pages per layer, read through `table` (B, N) int32."""
+    """Makes an empty pool of `pages` pages per layer, read through `table` (B, N) int32."""
     shapes = ((layers * pages, PAGE) for layers in _layers(config, recipe))
     return PagedCache(
         tuple(_empty(config, recipe, parallel, shape) for shape in shapes), table, pages

@@ -4,16 +4,16 @@ A token's keys and values of all heads are linear in one latent c, and all heads
 part of the key. Instead of making keys and values from the cache, their matrices are absorbed into
 the query and the result::
 
-    c, k_r  = norm(W_a x), rope(W_r x)             what the cache holds: R + Dr numbers a token
+    c, k_r  = norm(W_a x), rope(W_r x)             stored in the cache: R + Dr numbers a token
     score   = (W_kb_h^T q_h) . c + q_rh . k_r      one "head" of keys for all heads of queries
     out_h   = W_vb_h (sum_s p_s c_s)
 
 Decode needs this form for its speed; prefill and learner run the same one, so that all three have
 the same bits. The latent passes through the KV quantiser (FP8, one scale a token); the rotated part
 stays in the compute dtype, as it is small and carries the positions. The two absorbed products are
-per head: `grouped_matmul` with a head in the place of an expert.
+per head: `grouped_matmul` with heads as experts.
 
-The latents' norms have an epsilon of 1e-6 whatever `rms_norm_eps` is, as in DeepSeek's models.
+The latents' norms use an epsilon of 1e-6 and ignore `rms_norm_eps`, as in DeepSeek's models.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _LATENT_EPS = 1e-6
 
 
 def _store(latent: jax.Array, rope: jax.Array, recipe: Recipe) -> StoredLatent:
-    """Latents (B, T, R) and rotated keys (B, T, Dr) as the cache holds them."""
+    """Quantises latents (B, T, R) for the cache; rotated keys (B, T, Dr) stay as given."""
     stored, scale = quantize_kv(latent, recipe)
     return StoredLatent(stored, scale, rope)
 
 
 def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
-    """Latents (B, T, R) after quantisation, as attention reads them, float32."""
+    """Returns latents (B, T, R) as attention reads them, after quantisation, float32."""
     return dequantize_kv(*quantize_kv(latent, recipe))
 
 
@@ -79,13 +79,13 @@ def latent_self_attention(
     rope: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Attention of a sequence to itself without a cache, as the learner runs it.
+    """Computes attention within the given sequences without a cache, for the learner.
 
-    The gradient is straight through the latents' rounding, taken at the rounded values.
+    The gradient passes straight through the latents' rounding, and is taken at the rounded values.
 
     Args:
-      recipe: of the layer.
-      scale: of the scores (`softmax_scale`).
+      recipe: numerics of the layer.
+      scale: factor of the scores (`softmax_scale`).
       q: (B, T, H, R), absorbed; q_rope: (B, T, H, Dr), both in the compute dtype.
       latent: (B, T, R); rope: (B, T, Dr), both in the compute dtype.
       positions: (B, T) int32.
@@ -126,7 +126,7 @@ latent_self_attention.defvjp(_forward, _backward)
 
 
 def by_head(recipe: Recipe, devices: int, x: jax.Array, weight: LayerWeight) -> jax.Array:
-    """(B, T, H, n) times each head's matrix (H, n, m) -> (B, T, H, m) in the compute dtype.
+    """Multiplies x (B, T, H, n) by each head's matrix (H, n, m), to the compute dtype.
 
     `devices` is the number of devices that share the rows, 1 inside a shard_map.
     """
@@ -146,7 +146,7 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Activation, cache: LayerCache | None, scales, positions, cos, sin):
-        """x (B, T, D), positions (B, T), cos/sin (B, T, Dr/2); scales must be None.
+        """Runs attention on x (B, T, D), positions (B, T), cos/sin (B, T, Dr/2); `scales` is None.
 
         Returns ((B, T, H * v_head_dim), cache, {'latent': (B, T, 1, R) before quantisation}).
         """

@@ -1,15 +1,15 @@
 """The linear layer, norm and gated activation, with fixed rounding points.
 
-    Linear  --multiply-->  quant.matmul            a linear layer is its taps and one product
-    SplitLinear                                    the same on one of several devices (shard_map)
+    Linear  --multiply-->  quant.matmul            one product, input and output tapped
+    SplitLinear                                    `Linear` on one device inside a shard_map
     RMSNorm, gated_silu                            kernels on a GPU, jnp elsewhere
 
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). On a GPU
 norm and gate are kernels: XLA would order a norm's sum by the number of rows. On a CPU the
-forms are chosen so that a forward-only program and a train step give the same bits on XLA:CPU:
-`lax.rsqrt` and never ``1 / sqrt`` (rewritten in one of the two), `prevent_fma` on every product
-that feeds an addition. (Attention and log-probabilities also keep `exp` to a last axis that is a
-multiple of 16, because its vector and scalar code differ; model widths usually are.)
+formulas are written so that a forward-only program and a train step give the same bits on XLA:CPU:
+`lax.rsqrt` and never ``1 / sqrt`` (XLA rewrites it in one of the two), and `prevent_fma` on every
+product that feeds an addition. (Attention and log-probabilities also pad the last axis of `exp` to
+a multiple of 16, because its vector and scalar code differ; model widths usually are multiples.)
 
 Norm and gate have custom derivatives, which keep their inputs in the compute dtype: automatic
 differentiation would keep several float32 copies of every activation, many times what the linear
@@ -70,7 +70,7 @@ def tap_activation(
     x: Activation,
     view: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Activation:
-    """Like `tap`; a swapped-in value drops the quantised copy, so it is quantised again."""
+    """Taps an activation's value. A swapped-in value drops the quantised copy; it is made again."""
     value = tap(module, name, x.value, view)
     return x if value is x.value else Activation(value)
 
@@ -78,10 +78,10 @@ def tap_activation(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StackedLayer:
-    """One layer of stacked weights, named and not cut out. For forward passes alone.
+    """One layer of stacked weights, by its index and without a copy. For forward passes only.
 
-    Cutting a layer out of a stack copies it before a kernel can read it: three times the memory
-    traffic of a decode step, whose time is the reading of weights.
+    Slicing a layer out of a stack copies it before a kernel can read it. That triples the memory
+    traffic of a decode step, which spends its time reading weights.
 
     Attributes:
       stack: (L, K, N), or (L, E, K, N) of experts, an array or a QArray.
@@ -102,7 +102,7 @@ LayerWeight = Weight | StackedLayer
 def multiply(
     recipe: Recipe, x: Activation, w: LayerWeight, rows: Rows, dtype=jnp.float32
 ) -> jax.Array:
-    """`quant.matmul`, also by one layer of a stack: for a kernel, its layers are experts."""
+    """Runs `quant.matmul`; of a `StackedLayer`, a grouped kernel takes the layers as experts."""
     if not isinstance(w, StackedLayer):
         return matmul(recipe, x, w, rows, dtype)
     if rows.gather is not None or not has_grouped_kernels(recipe):
@@ -114,8 +114,8 @@ def multiply(
 def multiply_experts(
     recipe: Recipe, x: jax.Array | Activation, w: LayerWeight, experts: jax.Array, devices: int = 1
 ) -> jax.Array:
-    """`quant.grouped_matmul`, also by the E experts of one layer of a stack (L, E, K, N): for a
-    kernel, the stack has L * E experts."""
+    """Runs `quant.grouped_matmul`; a `StackedLayer` of experts (L, E, K, N) is passed to it as
+    L * E experts."""
     if not isinstance(w, StackedLayer):
         return grouped_matmul(recipe, x, w, experts, devices)
     layers, count = w.stack.shape[:2]
@@ -127,7 +127,7 @@ def multiply_experts(
 def kernel_of(
     module: nn.Module, config: ModelConfig, parallel: Parallel, spec: PartitionSpec = WHOLE
 ) -> LayerWeight:
-    """A module's parameter `kernel` (..., in, out), of the shape in models/arrays.py.
+    """Returns a module's parameter `kernel` (..., in, out), of the shape in models/arrays.py.
 
     It is gathered over the mesh, except along the axes that `spec` keeps sharded. A `StackedLayer`
     is returned unchanged; Flax checks the shapes of kernels that are not sharded.
@@ -147,7 +147,7 @@ def kernel_of(
 
 
 class Linear(nn.Module):
-    """A linear layer without bias that taps its input, as quantised, and its output."""
+    """A linear layer without bias. Its quantised input and its output are tapped."""
 
     config: ModelConfig
     recipe: Recipe
@@ -155,7 +155,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
-        """(..., in) -> (..., out), both in the compute dtype."""
+        """Maps (..., in) to (..., out), both in the compute dtype."""
         x = as_activation(x)
         kernel = kernel_of(self, self.config, self.parallel)
         x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))
@@ -165,7 +165,7 @@ class Linear(nn.Module):
 
 
 def _as_multiplied(recipe: Recipe, kernel: LayerWeight, x: jax.Array) -> jax.Array:
-    """The input (..., in) of a linear layer in the values that enter the product, float32."""
+    """Returns a linear layer's input (..., in) after quantisation, dequantised to float32."""
     if recipe.activation is None:
         return x.astype(jnp.float32)
     scaling = kernel.scaling if isinstance(kernel, BoundWeight) else None
@@ -175,10 +175,10 @@ def _as_multiplied(recipe: Recipe, kernel: LayerWeight, x: jax.Array) -> jax.Arr
 
 
 class SplitLinear(nn.Module):
-    """`Linear` on one of several devices, where each has some columns of the kernel, or all.
+    """`Linear` on one device inside a shard_map, with a kernel that may be sharded by columns.
 
-    The input has all features or this device's part of them. The result has this device's columns
-    if the kernel is sharded, else all.
+    The input has all features or this device's shard of them. The result has this device's columns
+    if the kernel is sharded, else all columns.
     """
 
     recipe: Recipe
@@ -203,8 +203,8 @@ class SplitLinear(nn.Module):
 
 
 def linear(config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str) -> nn.Module:
-    """A `Linear` under the recipe of the layer `name`; under a shard_map a `SplitLinear` with the
-    same parameters."""
+    """Makes a `Linear` under the recipe of the layer `name`, or inside a shard_map a `SplitLinear`
+    with the same parameters."""
     own = recipe.for_module(name)
     if parallel.inside:
         return SplitLinear(own, parallel, name=name)
@@ -212,7 +212,7 @@ def linear(config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str) -
 
 
 def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Initializer:
-    """Normal values of standard deviation init_scale / sqrt(in), for (..., in, out).
+    """Returns a normal initialiser of (..., in, out), standard deviation init_scale / sqrt(in).
 
     `stacks`: number of leading axes (experts or heads).
     """
@@ -235,7 +235,7 @@ class Kernel(nn.Module):
 def _by_kernel_or_jnp(
     recipe: Recipe, quantise: bool, kernel: Callable, plain: Callable, *operands: jax.Array
 ) -> Activation:
-    """An operation on activations by a kernel of kernels/gpu/norm.py, or in jnp.
+    """Runs an operation on activations by a kernel of kernels/gpu/norm.py, or in jnp.
 
     Args:
       recipe: numerics.
@@ -243,7 +243,7 @@ def _by_kernel_or_jnp(
         `fuses_quantisation`.
       kernel: (*operands, dtype, quantisation) -> (M, D), or with a quantisation (y, q, scale).
       plain: (*operands) -> (..., D) float32.
-      operands: the first has the shape of the result.
+      operands: arrays, the first of the result's shape.
     """
     shape, operand = operands[0].shape, None
     if quantise and fuses_quantisation(recipe):
@@ -266,12 +266,12 @@ def _by_kernel_or_jnp(
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """(B, T, D) -> (B * T, D)."""
+    """Reshapes (B, T, D) to (B * T, D)."""
     return x.reshape(-1, x.shape[-1])
 
 
 def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
-    """``1 / sqrt(mean(x^2) + eps)`` over the last axis of float32 x."""
+    """Returns ``1 / sqrt(mean(x^2) + eps)`` over the last axis of float32 x."""
     mean_square = sum_last(prevent_fma(x * x))[..., None] * np.float32(1 / x.shape[-1])
     return lax.rsqrt(prevent_fma(mean_square) + np.float32(eps))
 
@@ -280,11 +280,11 @@ def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
 def rms_norm(
     recipe: Recipe, eps: float, quantise: bool, parallel: Parallel, x: jax.Array, weight: jax.Array
 ) -> Activation:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 1910.07467).
+    """Returns ``x / sqrt(mean(x^2) + eps) * weight``, last axis (Zhang & Sennrich, 1910.07467).
 
-    Kept for the backward pass: x in its own dtype, and no float32 copy. `quantise` as for
-    `_by_kernel_or_jnp`; only the value has a gradient, which is summed over the devices of
-    `parallel`.
+    Keeps x for the backward pass in its dtype, without a float32 copy. `quantise` as in
+    `_by_kernel_or_jnp`. Only the value has a gradient; the weight's gradient is summed over the
+    devices of `parallel`.
     """
 
     def kernel(x, weight, *settings):
@@ -316,7 +316,7 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with its weight as a parameter."""
+    """Module of `rms_norm` that holds its weight and taps its output."""
 
     eps: float
     recipe: Recipe
@@ -333,10 +333,10 @@ class RMSNorm(nn.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gated_silu(recipe: Recipe, quantise: bool, gate: jax.Array, up: jax.Array) -> Activation:
-    """``silu(gate) * up`` with silu(x) = x / (1 + exp(-x)) (SwiGLU, Shazeer, 2002.05202).
+    """Returns ``silu(gate) * up``, silu(x) = x / (1 + exp(-x)) (SwiGLU, Shazeer, 2002.05202).
 
-    Kept for the backward pass: gate and up in their own dtype, and no float32 copy. `quantise` as
-    for `_by_kernel_or_jnp`; only the value has a gradient.
+    Keeps gate and up for the backward pass in their dtype, without float32 copies. `quantise` as
+    in `_by_kernel_or_jnp`; only the value has a gradient.
     """
 
     def kernel(gate, up, *settings):
@@ -358,7 +358,7 @@ def _gated_silu_backward(recipe, quantise, residual, cotangent):
     gate, up = (x.astype(jnp.float32) for x in residual)
     dy = cotangent.value.astype(jnp.float32)
     sigmoid = 1.0 / (1.0 + jnp.exp(-gate))
-    slope = sigmoid + gate * sigmoid * (1.0 - sigmoid)  # written so that it never overflows
+    slope = sigmoid + gate * sigmoid * (1.0 - sigmoid)  # this form never overflows
     return (dy * up * slope).astype(residual[0].dtype), (dy * gate * sigmoid).astype(
         residual[1].dtype
     )

@@ -5,8 +5,8 @@ it for the token it chose, the learner recomputes it for the same token; both by
 `_logprobs_of_logits`. Top-k and top-p choose the token and never renormalise this value.
 
 On a GPU both use kernels (kernels/gpu/head.py) that give a row the same bits. The learner's kernel
-never holds the logits of many tokens; the sampler has the logits of its few rows in memory, because
-it draws from them, and takes the kernel that reads them.
+never stores the logits. The sampler stores the logits of its few rows, because it draws from them,
+and its kernel reads them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from fp8rl_jax.models.parallel.specs import head_spec
 from fp8rl_jax.quant import BoundWeight, Recipe, Rows, Weight, compute_value, matmul
 from fp8rl_jax.quant.varying import varying_vjp
 
-_CHUNK = 1024  # tokens whose logits exist at once
+_CHUNK = 1024  # tokens whose logits are in memory at once
 
 
 def output_head(params, config: ModelConfig, parallel: Parallel = ONE_DEVICE) -> Weight:
-    """The (D, V) output head of a parameter tree: its own, or the transposed embedding."""
+    """Returns the output head (D, V) of a parameter tree: `lm_head` or the transposed embedding."""
     head = params["embed_tokens"].T if config.tie_word_embeddings else params["lm_head"]
     return parallel.replicate(head, head_spec(head.shape[1], parallel.tensor))
 
@@ -45,20 +45,20 @@ def output_head(params, config: ModelConfig, parallel: Parallel = ONE_DEVICE) ->
 def head_logits(
     hidden: jax.Array, head: Weight, recipe: Recipe, parallel: Parallel = ONE_DEVICE
 ) -> jax.Array:
-    """(M, D) hidden states -> (M, V) float32 logits. The head is never quantised to FP8."""
+    """Computes float32 logits (M, V) of hidden states (M, D). The head is never quantised."""
     rows = Rows(1 if parallel.uses_shard_map(recipe) else parallel.devices)
     product = functools.partial(matmul, recipe.unquantized(), rows=rows)
     return split_head(recipe, parallel, product, hidden, head)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:
-    """1/temperature, with 0 (greedy decoding) standing for 1. Shape as given, float32."""
+    """Returns 1/temperature in float32, taking 0 (greedy decoding) as 1."""
     temperature = jnp.where(temperature == 0, 1.0, temperature).astype(jnp.float32)
     return lax.optimization_barrier(1.0 / temperature)
 
 
 def scaled_logits(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """(M, V) logits over (M,) temperatures, padded with -inf to a multiple of 16 columns."""
+    """Divides (M, V) logits by (M,) temperatures; pads with -inf to a multiple of 16 columns."""
     return _scaled(logits, inverse_temperature(temperature))
 
 
@@ -69,7 +69,7 @@ def _scaled(logits: jax.Array, inverse: jax.Array) -> jax.Array:
 
 
 def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each target, and the entropy of each row.
+    """Returns the log-probability of each target, and the entropy of each row.
 
     Args:
       scaled: (M, W) float32 from `scaled_logits`.
@@ -85,7 +85,7 @@ def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array
 def _logprobs_of_logits(
     scaled: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(logp, entropy, logsumexp), each (M,), as `logprobs_of_logits`."""
+    """Returns (logp, entropy, logsumexp), each (M,); see `logprobs_of_logits`."""
     top = lax.stop_gradient(max_last(scaled)[:, None])
     weight = jnp.exp(scaled - top)
     total = sum_last(weight)
@@ -99,7 +99,7 @@ def _logprobs_of_logits(
 def _row_logprobs(
     recipe: Recipe, parallel: Parallel, hidden, head, targets, inverse
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(logp, entropy, logsumexp) of rows, from all their logits at once."""
+    """Returns (logp, entropy, logsumexp) of rows, from all their logits at once."""
     return _logprobs_of_logits(
         _scaled(head_logits(hidden, head, recipe, parallel), inverse), targets
     )
@@ -114,10 +114,10 @@ def _chunk_logprobs(
     targets: jax.Array,
     inverse: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """(logp, entropy) of rows. Kept for the backward pass: its arguments, and their logsumexp.
+    """Returns (logp, entropy) of rows. Keeps the arguments and logsumexp for the backward pass.
 
-    The backward pass recomputes the logits, but not what `logprobs_of_logits` made of them: the
-    gradient of a row's log-probability is ``(one_hot(target) - softmax) * inverse``.
+    The backward pass recomputes the logits and no more: the gradient of a row's log-probability
+    with respect to them is ``(one_hot(target) - softmax) * inverse``.
     """
     return _row_logprobs(recipe, parallel, hidden, head, targets, inverse)[:2]
 
@@ -140,15 +140,15 @@ _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
 
 
 def _by_kernel(recipe: Recipe, parallel: Parallel) -> bool:
-    """Whether kernels compute log-probabilities; a vocabulary that is sharded has none."""
+    """Returns whether kernels compute log-probabilities; they take no sharded vocabulary."""
     return resolve(recipe.kernels) != "reference" and parallel.tensor == 1
 
 
 @functools.partial(varying_vjp, static=1)
 def _kernel_logprobs(recipe: Recipe, hidden, head, master, targets, inverse):
-    """`_chunk_logprobs` by the kernels; the gradient of the head goes to `master` if there is one.
+    """Runs `_chunk_logprobs` by kernels; the head's gradient goes to `master` if there is one.
 
-    With `Recipe.kernels` "auto" it is `_row_logprobs` on platforms other than CUDA.
+    With `Recipe.kernels` "auto" it runs `_row_logprobs` on platforms other than CUDA.
     """
     return _kernel_forward(recipe, hidden, head, master, targets, inverse)[0]
 
@@ -187,7 +187,7 @@ _kernel_logprobs.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel):
-    """`token_logprobs` by kernels, each device on its own rows; inverse (B,) is 1 / temperature."""
+    """Runs `token_logprobs` by kernels, each device on its rows; inverse (B,): 1 / temperature."""
     value, master = (head.value, head.master) if isinstance(head, BoundWeight) else (head, None)
 
     def run(hidden, targets, inverse, value, master):
@@ -208,13 +208,13 @@ def token_logprobs(
     recipe: Recipe,
     parallel: Parallel = ONE_DEVICE,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of `targets`, over chunks of tokens: (B, T, V) never exists at once.
+    """Returns log-probabilities of `targets`, by chunks of tokens: (B, T, V) is never in memory.
 
     Args:
       hidden: (B, T, D) after the final norm; position t predicts targets[:, t].
       head: (D, V), from `output_head`.
       targets: (B, T) int32.
-      temperature: (B,) float32, one per sequence; 0 is recorded as 1.
+      temperature: (B,) float32, one per sequence; 0 counts as 1.
       recipe: numerics.
       parallel: as for `forward`.
 
@@ -257,10 +257,10 @@ def drawn_logprobs(
     recipe: Recipe,
     parallel: Parallel = ONE_DEVICE,
 ) -> jax.Array:
-    """Log-probabilities of drawn tokens, (M,) float32: the bits of `token_logprobs`.
+    """Returns log-probabilities of drawn tokens, (M,) float32, with the bits of `token_logprobs`.
 
     Args:
-      logits: (M, V) float32, before temperature; scaled: (M, W), of `scaled_logits`.
+      logits: (M, V) float32, before temperature; scaled: (M, W), from `scaled_logits`.
       tokens: (M,) int32; temperature: (M,) float32.
       recipe: numerics.
       parallel: as for `forward`.

@@ -14,10 +14,10 @@ nor on its other rows. The number of rows matters for speed (`tile_rows`) and fo
 quantises along the rows of a tile.
 
 The k results of a token are added in the order of its slots, in float32, and rounded once to the
-compute dtype. Kept for the backward pass beside what the matmuls keep: the experts' results in the
+compute dtype. Besides what the matmuls keep, the backward pass keeps the experts' results in the
 compute dtype, k rows a token.
 
-parallel/experts.py does the same with experts on several devices (`mesh.expert`).
+parallel/experts.py runs this layer with experts on several devices (`mesh.expert`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from fp8rl_jax.models.layers import Kernel, LayerWeight, gated_silu, multiply_ex
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant import Activation, Recipe, compute_value
 
-_FEWEST_ROWS, _MOST_ROWS = 8, 128  # of a tile: the matmul pads to 8; wgrad's blocks are 128 long
+_FEWEST_ROWS, _MOST_ROWS = 8, 128  # per tile: matmuls pad to 8; wgrad's blocks have 128 rows
 
 
 class Experts(nn.Module):
     """Weights of experts: gate_proj and up_proj (E, D, F), down_proj (E, F, D).
 
-    Sharded over the mesh axis `expert`; inside a shard_map those of the device.
+    Sharded over the mesh axis `expert`; inside a shard_map, E counts this device's experts.
     """
 
     config: ModelConfig
@@ -56,10 +56,10 @@ class Experts(nn.Module):
 
 
 def tile_rows(assignments: int, experts: int) -> int:
-    """Rows of a tile: the power of two from 8 to 128 that holds an expert's average share.
+    """Returns the rows of a tile: the power of two from 8 to 128 that fits an expert's mean share.
 
-    Few rows a tile make a decode step cheap (most tiles would be padding otherwise); 128 give
-    wgrad the blocks of a dense layer. The forward bits are the same for all.
+    Small tiles make a decode step cheap (large ones would be mostly padding); 128 rows give wgrad
+    the blocks of a dense layer. The forward bits are the same for all sizes.
     """
     average = -(-assignments // experts)
     return min(max(_FEWEST_ROWS, 1 << (average - 1).bit_length()), _MOST_ROWS)
@@ -85,10 +85,10 @@ class Tiles(NamedTuple):
 
 
 def make_tiles(experts: jax.Array, count: int, rows: int) -> Tiles:
-    """Sorts the rows of (M, k) chosen experts below `count` into tiles of `rows` rows.
+    """Sorts tokens by chosen experts (M, k), numbers below `count`, into tiles of `rows` rows.
 
     There are as many tiles as the worst distribution needs: every expert that can have a row
-    leaves at most ``rows - 1`` of its last tile empty.
+    leaves at most ``rows - 1`` rows of its last tile empty.
     """
     tokens, slots = experts.shape
     total = tokens * slots
@@ -109,13 +109,13 @@ def make_tiles(experts: jax.Array, count: int, rows: int) -> Tiles:
 
 
 def fill_rows(x: jax.Array, source: jax.Array) -> jax.Array:
-    """Rows of `x` (M, n) by number; zeros where the number is M."""
+    """Returns the rows `source` of `x` (M, n); zeros where the number is M."""
     return x.at[source].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
 def dispatch(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """(M, D) -> (tiles, R, D): every token in the rows of its experts, zeros between.
+    """Copies tokens (M, D) to the rows of their experts (tiles, R, D), zeros for padding.
 
     The gradient of a token is the sum over its k rows, in float32.
     """
@@ -138,16 +138,16 @@ dispatch.defvjp(_dispatch_forward, _dispatch_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(recipe: Recipe, y: jax.Array, weights: jax.Array, tiles: Tiles) -> jax.Array:
-    """Sum of every token's expert results by weight, in order of slots.
+    """Adds every token's expert results, weighted, in the order of its slots.
 
     Args:
-      recipe: gives the compute dtype.
-      y: (tiles, R, D) float32.
+      recipe: numerics; gives the compute dtype.
+      y: (tiles, R, D) float32, results in tiles.
       weights: (M, k) float32.
-      tiles: where the results are.
+      tiles: map from (token, slot) to rows of `y`.
 
     Returns:
-      (M, D) in the compute dtype. Kept for the backward pass: y, rounded to it.
+      (M, D) in the compute dtype. The backward pass keeps y in the compute dtype.
     """
     rows = y.reshape(-1, y.shape[-1])
     total = prevent_fma(rows[tiles.place[:, 0]] * weights[:, :1])
@@ -178,13 +178,13 @@ combine.defvjp(_combine_forward, _combine_backward)
 def expert_results(
     recipe: Recipe, rows: Activation, experts: dict[str, LayerWeight], of_tiles: jax.Array
 ) -> jax.Array:
-    """``down_i(silu(gate_i(x)) * up_i(x))`` of tiles of rows, each by its expert.
+    """Computes ``down_i(silu(gate_i(x)) * up_i(x))`` of every tile by its expert i.
 
     Args:
       recipe: numerics; experts follow `Recipe.for_module` of 'gate_proj', 'up_proj', 'down_proj'.
       rows: (tiles, R, D) in the compute dtype.
       experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}.
-      of_tiles: (tiles,) int32, `Tiles.experts`.
+      of_tiles: (tiles,) int32, expert of each tile (`Tiles.experts`).
 
     Returns:
       (tiles, R, D) float32; zeros for tiles without an expert.
@@ -205,14 +205,14 @@ def moe_forward(
     chosen: jax.Array,
     experts: dict[str, LayerWeight],
 ) -> jax.Array:
-    """The chosen experts' results, weighted and added.
+    """Runs the chosen experts of every token and adds their weighted results.
 
     Args:
       config: shapes.
       recipe, experts: as for `expert_results`.
       x: (B, T, D) in the compute dtype.
-      weights: (B, T, k) float32, of `routing_weights`.
-      chosen: (B, T, k) int32, of `select_experts`.
+      weights: (B, T, k) float32, from `routing_weights`.
+      chosen: (B, T, k) int32, from `select_experts`.
 
     Returns:
       (B, T, D) in the compute dtype.

@@ -69,10 +69,10 @@ from fp8rl_jax.quant.scaling import never_saturates
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(config: ModelConfig, key: jax.Array):
-    """Random float32 parameters: {'embed_tokens', 'layers': {...}, 'norm', ['lm_head']}.
+    """Makes random float32 parameters: {'embed_tokens', 'layers': {...}, 'norm', ['lm_head']}.
 
-    Layer parameters are stacked along a first axis of length num_hidden_layers; those of experts
-    along a second one of length num_experts.
+    Layer parameters are stacked along a first axis, one entry per layer of the stack ('layers',
+    'dense_layers'), those of experts also along a second axis of length num_experts.
     """
     # Under jit, unused results are dropped: flax runs the model to find its parameters.
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -82,18 +82,18 @@ def init_params(config: ModelConfig, key: jax.Array):
 
 
 def _site(path) -> str:
-    """The name of a weight's site."""
+    """Returns the name of a weight's site."""
     return ".".join(path_of(path)[:-1])
 
 
 def _runs(params, recipe: Recipe) -> list[LayerGroup]:
-    """The runs of layers that the parameters have under a recipe."""
+    """Returns the runs of layers of `params` under a recipe."""
     names = (name for name in (DENSE_STACK, STACK) if name in params)
     return layer_groups({n: jax.tree.leaves(params[n])[0].shape[0] for n in names}, recipe)
 
 
 def split_layers(params, recipe: Recipe):
-    """Parameters with their stacks of layers cut into runs under one recipe (models/stacks.py).
+    """Splits the stacks of layers in `params` into runs under one recipe (models/stacks.py).
 
     Returns the tree unchanged if all layers of each stack have the same recipe.
     """
@@ -107,7 +107,7 @@ def split_layers(params, recipe: Recipe):
 
 
 def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
-    """{'layers.o_proj': (recipe of that site, weight)} of every quantised layer."""
+    """Returns {'layers.o_proj': (recipe of that site, weight)} of every quantised layer."""
     recipes = {run.name: run.recipe for run in _runs(params, recipe)}
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(split_layers(params, recipe)):
@@ -120,10 +120,10 @@ def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
 
 
 def init_scaling(params, recipe: Recipe | str) -> dict[str, SiteScaling]:
-    """States of every stateful policy at the start: {site: SiteScaling}, {} without any.
+    """Returns initial states of the stateful policies: {site: SiteScaling}, or {} without any.
 
-    Weights are known before the first step, so their policies have seen them once: the first
-    rollout does not run on weights that were quantised with a scale of 1.
+    Policies of weights have observed the initial weights once; otherwise the first rollout would
+    run on weights quantised with a scale of 1.
     """
     states = {}
     for name, (site, leaf) in _sites(params, get_recipe(recipe)).items():
@@ -138,7 +138,7 @@ def init_scaling(params, recipe: Recipe | str) -> dict[str, SiteScaling]:
 
 
 def init_probes(params, recipe: Recipe | str, health: bool) -> dict[str, SiteProbe]:
-    """Zeros whose gradient is what each site observed: {site: SiteProbe}."""
+    """Returns zeros whose gradients carry each site's observations: {site: SiteProbe}."""
     probes = {
         name: init_probe(site, leaf.shape, health)
         for name, (site, leaf) in _sites(params, get_recipe(recipe)).items()
@@ -147,13 +147,13 @@ def init_probes(params, recipe: Recipe | str, health: bool) -> dict[str, SitePro
 
 
 def update_scaling(params, recipe: Recipe | str, scaling, seen) -> dict[str, SiteScaling]:
-    """States after an optimiser step.
+    """Returns the policies' states after an optimiser step.
 
     Args:
       params: masters that the step's forward pass used; their amax is observed here.
-      recipe: of the learner.
+      recipe: numerics of the learner.
       scaling: the states that the step used.
-      seen: gradient of the step with respect to its probes.
+      seen: gradients of the step's probes ({site: SiteProbe}).
     """
     sites = _sites(params, get_recipe(recipe))
 
@@ -171,16 +171,16 @@ def update_scaling(params, recipe: Recipe | str, scaling, seen) -> dict[str, Sit
 
 
 def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
-    """What the forward pass reads: QArray for linear layers, compute dtype for tables.
+    """Quantises masters for the forward pass: QArrays for linear layers, compute dtype for tables.
 
-    Where activations have a stateful policy, the weight comes as a BoundWeight that carries the
-    frozen state. The result depends on values, recipe and states alone, so rollout and learner
-    hold the same bytes.
+    Where activations have a stateful policy, the weight is a BoundWeight that carries the frozen
+    state. The result depends on values, recipe and states alone, so rollout and learner hold the
+    same bytes.
 
     Args:
       params: float32 masters.
-      recipe: of the rollout or of the learner.
-      scaling: of `init_scaling`, for recipes with stateful policies.
+      recipe: numerics of the rollout or of the learner.
+      scaling: states from `init_scaling`, for recipes with stateful policies.
 
     Raises:
       ValueError: the recipe is stateful and `scaling` lacks a site.
@@ -202,18 +202,17 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
 
 
 def with_kv_scales(weights, kv_scales: KVScales | None):
-    """Weights with the calibrated scales beside them, as the sampler takes them."""
+    """Adds calibrated scales, unless None, to the weights as 'kv_scales', for the sampler."""
     return weights if kv_scales is None else weights | {"kv_scales": kv_scales}
 
 
 def for_decoding(weights, recipe: Recipe, *, stacks: bool):
-    """Rollout weights in the form that a CPU's decode loop reads fastest; results are bit-equal.
+    """Converts rollout weights to the form that a CPU's decode loop reads fastest, with equal bits.
 
-    A decode loop reads every weight once a token, so FP8 is `widened` before it: two bytes a weight
-    while the loop runs, four where a CPU multiplies in float32; exact products take FP8. With
-    `stacks` the stacks of linear layers are held as bits (`keep`), which a forward pass with taps
-    does not take: in each iteration that cuts one layer out, XLA:CPU would otherwise convert the
-    whole stack.
+    A decode loop reads every weight once a token, so FP8 is `widened` before the loop: to two bytes
+    a weight, or four where a CPU multiplies in float32; exact products take FP8. With `stacks` the
+    stacks of linear layers are stored as bits (`keep`): XLA:CPU would otherwise convert the full
+    stack whenever an iteration slices one layer. A forward pass with taps takes no such bits.
     """
 
     def is_widened(x) -> bool:
@@ -229,17 +228,17 @@ def for_decoding(weights, recipe: Recipe, *, stacks: bool):
 
 
 def kernel_formats(weights, shardings):
-    """Shardings of rollout weights, with the layouts that the GPU kernels read without a copy.
+    """Adds to shardings of rollout weights the layouts that GPU kernels read without a copy.
 
     The kernels read the (in, out) matrices of linear layers and head column by column. A buffer
     stored row by row would be copied in every rollout.
 
     Args:
       weights: result of `quantize_params`, or its shapes.
-      shardings: one for each array.
+      shardings: the sharding of each array.
 
     Returns:
-      The shardings; those of such matrices as `Format`s with a layout.
+      The shardings; those of the matrices above as `Format`s with a layout.
     """
 
     def by_column(x, sharding):
@@ -259,7 +258,7 @@ def kernel_formats(weights, shardings):
 
 
 def _value(weight):
-    """The array that the forward pass multiplies by."""
+    """Returns the array that the forward pass multiplies by."""
     return weight.value if isinstance(weight, BoundWeight) else weight
 
 
@@ -273,10 +272,10 @@ def trainable_params(
 
     Args:
       params: float32 masters.
-      weights: `quantize_params` of them.
-      recipe: that they were quantised under.
+      weights: result of `quantize_params` on `params`.
+      recipe: numerics under which they were quantised.
       scaling: states of stateful policies, as in `quantize_params`.
-      probes: of `init_probes`, to observe; None observes nothing.
+      probes: result of `init_probes`; None observes nothing.
     """
 
     def pair(path, master, weight):
@@ -291,7 +290,7 @@ def trainable_params(
 
 
 def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
-    """`block_health` of every quantised weight: {site: {count: (L,) or (L, E) float32}}."""
+    """Returns `block_health` of every quantised weight: {site: {count: (L,) or (L, E) float32}}."""
     recipe = get_recipe(recipe)
     values = {
         _site(path): _value(leaf)
@@ -308,7 +307,7 @@ def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, 
 
 
 def checksum(tree) -> jax.Array:
-    """A 32-bit hash of every byte of a tree, uint32, independent of sharding.
+    """Returns a 32-bit hash of all bytes of a tree, uint32, independent of sharding.
 
     Each leaf's words are mixed with their index (the finaliser of MurmurHash3 by Austin Appleby,
     public domain) and added, which is exact in any order; leaves are then chained. No leaf is
@@ -318,15 +317,15 @@ def checksum(tree) -> jax.Array:
 
 
 def array_checksums(tree) -> list[jax.Array]:
-    """The sum of each array's mixed words, uint32, in the order of the tree's leaves."""
+    """Returns the sum of each array's mixed words, uint32, in the order of the tree's leaves."""
     return [_array_checksum(leaf) for leaf in jax.tree.leaves(tree)]
 
 
 def _array_checksum(x: jax.Array) -> jax.Array:
-    """The sum of an array's mixed words, uint32."""
+    """Returns the sum of an array's mixed words, uint32."""
     bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     words = lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
-    index = jnp.ones(words.shape, jnp.uint32)  # in order of rows, from 1 on
+    index = jnp.ones(words.shape, jnp.uint32)  # row-major, from 1
     for axis in range(words.ndim):
         stride = np.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
         index += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * stride
@@ -334,7 +333,7 @@ def _array_checksum(x: jax.Array) -> jax.Array:
 
 
 def chained(sums: list) -> jax.Array:
-    """`checksum` of `array_checksums`."""
+    """Combines the sums of `array_checksums` into the `checksum` of their tree."""
     total = jnp.uint32(0)
     for one in sums:
         total = _mix(total * np.uint32(31) + one)
@@ -348,11 +347,11 @@ def _mix(h: jax.Array) -> jax.Array:
 
 
 class ParameterCounts(NamedTuple):
-    """Counts of `parameter_counts`.
+    """Result of `parameter_counts`.
 
     Attributes:
       total: all parameters.
-      active: parameters that one token uses: of the routed experts, only those it is sent to.
+      active: parameters that one token uses: of the routed experts, only its k.
       tables: embedding and output head; counted once if they are tied.
     """
 
@@ -362,7 +361,7 @@ class ParameterCounts(NamedTuple):
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """Counts of a model's parameters; allocates nothing."""
+    """Counts a model's parameters; allocates nothing."""
     total = idle = tables = 0
     for path, shape in leaf_shapes(config).items():
         array, count = array_of(path), math.prod(shape)

@@ -77,7 +77,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The shapes of a published model.
+    """Returns the shapes of a published model.
 
     Raises:
       UserError: no such name.

@@ -16,12 +16,12 @@ from fp8rl_jax.quant.varying import varying_vjp
 
 
 def _frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position of every pair, float64 (rope_dim / 2,).
+    """Returns the radians per position of every pair of features, float64 (rope_dim / 2,).
 
     * llama3: the bands of Llama 3.1 (`rope_scaling` of its config.json). Slow frequencies are
       divided by the factor, fast ones are kept, those between are interpolated.
     * yarn: "NTK by parts" (arXiv:2309.00071, section 3.2), a ramp over pairs of features. Its ends
-      are rounded to whole pairs, as in the models that were released with it.
+      are rounded to integers, as in the models that were released with it.
     """
     half, factor = config.rope_dim // 2, config.rope_factor
     plain = config.rope_theta ** (-np.arange(half) / half)
@@ -35,7 +35,7 @@ def _frequencies(config: ModelConfig) -> np.ndarray:
         return plain * (kept + (1 - kept) / factor)
 
     def pair(turns: float) -> float:
-        """The pair that makes this number of turns within the original context."""
+        """Returns the (fractional) pair that makes `turns` turns within the original context."""
         return half * math.log(context / (turns * 2 * math.pi)) / math.log(config.rope_theta)
 
     first = max(math.floor(pair(config.rope_beta_fast)), 0)
@@ -45,12 +45,12 @@ def _frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def _yarn_temperature(factor: float, mscale: float) -> float:
-    """``0.1 m ln(factor) + 1`` (arXiv:2309.00071, equation 22, with DeepSeek's m)."""
+    """Returns ``0.1 m ln(factor) + 1`` (arXiv:2309.00071, equation 22, with DeepSeek's m)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """The factor of attention's scores: 1/sqrt(Dh), times YaRN's temperature squared if set."""
+    """Returns the factor of the scores: 1/sqrt(Dh), times YaRN's temperature squared if set."""
     head_dim = config.qk_nope_head_dim + config.rope_dim if config.latent else config.head_dim
     scale = 1 / math.sqrt(head_dim)
     if config.rope_type == "yarn" and config.rope_mscale_all_dim:
@@ -59,7 +59,7 @@ def softmax_scale(config: ModelConfig) -> float:
 
 
 def _amplitude(config: ModelConfig) -> float:
-    """The factor of the tables: the part of YaRN's temperature that `softmax_scale` leaves."""
+    """Returns the tables' factor: the part of YaRN's temperature that `softmax_scale` lacks."""
     if config.rope_type != "yarn":
         return 1.0
     mscale, of_scores = config.rope_mscale, config.rope_mscale_all_dim
@@ -70,10 +70,10 @@ def _amplitude(config: ModelConfig) -> float:
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of the rotary angles, float32 (length, rope_dim / 2), made once by numpy.
+    """Returns cos and sin of the rotary angles, float32 (length, rope_dim / 2), made by numpy.
 
-    Tables are arguments of every program: computed inside, XLA may fold them with another
-    implementation of cos than the one it runs.
+    Tables are arguments of every program. If a program computed them, XLA might fold them with
+    another implementation of cos than the one it runs.
     """
     angle = np.arange(length)[:, None] * _frequencies(config)
     amplitude = _amplitude(config)
@@ -81,7 +81,7 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarra
 
 
 def deinterleave(x: jax.Array) -> jax.Array:
-    """(..., n) with neighbouring pairs (0, 1), (2, 3), ... -> halves paired, (0, n/2), ..."""
+    """Reorders (..., n): neighbouring pairs (0, 1), (2, 3), ... become pairs (0, n/2), ..."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     return jnp.swapaxes(pairs, -1, -2).reshape(x.shape)
 
@@ -90,7 +90,7 @@ def deinterleave(x: jax.Array) -> jax.Array:
 def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates (B, T, H, Dh) by tables (B, T, Dh/2), halves paired.
 
-    Kept for the backward pass: the tables. The gradient is the rotation back.
+    Keeps only the tables for the backward pass, which rotates the gradient back.
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]

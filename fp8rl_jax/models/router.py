@@ -4,20 +4,20 @@ Two families (Qwen3 technical report, arXiv:2505.09388; DeepSeek-V3, arXiv:2412.
 
                 softmax                              sigmoid
     p         = softmax(x W_router)                  sigmoid(x W_router)          float32
-    score     = p                                    p + b, of the best groups alone
+    score     = p                                    p + b, in the best groups only
     S         = the k experts of largest score       ties: the lower number
     w_i       = p_i, or p_i / sum_{j in S} p_j       norm_topk_prob; times routed_scaling_factor
 
 b is a correction that balances the experts' load without entering their weights; a group's score is
 the sum of its two largest, and only the `topk_group` best groups count. b receives no gradient.
 
-The router's weight is float32 in every form of the parameters, its product the canonical one, its
-exponentials padded to a multiple of 16 experts. Choice and weights are separate functions: the
-learner can replay the sampler's recorded choice ("routing replay", arXiv:2510.11370), with weights
-of its own logits.
+The router's weight is float32 in every form of the parameters. Its product adds in the canonical
+order, its exponentials run over experts padded to a multiple of 16. Selection and weights are
+separate functions: the learner can replay the experts that the sampler selected ("routing replay",
+arXiv:2510.11370), with weights from the learner's logits.
 
-Gradients: straight through the choice (the function, gather and renormalisation are differentiated,
-the selection is a constant), as in Hugging Face transformers.
+Gradients: softmax or sigmoid, gather and renormalisation are differentiated; the selection is a
+constant, as in Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fp8rl_jax.models.layers import kernel_init
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant.varying import varying_vjp
 
-_TINY = 1e-20  # added to a sum of sigmoids before it divides, as in DeepSeek's code
+_TINY = 1e-20  # added to a sum of sigmoids before dividing by it, as in DeepSeek's code
 
 
 @flax.struct.dataclass
@@ -53,7 +53,7 @@ class RouterWeights:
 
     Attributes:
       kernel: (D, E) float32.
-      bias: (E,) float32, the correction that enters the choice alone; None with a softmax.
+      bias: (E,) float32, the correction that enters only the selection; None with a softmax.
     """
 
     kernel: jax.Array
@@ -61,7 +61,7 @@ class RouterWeights:
 
 
 class Router(nn.Module):
-    """The parameters `kernel` and, of a sigmoid router, `e_score_correction_bias`."""
+    """A router's parameters: `kernel` and, with sigmoid scoring, `e_score_correction_bias`."""
 
     config: ModelConfig
     parallel: Parallel
@@ -97,16 +97,17 @@ _router_product.defvjp(_router_product_forward, _router_product_backward)
 
 
 def router_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto") -> jax.Array:
-    """(..., D) in the compute dtype times (D, E) float32 -> (..., E) float32, in canonical order.
+    """Multiplies x (..., D) in the compute dtype by kernel (D, E) float32, in canonical order.
 
-    `implementation` as in `Recipe.kernels`. Kept for the backward pass: x as it came.
+    Returns (..., E) float32. `implementation` as in `Recipe.kernels`. Keeps x for the backward pass
+    in its dtype.
     """
     rows = x.reshape(-1, x.shape[-1])
     return _router_product(implementation, rows, kernel).reshape(*x.shape[:-1], -1)
 
 
 def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
-    """(..., E) float32 logits -> softmax or sigmoid of them, (..., E) float32."""
+    """Returns softmax or sigmoid of float32 logits (..., E), float32."""
     experts = logits.shape[-1]
     missing = [(0, 0)] * (logits.ndim - 1) + [(0, -experts % EXP_LANES)]
     padded = jnp.pad(logits, missing, constant_values=-jnp.inf)
@@ -118,18 +119,18 @@ def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
 
 
 def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Experts (..., k) int32 of logits (..., E): highest score first, equal scores by number."""
+    """Selects experts (..., k) int32 by logits (..., E): highest score first, ties by number."""
     logits = lax.stop_gradient(logits)
-    if config.scoring_func == "softmax":  # in the order of the logits
+    if config.scoring_func == "softmax":  # softmax keeps the order of the logits
         return lax.top_k(logits, config.num_experts_per_tok)[1]
     return lax.top_k(selection_scores(config, logits, bias), config.num_experts_per_tok)[1]
 
 
 def selection_scores(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """(..., E) float32, of which the largest are chosen: -inf outside of the best groups.
+    """Returns the scores that select experts, (..., E) float32; -inf outside the best groups.
 
     Args:
-      config: of the model.
+      config: shapes.
       logits: (..., E) float32.
       bias: the correction, of a shape that broadcasts with `logits`; None with a softmax.
     """
@@ -146,7 +147,7 @@ def selection_scores(config: ModelConfig, logits: jax.Array, bias: jax.Array | N
 
 
 def routing_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) -> jax.Array:
-    """Weights (..., k) float32 of the chosen `experts` (..., k), from logits (..., E)."""
+    """Returns weights (..., k) float32 of the selected `experts` (..., k), from logits (..., E)."""
     weights = jnp.take_along_axis(_probabilities(config, logits), experts, axis=-1)
     if config.norm_topk_prob:
         total = weights[..., :1]
@@ -161,15 +162,15 @@ def routing_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) 
 
 
 def expert_tokens(config: ModelConfig, experts: jax.Array, valid: jax.Array) -> jax.Array:
-    """(E,) int32: how many tokens of (B, T) `valid` got each expert, of `experts` (B, T, k)."""
+    """Counts the `valid` (B, T) tokens of each expert in `experts` (B, T, k), (E,) int32."""
     counted = jnp.broadcast_to(valid[..., None], experts.shape).astype(jnp.int32)
     return jnp.zeros(config.num_experts, jnp.int32).at[experts].add(counted)
 
 
 def sum_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) -> jax.Array:
-    """Sum over the tokens of (B, T) `valid` of each expert's share of probability, (E,) float32.
+    """Sums each expert's share of probability over the `valid` (B, T) tokens, (E,) float32.
 
-    Of sigmoids, the share is ``p_i / sum_j p_j`` (arXiv:2412.19437, equation 18).
+    With sigmoids, the share is ``p_i / sum_j p_j`` (arXiv:2412.19437, equation 18).
     """
     shares = _probabilities(config, logits.reshape(-1, config.num_experts))
     if config.scoring_func == "sigmoid":
@@ -181,18 +182,18 @@ def sum_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) ->
 def load_balance_loss(
     config: ModelConfig, expert_tokens: jax.Array, probability: jax.Array
 ) -> jax.Array:
-    """``mean over layers of (E / k) sum_i f_i P_i``: 1 when balanced, up to E / k.
+    """Returns ``mean over layers of (E / k) sum_i f_i P_i``: 1 when balanced, up to E / k.
 
-    f_i is the number of an expert's tokens over that of all tokens, P_i the mean of its share of
-    probability over the tokens (Switch Transformer, arXiv:2101.03961, equation 4; per k as in
-    DeepSeek-V3, equation 17). The gradient flows through P alone.
+    f_i is the fraction of tokens that use expert i, P_i the mean of its share of probability over
+    the tokens (Switch Transformer, arXiv:2101.03961, equation 4; divided by k as in DeepSeek-V3,
+    equation 17). The gradient flows through P alone.
 
-    Given the counts of all tokens of an update it is linear in the probabilities: the losses of
-    parts of the tokens add up to the loss of all tokens.
+    For fixed counts of all tokens of an update, the loss is linear in the probabilities: the losses
+    of parts of the tokens add up to the loss of all tokens.
 
     Args:
       expert_tokens: (S, E) int32, of the S layers with experts, over all tokens of the update.
-      probability: (S, E) float32, of `sum_probability` over these tokens, or a part of them.
+      probability: (S, E) float32, `sum_probability` of each layer over these tokens, or a part.
 
     Returns:
       () float32.

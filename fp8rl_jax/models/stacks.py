@@ -1,4 +1,4 @@
-"""Which layers of a model are stacked together in the parameters, and which share one scan.
+"""Stacks of layers in the parameters, and runs of layers that one scan covers.
 
 Parameters keep layers of one kind (dense, with experts) in one stack: `layers`, and before it
 `dense_layers` in a model with experts whose first layers are dense. A forward pass scans over
@@ -19,16 +19,16 @@ Path = tuple[str, ...]
 
 
 def path_of(keys) -> Path:
-    """The names in a leaf's `jax.tree_util` path: keys of dicts, fields of dataclasses."""
+    """Returns the names in a leaf's `jax.tree_util` path: keys of dicts, fields of dataclasses."""
     return tuple(key.key if hasattr(key, "key") else key.name for key in keys)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """The parts of a decoder layer; all layers of a stack have the same.
+    """Structure of a decoder layer, the same for all layers of a stack.
 
     Attributes:
-      experts: whether it has routed experts instead of a gated MLP.
+      experts: whether the layer has routed experts instead of a gated MLP.
     """
 
     experts: bool
@@ -36,14 +36,14 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """Layers that one scan runs over.
+    """A run: layers of one stack under one recipe, which one scan covers.
 
     Attributes:
-      name: key of the group in trees that are cut into groups (`split_layers`); one of RUNS.
+      name: key of the run in trees that are cut into runs (`split_layers`); one of RUNS.
       stack: key of the stack in the parameters, 'layers' or 'dense_layers'.
       span: the layers, numbered within the stack.
       layers: the layers, numbered within the model.
-      recipe: of these layers.
+      recipe: numerics of these layers.
     """
 
     name: str
@@ -54,19 +54,19 @@ class LayerGroup:
 
 
 def layer_stacks(config: ModelConfig) -> dict[str, int]:
-    """{stack: number of layers} of a model, in the order of its layers."""
+    """Returns {stack: number of layers} of a model, in the order of its layers."""
     dense = config.dense_layers
     counts = {DENSE_STACK: dense, STACK: config.num_hidden_layers - dense}
     return {name: count for name, count in counts.items() if count}
 
 
 def layer_spec(config: ModelConfig, stack: str) -> LayerSpec:
-    """The `LayerSpec` of a stack's layers."""
+    """Returns the `LayerSpec` of a stack's layers."""
     return LayerSpec(experts=config.num_experts > 0 and stack == STACK)
 
 
 def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:
-    """The runs of a model with the given stacks ({name: layers}), in the order of its layers.
+    """Splits stacks ({name: number of layers}) into runs, in the order of the model's layers.
 
     Raises:
       UserError: the recipe names more layers than the model has.
@@ -85,7 +85,7 @@ def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:
 
 
 def is_whole(runs: list[LayerGroup]) -> bool:
-    """Whether every stack is exactly one run of the same name, so that no stack is cut."""
+    """Returns whether every stack is one run of the same name, so that no stack is cut."""
     return len(runs) == len({run.stack for run in runs}) and all(
         run.name == run.stack for run in runs
     )

@@ -1,12 +1,11 @@
-"""Named intermediate values of the forward pass: read by `fp8rl drift`, or swapped for others.
+"""Named intermediate values of the forward pass, which `fp8rl drift` reads or replaces.
 
 A module names a value by passing it through `tap`. In an ordinary forward pass `tap` returns its
-argument, and the program is the one without taps. ``forward(..., taps=...)`` returns the values,
-stacked over layers; ``swaps=...`` replaces values by given ones before the rest of the pass reads
-them.
+argument and does not change the program. ``forward(..., taps=...)`` returns the values, stacked
+over layers; ``swaps=...`` replaces values by given ones before the rest of the pass reads them.
 
-A name is the module's path inside its layer and the value: ``self_attn/q_rope``. The values
-outside the layers are ``embed`` and ``norm/output``. drift/operations.py lists all names.
+A full name is the module's path inside its layer plus the value's name: ``self_attn/q_rope``. The
+values outside the layers are ``embed`` and ``norm/output``. drift/operations.py lists all names.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
 class Swap:
     """A value that replaces a tapped one. The gradient still goes to the tapped value.
 
-    The given value gets the same gradient, chosen or not: a swap that is chosen nowhere shows the
-    gradient that arrives at the tap.
+    The given value gets the same gradient, even where `chosen` is False: a swap that replaces
+    nothing returns the gradient that arrives at the tap.
 
     Attributes:
       chosen: () bool, or (L,) for a value of the layers: where to swap.
@@ -46,14 +45,14 @@ def tap(
     value: jax.Array,
     view: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Returns `value`, or the value that a swap gives; records `value` if this pass records.
+    """Returns `value`, or its replacement by a swap; records `value` if this pass records taps.
 
     Args:
-      module: in whose `__call__` this is called.
-      name: of the value.
+      module: Flax module whose `__call__` calls this.
+      name: name of the value within the module.
       value: (B, T, ...).
-      view: computes what is recorded from the value, in the same shape (the value after
-        quantisation, for example).
+      view: function of the value whose result is recorded instead, in the same shape (the value
+        after quantisation, for example).
     """
     if module.is_mutable_collection(TAPS):
         module.sow(TAPS, name, view(value) if view else value, _last, lambda: None)
@@ -84,7 +83,7 @@ def _last(_, new):
 
 
 def by_name(collected: dict, runs: Iterable[LayerGroup]) -> dict[str, jax.Array]:
-    """{name: value} of a Flax collection, with the runs of layers joined along their first axis.
+    """Returns {name: value} of a Flax collection, with runs of layers joined along the first axis.
 
     Layers without a value (dense ones among layers with experts) get zeros.
     """
@@ -111,7 +110,7 @@ def by_name(collected: dict, runs: Iterable[LayerGroup]) -> dict[str, jax.Array]
 
 
 def by_module(swaps: dict[str, Swap], runs: Iterable[LayerGroup]) -> dict:
-    """The Flax collection that holds `swaps`: the inverse of `by_name`."""
+    """Returns the Flax collection that holds `swaps`: the inverse of `by_name`."""
     flat = {}
     for name, swap in swaps.items():
         if name in MODEL_TAPS:
@@ -124,13 +123,13 @@ def by_module(swaps: dict[str, Swap], runs: Iterable[LayerGroup]) -> dict:
 
 
 MODEL_TAPS = ("embed", "norm/output")
-# Swapped by a replay of the rollout's routing: experts in the order of their slots, and weights.
+# Values that a replay of the rollout's routing swaps: experts in the order of slots, and weights.
 ROUTING = ("router_experts", "router_weights")
-# Computed by the sampler and the learner from the result of the forward pass: (B, R, V) float32 at
-# the response's slots.
+# Not a tap: sampler and learner compute it from the forward pass, (B, R, V) float32 at the
+# response's slots.
 LOGITS = "logits"
 
 
 def batch_axis(name: str) -> int:
-    """The batch axis of a recorded value; values of the layers have L in front."""
+    """Returns the batch axis of a recorded value; values of the layers have a leading L axis."""
     return 0 if name in (*MODEL_TAPS, LOGITS) else 1

@@ -49,14 +49,14 @@ class ForwardOutput:
     Attributes:
       logits: (B, T, V) float32, or None with ``output='hidden'``.
       hidden: (B, T, D) after the final norm, in the compute dtype.
-      cache: the cache with the new keys and values, in the form it was given, or None.
-      aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; with
-        experts, of the S layers that have them, 'expert_tokens': (S, E) int32, tokens within
-        `lengths` that each expert got; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...)
-        outside the layers}; what `collect` names: 'kv_health': {count name: (L,) float32}, what
-        the quantisation of K and V (and of q under FP8 attention) lost; 'kv_amax': {'q' | 'k' |
-        'v': (L, B) float32}; 'expert_probability': (S, E) float32, `router.sum_probability` of
-        the tokens within `lengths`}.
+      cache: the given cache with the new keys and values, or None.
+      aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; in a model
+        with experts 'expert_tokens': (S, E) int32, tokens within `lengths` of each expert in the S
+        layers that have experts; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...) outside
+        the layers}; if in `collect`: 'kv_health': {count name: (L,) float32}, losses in quantising
+        K and V (and q under FP8 attention); 'kv_amax': {'q' | 'k' | 'v' | 'latent': (L, B)
+        float32}; 'expert_probability': (S, E) float32, `router.sum_probability` of the tokens
+        within `lengths`}.
     """
 
     logits: jax.Array | None
@@ -68,8 +68,8 @@ class ForwardOutput:
 class Transformer(nn.Module):
     """Embedding, a scan over `DecoderLayer`, final norm; the head is applied outside.
 
-    Layers of one kind under one recipe are one scan (models/stacks.py). Where `Parallel` says so
-    (`uses_shard_map`) it runs within `split_columns`, on parameters that exist already.
+    Each run of layers is one scan (models/stacks.py). With `Parallel.uses_shard_map` the module
+    runs within `split_columns`, on parameters that exist already.
     """
 
     config: ModelConfig
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         return x, cache, _join(auxes)
 
     def _scan(self, settings: tuple, run: LayerGroup) -> nn.Module:
-        """The layers of a run as a module over stacked parameters."""
+        """Returns a module that scans a run of layers over stacked parameters."""
         layer = nn.remat(DecoderLayer, prevent_cse=False) if self.remat == "full" else DecoderLayer
         return nn.scan(
             layer,
@@ -116,22 +116,22 @@ class Transformer(nn.Module):
             split_rngs={"params": True},
             in_axes=(0,) + (nn.broadcast,) * 4,
             length=run.span.stop - run.span.start,
-            # That check traces without shard_map's types of values that vary over devices.
+            # The check traces without shard_map's types of values that vary over devices.
             check_constancy_invariants=not self.parallel.inside,
         )(*settings, name=run.name)
 
     def _watched(self) -> bool:
-        """Whether there are taps or swaps, which only the scan over modules supports. The bits of
-        both scans are the same."""
+        """Returns whether there are taps or swaps, which only the scan over modules supports. Both
+        scans give the same bits."""
         return self.is_mutable_collection(TAPS) or SWAPS in self.variables
 
 
 def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_layer, *others):
-    """`Transformer._scan` for a forward pass with a cache, without the scan's copies of weights.
+    """Scans layers like `Transformer._scan`, with a cache and without copies of the weights.
 
-    Kernels read linear layers in their stack (`StackedLayer`). Other arrays are sliced as bits,
-    because XLA:CPU slices bf16 in a scan through float32. Arguments and result are those of the
-    scanned module, after its parameters.
+    With `by_kernel`, kernels read linear layers in their stack (`StackedLayer`). Other arrays are
+    sliced as bits, because XLA:CPU slices bf16 in a scan through float32. The arguments after
+    `stack`, and the result, are those of the scanned module.
     """
 
     def step(carried, scanned):
@@ -153,7 +153,7 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_lay
 
 
 def _join(auxes: list[dict]) -> dict:
-    """Concatenates the observations of runs of layers; some runs lack some of them."""
+    """Concatenates observations of runs of layers; a run may lack some of the names."""
     names = {name: None for aux in auxes for name in aux}
     found = {name: [aux[name] for aux in auxes if name in aux] for name in names}
     return {n: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) for n, parts in found.items()}
@@ -161,7 +161,7 @@ def _join(auxes: list[dict]) -> dict:
 
 @varying_vjp
 def _lookup(value: jax.Array, master: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of `value`; the gradient goes to `master`, added up in float32."""
+    """Returns rows `tokens` of `value`; the gradient goes to `master`, added up in float32."""
     del master
     return value[tokens]
 
@@ -206,31 +206,31 @@ def forward(
     """Runs the decoder on tokens (B, T).
 
     Args:
-      params: parameter tree; leaves are float32 masters (under recipes without stateful policies
-        or segments of layers), or what `quantize_params` returns, or `trainable_params` of both.
-        All three give the same bits.
+      params: parameter tree: float32 masters (under recipes without stateful policies or segments
+        of layers), the result of `quantize_params`, or of `trainable_params`. All three give the
+        same bits.
       tokens: (B, T) int32, right-padded.
       config: shapes.
       recipe: numerics of this side, a Recipe or its name.
       positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position.
-      lengths: (B,) int32, real tokens of each row; only what is collected reads them.
+      lengths: (B,) int32, real tokens of each row; only observations in `aux` read them.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
-      kv_scales: of `calibrated_scales`, for recipes with kv='calibrated'.
+      kv_scales: scales from `calibrated_scales`, for recipes with kv='calibrated'.
       parallel: the devices that share the computation; the bits are the same on any.
       rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they
         are made here (convenient, but outside the zero-drift promise).
       remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer.
       output: 'logits' or 'hidden'.
-      collect: what else to observe, of COLLECTED; see `ForwardOutput.aux`.
+      collect: further observations, names from COLLECTED; see `ForwardOutput.aux`.
       taps: names of intermediate values to return; see models/taps.py.
-      swaps: values that take the place of intermediate ones, by name.
+      swaps: replacements of intermediate values, by name.
 
     Returns:
       ForwardOutput.
 
     Raises:
-      ValueError: `remat`, `output` or `collect` is none of these, `kv_scales` are missing, or
-        `jax.set_mesh` names a mesh that `parallel` does not.
+      ValueError: `remat`, `output` or `collect` is none of these, `kv_scales` are missing, taps or
+        swaps name sharded values, or `jax.set_mesh` set a mesh that `parallel` lacks.
     """
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")

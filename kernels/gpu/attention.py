@@ -1,36 +1,37 @@
 """Strict attention by Triton: the same bits in decode, prefill and learner.
 
-The arguments and the meaning are those of `reference.attention`; the bits are not. A tile is 16
-rows: queries of one sequence and the heads of one group, which share keys and values. Keys come in
-blocks of 64 cache slots, blocks in splits of 512. Tile, block and split decide bits. `_one_split`
-is the online softmax over the blocks of a split, `_join` adds a split to those before it, both in
-ascending order and float32. `attention_kernel` takes all splits of a tile in one program (prefill
+Arguments and definition are those of `reference.attention`; the bits are not. A tile is 16 rows:
+queries of one sequence and the heads of one group, which share keys and values. Keys come in blocks
+of 64 cache slots, blocks in splits of 512. Tile, block and split decide bits. `_one_split` is the
+online softmax over the blocks of a split, `_join` adds a split to the previous ones, both in
+ascending order and float32. `attention_kernel` runs all splits of a tile in one program (prefill
 and learner: many tiles), or writes each split's results for `join_kernel` (decode: few tiles, long
 caches): the same functions in the same order, hence the same bits.
 
-Invariants, for the bits of a row:
-  * its position, query, visible keys and values decide them. Rows of a tile do not meet: a row of a
-    tensor core's result depends on that row of the left operand, and only the loop's end is shared;
-  * what is behind its position adds nothing: a score there is -inf, its weight exactly 0, the
-    maximum stays, exp2(0) = 1 multiplies and 0 is added. So more blocks, because of a neighbour in
-    the tile or a longer cache, change nothing;
-  * where a block of keys is stored, in a cache of the sequence's own or in a page of a pool,
-    decides nothing. A page is a block; none behind the last position of the tile is read;
-  * slots behind the last position of the tile are not read: 0 stands for them, as garbage may be
-    NaN, and 0 * NaN is;
+Invariants for the bits of a row:
+  * they depend only on its position, query, visible keys and values. Rows of a tile do not mix: a
+    row of a tensor core's result depends on that row of the left operand, and only the loop's end
+    is shared;
+  * keys after its position add nothing: their scores are -inf, their weights exactly 0; the maximum
+    stays, the sums are multiplied by exp2(0) = 1 and 0 is added. So further blocks, because of
+    another row of the tile or a longer cache, change nothing;
+  * the place of a block of keys, in a sequence's cache or in a page of a pool, does not matter. A
+    page is a block; no page after the last position of the tile is read;
+  * slots after the last position of the tile are not read but replaced by 0: garbage may be NaN,
+    and 0 * NaN is NaN;
   * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
-    layout of the score's tile. It has the same in all three uses (tests/kernels/gpu/test_sass.py).
+    layout of the score's tile. It is the same in all three uses (tests/kernels/gpu/test_sass.py).
 
-Operands of the tensor core are bf16: E4M3 is exact in it, and so is a product of two bf16 in
+Operands of the tensor core are bf16: E4M3 is exact in bf16, and a product of two bf16 is exact in
 float32. E4M3 is widened after it is loaded, in prefill and learner as in decoding: Triton gives the
 tensor core operands that it loads as bytes in another order of features and keys (`kWidth` 4
 instead of 2), so widening it beforehand would change bits.
 
-Weights times the values' scale are rounded to bf16, up to 2**-8 of each term, as usual; the sum
-takes weights unrounded. A product of a block leaves the tensor core before it is added, by one
-multiply-add with the rescaling, so that no sum in the tensor core is longer than 64 keys, or the
-features of a head. Operands in float32 must be so together; their products are FMAs, not TF32.
-Scores are in units of log 2: exp2 is one instruction.
+Weights times the values' scale are rounded to bf16, up to 2**-8 of each term, as usual; the
+softmax's sum adds unrounded weights. A block's product leaves the tensor core and is then added by
+one multiply-add with the rescaling, so that no sum in the tensor core is longer than 64 keys, or
+the features of a head. If one operand is float32 all are; products are then FMAs, not TF32. Scores
+are in units of log 2: exp2 is one instruction.
 
 Not done: gradients (attention_gradient.py); `vmap` (under `shard_map` each device calls the kernel
 on its sequences, or on its heads); wider tiles for many queries, whose keys each tile reads again
@@ -57,9 +58,9 @@ LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit
 def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr):
-    """Of a tile's rows: place in (B, T, H), whether they exist, positions; and the last position.
+    """Returns of a tile's rows: offset in (B, T, H), existence, position; and the last position.
 
-    A row that does not exist has a position of -1 and sees nothing.
+    A row that does not exist has position -1 and sees no key.
     """
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     GROUP: tl.constexpr = H // HKV
@@ -73,21 +74,22 @@ def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HK
 
 @triton.jit
 def vectors(x, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Vectors of D numbers at places, zeros up to WIDTH and where none exists, as an operand."""
+    """Loads the vectors number `place` of D numbers as an operand; zeros up to WIDTH and where not
+    `exists`."""
     feature = tl.arange(0, WIDTH)
     mask = exists[:, None]
     if D != WIDTH:
         mask = mask & (feature < D)[None, :]
     part = tl.load(x + place[:, None] * D + feature[None, :], mask=mask, other=0.0)
     if x.dtype.element_ty == tl.float8e4nv:
-        # In three exact steps: from float16 to bf16 itself leads a slow instruction (F2F).
+        # In three exact steps: a direct conversion of float16 to bf16 is a slow instruction (F2F).
         part = part.to(tl.float16).to(tl.float32).to(tl.bfloat16)
     return part
 
 
 @triton.jit
 def store_vectors(x, values, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Writes vectors of D numbers to places, where any exists."""
+    """Writes vectors of D numbers to `place` where `exists`."""
     feature = tl.arange(0, WIDTH)
     mask = exists[:, None] & (feature < D)[None, :]
     tl.store(x + place[:, None] * D + feature[None, :], values, mask=mask)
@@ -95,12 +97,12 @@ def store_vectors(x, values, place, exists, D: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def multiply(a, b):
-    return tl.dot(a, b, input_precision="ieee")  # read for float32 operands alone
+    return tl.dot(a, b, input_precision="ieee")  # has an effect on float32 only
 
 
 @triton.jit
 def _scale_at(x, first, place, there, SCALES: tl.constexpr):
-    """Scales at places counted from the first: one for each (2), or for all (1)."""
+    """Loads scales at `first` + `place`: one for each (SCALES 2), or one for all (1)."""
     if SCALES == 2:
         scale = tl.load(x + first + place, mask=there, other=0.0)
     else:
@@ -110,7 +112,7 @@ def _scale_at(x, first, place, there, SCALES: tl.constexpr):
 
 @triton.jit
 def _nothing(V_WIDTH: tl.constexpr):
-    """Maximum, sum and weighted values of no keys."""
+    """Returns the initial maximum, sum and weighted values, of no keys."""
     top = tl.full((ROWS,), LOWEST, tl.float32)
     return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
 
@@ -133,7 +135,7 @@ def _one_split(
     V_SCALES: tl.constexpr,
     PAGED: tl.constexpr,
 ):
-    """Maximum, sum and weighted values of a tile's rows over the keys of a split."""
+    """Computes maximum, sum and weighted values of a tile's rows over the keys of a split."""
     query, query_rope, query_scale, position, last = rows
     k, v, k_scale, v_scale, k_rope, table = cache
     top, total, values = _nothing(V_WIDTH)
@@ -146,7 +148,7 @@ def _one_split(
         if PAGED:
             first = tl.cast(page, tl.int64) * (BLOCK * HKV)
             place = tl.arange(0, BLOCK) * HKV
-            # A block ahead: in its own turn it would take a stage of the pipeline from the keys.
+            # One block ahead: in the same iteration it would take a pipeline stage from the keys.
             page = tl.load(table + tl.minimum(start + BLOCK, last) // BLOCK)
         else:
             first = 0
@@ -178,7 +180,7 @@ def _one_split(
 
 @triton.jit
 def _join(top, total, values, more_top, more_total, more_values):
-    """Two splits as one; a split without visible keys changes nothing."""
+    """Joins the results of two splits; a split without visible keys changes nothing."""
     above = tl.maximum(top, more_top)
     rescale, more_rescale = tl.exp2(top - above), tl.exp2(more_top - above)
     total = tl.fma(total, rescale, more_total * more_rescale)
@@ -188,7 +190,7 @@ def _join(top, total, values, more_top, more_total, more_values):
 
 @triton.jit
 def _store_result(out, place, exists, total, values, DV: tl.constexpr, V_WIDTH: tl.constexpr):
-    # -0.0 and 0.0 differ in their bits, and another block of nothing makes the one the other.
+    # Adding 0.0 makes -0.0 positive: another block without visible keys would do that, too.
     result = tl.div_rn(values, tl.broadcast_to(total[:, None], values.shape)) + 0.0
     store_vectors(out, result, place, exists, DV, V_WIDTH)
 
@@ -196,18 +198,18 @@ def _store_result(out, place, exists, total, values, DV: tl.constexpr, V_WIDTH: 
 @triton.jit
 def attention_kernel(
     q,  # (B, T, H, D)
-    k,  # (B, S, HKV, D), or with PAGED (pages, BLOCK, HKV, D); likewise v, scales and k_rope
+    k,  # (B, S, HKV, D), or with PAGED (pages, BLOCK, HKV, D); v, scales and k_rope accordingly
     v,  # (B, S, HKV, DV)
     positions,  # (B, T) int32
     q_scale,  # (B, T, H) float32 with Q_SCALES 2, one number with 1, unused with 0
-    k_scale,  # (B, S, HKV), likewise
-    v_scale,  # (B, S, HKV), likewise
+    k_scale,  # (B, S, HKV), as q_scale by K_SCALES
+    v_scale,  # (B, S, HKV), as q_scale by V_SCALES
     q_rope,  # (B, T, H, DR), unused if DR is 0
     k_rope,  # (B, S, HKV, DR)
     table,  # (B, S / BLOCK) int32, the page of each block of slots, unused without PAGED
     out,  # (B, T, H, DV) float32; with ONE_SPLIT (SPLITS, B, T, H, DV), weighted values
     top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
-    total,  # likewise
+    total,  # as top
     T: tl.constexpr,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -218,18 +220,18 @@ def attention_kernel(
     WIDTH: tl.constexpr,  # D or more, a power of two; so are the next two
     V_WIDTH: tl.constexpr,
     R_WIDTH: tl.constexpr,
-    SCALE: tl.constexpr,  # of the scores, over log 2
+    SCALE: tl.constexpr,  # factor of the scores, over log 2
     Q_SCALES: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     PAGED: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,  # a program has one split of a tile, for `join_kernel`
+    ONE_SPLIT: tl.constexpr,  # a program runs one split of a tile, for `join_kernel`
 ):
     SPLITS: tl.constexpr = (S + SPLIT - 1) // SPLIT if ONE_SPLIT else 1
-    # The tiles with the most keys first: they end last.
+    # The tiles with the most keys start first: they take longest.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
     place, exists, position, last = _rows(positions, tile, S, T, H, HKV)
-    # The rest is counted from the first token's keys, of the sequence or of a page, in 32 bits.
+    # From here on, 32-bit offsets count from the first token's keys of a sequence or page.
     batch, first = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     if PAGED:
         table += batch * (S // BLOCK)
@@ -306,7 +308,7 @@ def join_kernel(
     positions,  # (B, T) int32
     parts,  # (SPLITS, B, T, H, DV), as `attention_kernel` wrote it with ONE_SPLIT
     top,  # (SPLITS, B, T, H)
-    total,  # likewise
+    total,  # as top
     out,  # (B, T, H, DV) float32
     T: tl.constexpr,
     S: tl.constexpr,
@@ -330,20 +332,20 @@ def join_kernel(
 
 
 _TYPES = (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32)
-# Programs up to which each split gets its own: four on each multiprocessor.
+# Most programs for which each split gets its own program: four on each multiprocessor.
 _FEW_PROGRAMS = 4 * MULTIPROCESSORS
 
 
 def head_width(features: int) -> int:
-    """Features as a tile holds them: a power of two, 16 or more."""
+    """Returns the width of a tile for `features`: the next power of two, 16 or more."""
     return max(16, 1 << (features - 1).bit_length())
 
 
 def warps_and_stages(widest: int, float32: bool) -> tuple[int, int]:
-    """Of a program, by the widest vector of a head; the warps are part of the numeric contract.
+    """Returns a program's warps and stages, by the widest vector of a head. Warps decide bits.
 
-    More of them for float32, whose operands take twice the registers. Keys and values of two stages
-    must fit into 227 KiB of shared memory beside each other.
+    Float32 gets more warps, because its operands take twice the registers. Keys and values of two
+    stages must fit into 227 KiB of shared memory together.
     """
     if float32:
         return (8, 3) if widest <= 64 else (16, 2)
@@ -355,7 +357,7 @@ def in_float32(*operands: jax.Array | None) -> bool:
 
 
 def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -> None:
-    """Raises ValueError for shapes that do not fit, and for another dtype.
+    """Raises ValueError for shapes that do not fit and for unsupported dtypes.
 
     `scales` are those of q, k and v, `ropes` q_rope and k_rope; all as for `attention`, or None.
     """
@@ -390,13 +392,13 @@ def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -
 
 
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:
-    """Whether each split of the keys gets a program of its own: few tiles and long caches."""
+    """Returns whether each split of the keys gets its own program: few tiles and long caches."""
     tiles = -(-queries * heads // kv_heads // ROWS.value)
     return slots > SPLIT.value and tiles * kv_heads * batch <= _FEW_PROGRAMS
 
 
 def _kind(scale: jax.Array | None) -> int:
-    """0 for no scale, 1 for one of them all, 2 for one per token and head."""
+    """Returns 0 for no scale, 1 for one common scale, 2 for one per token and head."""
     return 0 if scale is None else 2 if scale.ndim else 1
 
 
@@ -415,19 +417,19 @@ def attention(
     table: jax.Array | None = None,
     one_split: bool | None = None,
 ) -> jax.Array:
-    """`reference.attention` by the Triton kernels.
+    """Computes `reference.attention` by the Triton kernels.
 
     Args:
       q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope, table: as for the
-        reference. Page ids are not checked: one outside of the pool reads other memory.
-      one_split: whether a program takes one split of the keys; None for the choice by shape. Never
-        changes a bit.
+        reference. Page ids are not checked: one outside the pool reads other memory.
+      one_split: whether a program runs one split of the keys; None chooses by shape. Never changes
+        a bit.
 
     Returns:
       (B, T, H, Dv) float32. NaN for a query of negative position.
 
     Raises:
-      ValueError: shapes that do not fit, or another dtype.
+      ValueError: shapes do not fit, or a dtype is not supported.
     """
     ropes: tuple[jax.Array | None, ...] = (q_rope, k_rope)
     check_operands(q, k, v, positions, (q_scale, k_scale, v_scale), ropes, table)

@@ -1,24 +1,24 @@
 """Gradients of attention by Triton, for heads of up to 256 features (Dao, 2307.08691, algorithm 2).
 
 The backward pass makes no bitwise promise between rollout and learner, so its kernels have wide
-tiles. Wider heads (latent attention), whose gradients of a block of keys do not fit into registers,
-go block by block in jnp (reference/attention_gradient.py).
+tiles. For wider heads (latent attention) the gradients of a block of keys do not fit into
+registers; they are computed in jnp, block by block (reference/attention_gradient.py).
 
 Weights are recomputed from a row's logsumexp: ``p = exp(score - logsumexp)``, and the softmax's
-gradient takes ``delta = sum_d do_d o_d`` of the row; fast attention makes both. Then
+gradient needs the row's ``delta = sum_d do_d o_d``; fast attention gives logsumexp and o. Then
 ``dv = p^T do``, ``dp = do v^T``, ``ds = p (dp - delta)``, ``dq = ds k``, ``dk = ds^T q``: three
 products in `query_gradient_kernel`, a program for each tile of rows, and four in
-`key_gradient_kernel`, a program for each block of keys, which adds up all rows of its group itself.
-Both recompute p: no sum depends on the order in which programs run, so results are deterministic.
+`key_gradient_kernel`, a program for each block of keys, which adds all rows of its group. Both
+recompute p: no sum depends on the order in which programs run, so results are deterministic.
 
-Gradients are with respect to the dequantised values. The stored bytes enter the products, with the
+Gradients are with respect to the dequantised values. The stored values enter the products, with the
 scales folded into scores, dp and ds; p and ds are rounded to bf16 for their products.
 
-A block of keys finds the queries that see it from the positions alone, which may have any order:
-it begins with the first that sees any slot of it and drops the mask behind the last that does not
-see all of it.
+A block of keys selects its queries by positions, which may have any order: its loop begins with the
+first query that sees any slot of the block, and drops the mask after the last query that does not
+see all slots.
 
-Memory grows with T + S: beside the operands in bf16 and the float32 results, two numbers a row.
+Memory grows with T + S: operands in bf16, float32 results, and two numbers per row.
 """
 
 import jax
@@ -33,7 +33,7 @@ from fp8rl_jax.kernels.gpu.fast_attention import Tile, scores_of, seen_by, tile_
 from fp8rl_jax.kernels.reference import attention_gradient as reference
 from fp8rl_jax.kernels.reference.attention import dequantized
 
-_SCAN = tl.constexpr(1024)  # positions that are read at a time
+_SCAN = tl.constexpr(1024)  # positions that are loaded at a time
 _LOG_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -83,7 +83,7 @@ def query_gradient_kernel(
     positions,  # (B, T) int32
     q_scale,  # (B, T, H) float32, unused without Q_SCALED
     k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
-    v_scale,  # likewise
+    v_scale,  # as k_scale
     dout,  # (B, T, H, DV)
     logsumexp,  # (B, T, H) float32, over log 2
     delta,  # (B, T, H) float32
@@ -96,7 +96,7 @@ def query_gradient_kernel(
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
     V_WIDTH: tl.constexpr,
-    SCALE: tl.constexpr,  # of the scores, over log 2
+    SCALE: tl.constexpr,  # factor of the scores, over log 2
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -147,8 +147,8 @@ def query_gradient_kernel(
 
 @triton.jit
 def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
-    """Of a block of keys that begins at `slot`: the first query that sees any slot of it, and the
-    one behind the last that does not see all of it. T for none, and at least the first."""
+    """Returns for the block of keys at `slot` the first query that sees any slot of it (T if none),
+    and the query after the last one that does not see all its slots, or the first if later."""
     first, unmasked = T, 0
     for start in range(0, T, _SCAN):
         query = start + tl.arange(0, _SCAN)
@@ -162,7 +162,7 @@ def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def key_gradient_kernel(
-    q,  # as of `query_gradient_kernel`
+    q,  # this and the next nine as in `query_gradient_kernel`
     k,
     v,
     positions,
@@ -215,7 +215,7 @@ def key_gradient_kernel(
     first, last = first * GROUP // ROWS, border
     for unmasked_part in tl.static_range(2):
         for tile in range(first, last):
-            # Scores and weights are (keys, rows) here, to be left operands.
+            # Scores and weights are (keys, rows) here, to serve as left operands.
             row_place, exists, position = tile_rows(positions, tile, ROWS, T, S, H, HKV)
             query = vectors(q, row_place, exists, D, WIDTH)
             score = multiply(key, query.T)
@@ -245,7 +245,7 @@ def key_gradient_kernel(
     store_vectors(dv + first_key * DV, dvalue, place, there, DV, V_WIDTH)
 
 
-# Of the kernel for dq, and of that for dk and dv, as `fast_attention.TILES`.
+# Tiles of the kernel for dq, and of the kernel for dk and dv; keys as in `fast_attention.TILES`.
 QUERY_TILES = {
     "bfloat16": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
     "float32": {64: Tile(32, 32, 8, 1), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)},
@@ -268,11 +268,11 @@ def attention_vjp(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients with respect to the dequantised q, k and v.
+    """Computes gradients of attention with respect to the dequantised q, k and v.
 
     Args:
       q, k, v, positions, scale, q_scale, k_scale, v_scale: as for `reference.attention`.
-      cotangent: (B, T, H, Dv), of the output; rounded to bf16 unless an operand is float32.
+      cotangent: (B, T, H, Dv), gradient of the output; rounded to bf16 if the operands are bf16.
 
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v.
@@ -284,7 +284,7 @@ def attention_vjp(
     operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales)
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)
-    delta = jnp.where(positions[..., None] >= 0, delta, 0)  # the result is NaN elsewhere
+    delta = jnp.where(positions[..., None] >= 0, delta, 0)  # `out` is NaN at negative positions
     of_rows = rounded(cotangent, operands.arrays[0].dtype), logsumexp, delta
     (dq,) = operands.call(query_gradient_kernel, QUERY_TILES, *of_rows, out=(q.shape,))
     dk, dv = operands.call(

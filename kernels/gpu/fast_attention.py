@@ -1,18 +1,18 @@
-"""Attention by tiles of 64 or 128 rows, and each row's logsumexp: what the gradients start from.
+"""Attention by tiles of 128 rows (16 or 32 in float32) with each row's logsumexp, for gradients.
 
-The arguments and the meaning are those of strict attention (attention.py), whose gradients
-recompute the result by this faster kernel.
+Arguments and definition are those of strict attention (attention.py), whose gradients recompute the
+result by this faster kernel.
 
-The online softmax of FlashAttention-2 (Dao, arXiv:2307.08691, algorithm 1) over tiles that the wide
-tensor core instruction (wgmma) takes, where strict attention has 16 rows. A row is a query and one
-head of a group; keys come in blocks. Scores are in units of log 2, so that exp2 serves. The mask is
-by positions, which may have any order: blocks of keys that all rows of a tile see go without it,
-blocks that none sees are left out.
+It is the online softmax of FlashAttention-2 (Dao, arXiv:2307.08691, algorithm 1) over tiles for the
+wide tensor core instruction (wgmma); strict attention has tiles of 16 rows. A row is a query and
+one head of a group; keys come in blocks. Scores are in units of log 2, for exp2. The mask is by
+positions, which may have any order: blocks of keys that all rows of a tile see need no mask, blocks
+that no row sees are skipped.
 
 Operands of the tensor core are all bf16 or all float32 (then without TF32). E4M3 is widened to bf16
 beforehand, exactly, because this instruction reads bf16 from shared memory. Scales are folded and
 weights rounded as in strict attention. A row's bits are not those of strict attention: there are no
-splits, a block may be of 128 keys, and the tensor core adds a block's product to the sum so far.
+splits, a block may have 128 keys, and the tensor core adds a block's product to the sum so far.
 
 Not done: heads wider than 256 features, so latent attention; `vmap`.
 """
@@ -39,9 +39,9 @@ from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 @triton.jit
 def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: tl.constexpr):
-    """Of a tile's rows: place in (T, H) of one sequence and group, whether they exist, positions.
+    """Returns of a tile's rows: offset in (T, H) of one sequence and group, existence, position.
 
-    A row that does not exist has a position of -1. Positions are at most S - 1.
+    A row that does not exist has position -1. Positions are clipped to S - 1.
     """
     GROUP: tl.constexpr = H // HKV
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -63,7 +63,7 @@ def scores_of(
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
 ):
-    """(rows, keys) scores over log 2, without a mask."""
+    """Computes scores (rows, keys) over log 2, without a mask."""
     score = multiply(query, key.T)
     if KV_SCALED:
         score *= (tl.load(k_scale + place, mask=there, other=0.0) * SCALE)[None, :]
@@ -76,9 +76,9 @@ def scores_of(
 
 @triton.jit
 def seen_by(position, exists, S, KEYS: tl.constexpr):
-    """Slots where a tile's loop over keys takes up its mask, at a block's start, and ends.
+    """Returns the slots where a tile's loop over keys starts to mask (a block's start), and ends.
 
-    What is behind the end is not read: garbage may be NaN, and 0 * NaN is.
+    Slots from the end on are not read: garbage may be NaN, and 0 * NaN is NaN.
     """
     all_see = tl.min(tl.where(exists, position, S - 1), 0) + 1
     some_see = tl.max(position, 0) + 1
@@ -137,7 +137,7 @@ def fast_attention_kernel(
     positions,  # (B, T) int32
     q_scale,  # (B, T, H) float32, unused without Q_SCALED
     k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
-    v_scale,  # likewise
+    v_scale,  # as k_scale
     out,  # (B, T, H, DV) float32
     logsumexp,  # (B, T, H) float32, over log 2
     T: tl.constexpr,
@@ -148,14 +148,14 @@ def fast_attention_kernel(
     DV: tl.constexpr,
     WIDTH: tl.constexpr,  # D or more, a power of two; so is the next
     V_WIDTH: tl.constexpr,
-    SCALE: tl.constexpr,  # of the scores, over log 2
+    SCALE: tl.constexpr,  # factor of the scores, over log 2
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
-    # Within a sequence 32 bits count; the tiles with the most keys come first, as they end last.
+    # Offsets within a sequence have 32 bits. Tiles with the most keys start first.
     first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
     k += first_key * D
     v += first_key * DV
@@ -199,12 +199,12 @@ def fast_attention_kernel(
     tl.store(logsumexp + first_row + place, top + tl.log2(total), mask=exists)
 
 
-WIDEST = 256  # features of a head
+WIDEST = 256  # most features of a head
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows and keys that meet at a time, warps of a program, and depth of its pipeline."""
+    """Rows of a tile, keys of a block, warps of a program, and stages of its pipeline."""
 
     rows: int
     keys: int
@@ -212,7 +212,7 @@ class Tile:
     stages: int
 
 
-# By the operands' type and the widest vector of a head.
+# {operands' type: {most features of a head: tile}}.
 TILES = {
     "bfloat16": {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
     "float32": {64: Tile(32, 32, 8, 2), 128: Tile(16, 32, 8, 2), 256: Tile(16, 32, 8, 2)},
@@ -221,21 +221,21 @@ TILES = {
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What the kernels of attention and its gradients read, all in one type.
+    """Operands of the kernels of fast attention and its gradients; q, k and v in one type.
 
     Attributes:
       arrays: q, k, v in bf16 or float32, positions, and the scales of q, k and v: one for each
-        vector, or a placeholder.
-      constants: of every kernel: shapes, the scores' scale, and which scales there are.
+        vector, or an unused placeholder.
+      constants: constants of every kernel: shapes, factor of the scores, which scales are used.
     """
 
     arrays: tuple[jax.Array, ...]
     constants: dict[str, int | float | bool]
 
     def call(self, kernel, tables: dict, *more: jax.Array, out, over: str = "rows"):
-        """The float32 results, of the shapes `out`, of a kernel over `arrays` and `more`.
+        """Runs a kernel on `arrays` and `more`; returns float32 results of the shapes `out`.
 
-        `tables` is {dtype: {width: Tile}}; each program has a tile of 'rows' or of 'keys' (`over`).
+        `tables` is {dtype: {width: Tile}}; a program has a tile of 'rows' or of 'keys' (`over`).
         """
         q, _, v = self.arrays[:3]
         (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
@@ -258,15 +258,15 @@ class Operands:
 
 
 def supports(q: jax.Array, v: jax.Array) -> bool:
-    """Whether the kernels take heads of these widths."""
+    """Returns whether the kernels take heads of these widths."""
     return max(q.shape[3], v.shape[3]) <= WIDEST
 
 
 def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=None) -> Operands:
-    """Operands of the kernels; arguments as for `reference.attention`, of heads that `supports`.
+    """Makes the kernels' operands from arguments of `reference.attention` that `supports` allows.
 
     Raises:
-      ValueError: shapes that do not fit, or another dtype.
+      ValueError: shapes do not fit, or a dtype is not supported.
     """
     check_operands(q, k, v, positions, (q_scale, k_scale, v_scale))
     if math.prod(q.shape[1:3]) * max(q.shape[3], v.shape[3]) >= 2**31:  # counted in 32 bits
@@ -302,7 +302,7 @@ def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=No
 
 
 def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logsumexp of each row's scores.
+    """Computes the result, and the logsumexp of each row's scores.
 
     Returns:
       (B, T, H, Dv) float32, NaN for a query of negative position, and (B, T, H) float32 over log 2.

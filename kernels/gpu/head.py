@@ -1,28 +1,28 @@
 """Log-probabilities from hidden states without logits in memory, by Triton.
 
-``logp(t) = (x_t - max) - log sum_v exp(x_v - max)`` with ``x = (hidden @ head) / temperature``. A
-learner scores whole responses with `head_logprobs`; a sampler, which has the logits of its few rows
-in memory, uses `logprobs_of_logits`. Both give a row the same bits, whatever the number of rows and
-the place of the row among them, provided that the logits are `matmul.matmul`'s.
+``logp(t) = (x_t - max) - log sum_v exp(x_v - max)`` with ``x = (hidden @ head) / temperature``. The
+learner scores full responses with `head_logprobs`; the sampler, which has the logits of its few
+rows in memory, uses `logprobs_of_logits`. Both give a row the same bits, whatever the number of
+rows and the row's index, provided that the logits are `matmul.matmul`'s.
 
 For each row and each 128 columns of the vocabulary (a tile, part of the numeric contract) a kernel
-keeps three numbers of the scaled logits x: the maximum m, the sum of exp(x - m), and the sum of
-exp(x - m) * (x - m). `combine_kernel` makes the row's log-probability and entropy of them. The
-logits come out of the tensor core (`head_statistics_kernel`) or out of memory
+stores three numbers of the scaled logits x: the maximum m, the sum of exp(x - m), and the sum of
+exp(x - m) * (x - m). `combine_kernel` computes the row's log-probability and entropy from them. The
+logits come from the tensor core (`head_statistics_kernel`) or from memory
 (`logits_statistics_kernel`), and the three numbers have the same bits both ways:
 
 * The product is `matmul_kernel`'s without scales: the same instruction, K ascending.
 * A maximum is exact in any order. A sum of floats is not: `tl.sum` adds in the order of registers,
-  which an accumulator and a load hold differently. So terms become integers first (`_steps`).
+  which differs between an accumulator and a load. So terms become integers first (`_steps`).
 * A row of `combine_kernel` is one program, the same one whatever the number of rows.
 
-A logit of -inf is a probability of 0. NaN and +inf make their row NaN: maxima pass NaN on, because
+A logit of -inf is a probability of 0. NaN and +inf make their row NaN: maxima propagate NaN, since
 a sum of integers would not.
 
 Memory: the forward pass keeps 12 bytes per row and 128 columns. The backward pass writes the
-gradient of the logits for `CHUNK` tokens at a time, twice (each of the two products that follow
-reads it along its own contraction), in the operands' type: with bf16 and a vocabulary of 151,936
-that is 2.5 GB. Gradients make no bitwise promise; there is none of the entropy, which is a metric.
+gradient of the logits for `CHUNK` tokens at a time, twice (each of the next two products reads it
+along another axis), in the operands' type: with bf16 and a vocabulary of 151,936 that is 2.5 GB.
+Gradients make no bitwise promise. The entropy is a metric and has no gradient.
 
 Not done: rules for `vmap` and differentiation (the caller joins the two passes in a `custom_vjp`);
 a vocabulary split over devices.
@@ -56,7 +56,7 @@ def _logits_tile(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """(BM, BN) float32 of x (., K) by w (., K) transposed, at rows and columns that exist."""
+    """Computes (BM, BN) float32: rows of x (M, K) times rows of w (N, K), all indices in range."""
     depth = tl.arange(0, BK)
     x_at = x + tl.cast(row, tl.int64)[:, None] * K + depth[None, :]
     w_at = w + tl.cast(column, tl.int64)[:, None] * K + depth[None, :]
@@ -77,35 +77,35 @@ def _logits_tile(
 
 @triton.jit
 def _larger(a, b):
-    """The larger one; NaN if either is NaN (`tl.max` would drop it)."""
+    """Returns the larger one; NaN if either is NaN (`tl.max` would drop it)."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _steps(x, ONE: tl.constexpr, BITS: tl.constexpr):
-    """x as an integer, in the steps in which float32 counts from ONE, whose bits are BITS.
+    """Returns x as an integer multiple of the spacing of float32 at ONE, whose bits are BITS.
 
-    The addition rounds x to such a step, and neighbouring floats have neighbouring bits. Two
-    instructions at full rate, which a conversion to int64 does not have.
+    The addition rounds x to a multiple of the spacing, and neighbouring floats have neighbouring
+    bits. These are two instructions at full rate; a conversion to int64 is slower.
     """
     return (x + ONE).to(tl.int32, bitcast=True) - BITS
 
 
 @triton.jit
 def _sum_coarse(x):
-    """Sum along axis 1 of up to 128 values from 0 to 1, in steps of 2**-23; as int32."""
+    """Sums up to 128 values from 0 to 1 along axis 1, in units of 2**-23, as int32."""
     tl.static_assert(x.shape[1] <= 128)
     return tl.sum(_steps(x, 1.0, 0x3F800000), 1)
 
 
 @triton.jit
 def _sum_fine(x):
-    """The same sum as float32, in steps of 2**-46.
+    """Sums like `_sum_coarse`, but in units of 2**-46, as float32.
 
-    In coarse steps alone a tile that one column dominates could lose 127 others of 2**-24 each:
-    7.6e-6 of a log-probability.
+    In coarse units a tile with one dominant column could lose the other 127, of 2**-24 each: 7.6e-6
+    of a log-probability.
     """
-    rest = x - ((x + 1.0) - 1.0)  # what rounding to coarse steps left: exact, up to 2**-24
+    rest = x - ((x + 1.0) - 1.0)  # exact remainder of the coarse rounding, up to 2**-24
     rest = tl.sum(_steps(rest, 1.5 * 2.0**-23, 0x34400000), 1)
     return _sum_coarse(x).to(tl.float32) * 2.0**-23 + rest.to(tl.float32) * 2.0**-46
 
@@ -130,15 +130,15 @@ def _store_statistics(
     here = (column[None, :] == target[:, None]) & (row_ok[:, None] & column_ok[None, :])
     tl.store(tl.broadcast_to((chosen + row)[:, None], scaled.shape), scaled, mask=here)
     scaled = tl.where(column_ok[None, :], scaled, float("-inf"))
-    # A tile of nothing but -inf: a finite number to subtract.
+    # If all logits of a tile are -inf, the finite _LOWEST is subtracted.
     maximum = _larger(tl.reduce(scaled, 1, _larger), _LOWEST)
     below = scaled - maximum[:, None]
     weight = tl.exp(below)
     at = tl.cast(row, tl.int64) * TILES + tile
     tl.store(top + at, maximum, mask=row_ok)
     tl.store(total + at, _sum_fine(weight), mask=row_ok)
-    # Terms are between -1/e and 0; 0 * -inf is no contribution, not NaN. The entropy is a metric:
-    # coarse steps will do.
+    # Terms are between -1/e and 0; 0 * -inf counts as 0, not NaN. The entropy is a metric: coarse
+    # units suffice.
     terms = tl.where(weight > 0, -weight * below, 0.0)
     tl.store(moment + at, _sum_coarse(terms).to(tl.float32) * -(2.0**-23), mask=row_ok)
 
@@ -179,7 +179,7 @@ def head_statistics_kernel(
 @triton.jit
 def logits_statistics_kernel(
     logits,  # (M, N) float32
-    targets,  # the rest as for head_statistics_kernel
+    targets,  # this and the rest as in `head_statistics_kernel`
     inverse_temperature,
     top,
     total,
@@ -207,7 +207,7 @@ def logits_statistics_kernel(
 
 @triton.jit
 def combine_kernel(
-    top,  # (M, TILES), as is
+    top,  # (M, TILES); this and the next three as `head_statistics_kernel` wrote them
     total,
     moment,
     chosen,  # (M,)
@@ -281,8 +281,8 @@ def head_gradient_kernel(
     tl.store(dlogits_t + tall[None, :] * M + row[:, None], gradient, mask=mask)
 
 
-CHUNK = 4096  # tokens whose gradient of the logits exists at once
-_LOGITS_ROWS = 8  # that a program reads from memory
+CHUNK = 4096  # tokens whose gradients of logits are in memory at once
+_LOGITS_ROWS = 8  # rows of logits that a program reads
 
 
 def _kind(hidden: jax.Array, head: jax.Array) -> str:
@@ -300,7 +300,7 @@ def _tiles(columns: int) -> int:
 
 
 def _statistics_shapes(rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Maximum, sum and moment of each row and tile; the target's logit of each row."""
+    """Returns the shapes of maximum, sum, moment (rows, tiles) and the target's logit (rows,)."""
     shapes = *[(rows, _tiles(columns))] * 3, (rows,)
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
@@ -324,7 +324,7 @@ def _combine(statistics, targets: jax.Array, columns: int):
 def head_logprobs(
     hidden: jax.Array, head: jax.Array, targets: jax.Array, inverse_temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probability of each row's target, the row's entropy, and its log-sum-exp.
+    """Computes the log-probability of each row's target, the row's entropy and its log-sum-exp.
 
     Args:
       hidden: (M, D) bf16 or float32.
@@ -337,7 +337,7 @@ def head_logprobs(
       scaled logits (M,) float32, for `head_logprobs_vjp`.
 
     Raises:
-      ValueError: operands of another type.
+      ValueError: operands are not both bf16 or both float32.
     """
     kind = _kind(hidden, head)
     rows, columns = hidden.shape[0], head.shape[1]
@@ -364,8 +364,8 @@ def head_logprobs(
 def logprobs_of_logits(
     logits: jax.Array, targets: jax.Array, inverse_temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same three from (M, V) float32 logits before temperature, bit for bit; ValueError for
-    logits of another type."""
+    """Computes the results of `head_logprobs`, bit for bit, from (M, V) float32 logits before
+    temperature. Raises ValueError for logits of another type."""
     if logits.dtype != jnp.float32:
         raise ValueError(f"logits must be float32, got {logits.dtype}; the head's product gives it")
     rows, columns = logits.shape
@@ -394,11 +394,11 @@ def head_logprobs_vjp(
     logsumexp: jax.Array,
     dlogp: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of ``sum(dlogp * logp)``, recomputing the logits.
+    """Computes gradients of ``sum(dlogp * logp)``, recomputing the logits.
 
     Args:
       hidden, head, targets, inverse_temperature: as for `head_logprobs`.
-      logsumexp: (M,) float32, its third result.
+      logsumexp: (M,) float32, third result of `head_logprobs`.
       dlogp: (M,) float32. A row of 0 gets a gradient of 0 if its logits are finite.
 
     Returns:
@@ -436,7 +436,7 @@ def head_logprobs_vjp(
         dhead, dhidden = gradients(rows_of_chunk)
         return total + dhead, dhidden
 
-    # Added rows have dlogp = 0: they add nothing.
+    # Padded rows have dlogp = 0: they add nothing.
     per_row = (hidden, targets, inverse_temperature, logsumexp, dlogp)
     chunks = tuple(pad_to(x, 0, chunk).reshape(-1, chunk, *x.shape[1:]) for x in per_row)
     if chunks[0].shape[0] == 1:

@@ -2,17 +2,17 @@
 
 Operands come as in `reference.matmul.block_matmul`, (M, K) and (K, N). The kernels read both along
 K ("K-major"): rows of x and rows of the transposed weight, which is the only order that Hopper's
-FP8 tensor cores take. Where the second operand is stored column by column the transpose costs
-nothing, and a rollout's weights are laid out so once per refit; elsewhere XLA copies it.
+FP8 tensor cores take. If the second operand is stored column by column the transpose costs nothing;
+a refit lays out the rollout's weights this way. Otherwise XLA copies the operand.
 
 With scales, each 128 of K gives a float32 partial sum that leaves the tensor core, is multiplied by
 its scales and added in float32 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2: the tensor core
-itself adds with about 14 bits). Without, sums stay in the tensor core, K ascending.
+itself adds with about 14 bits). Without scales, sums stay in the tensor core, K ascending.
 
 A program computes one tile of the result. Rows and columns past the end are computed on copies of
-row and column 0 and not stored: they cost no memory traffic, and poison nothing.
+row and column 0 and not stored: they cost no memory traffic and cannot introduce NaN.
 
-Kernels have no rule for `vmap` of their own: a batched product runs as a loop.
+Kernels have no `vmap` rule: a batched product runs as a loop.
 """
 
 import jax
@@ -28,9 +28,9 @@ from fp8rl_jax.kernels.gpu.triton_call import align, triton_call
 
 @triton.jit
 def tile_of(program, ROW_TILES: tl.constexpr, COLUMN_TILES: tl.constexpr, BAND: tl.constexpr):
-    """Row tile and column tile of a program.
+    """Returns the row tile and column tile of a program.
 
-    Programs that run at the same time take few row tiles and few column tiles: both stay in L2.
+    Programs that run at the same time read few row tiles and few column tiles, which stay in L2.
     """
     first = (program // (BAND * COLUMN_TILES)) * BAND
     height = tl.minimum(ROW_TILES - first, BAND)
@@ -44,7 +44,7 @@ def matmul_kernel(
     w,  # (E, N, K)
     x_scale,  # (KB, TOTAL) float32
     w_scale,  # (E, ceil(N / 128), KB) float32, or (E, KB, N) with COLUMN_SCALES
-    experts,  # (TOTAL / GROUP,) int32: which w a group of rows takes; E or more for none: zeros
+    experts,  # (TOTAL / GROUP,) int32: index into w of each group of rows; E or more gives zeros
     out,  # (TOTAL, N)
     TOTAL: tl.constexpr,
     GROUP: tl.constexpr,  # rows that share a weight; TOTAL for a dense product
@@ -180,10 +180,10 @@ def grouped_wgrad_kernel(
 
 
 def kind_of(lhs: jax.Array, rhs: jax.Array, scaled: bool) -> str:
-    """'fp8', 'bf16' or 'float32': the product that the operands' dtypes ask for.
+    """Returns the kind of product for the operands' dtypes: 'fp8', 'bf16' or 'float32'.
 
     Raises:
-      ValueError: scales with operands that are not FP8 (E4M3 and E5M2 may be mixed).
+      ValueError: `scaled`, and an operand is not FP8 (E4M3 and E5M2 may be mixed).
     """
     if scaled:
         if lhs.dtype.itemsize != 1 or rhs.dtype.itemsize != 1:
@@ -200,7 +200,7 @@ def _unused(dtype) -> jax.Array:
 
 
 def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile | None):
-    """(TOTAL, K) by (E, N, K) with scales (KB, TOTAL) and (E, KB, ...) -> (TOTAL, N)."""
+    """Multiplies (TOTAL, K) by (E, N, K) with scales (KB, TOTAL), (E, KB, ...), to (TOTAL, N)."""
     kind = kind_of(x, w, x_scale is not None)
     if kind == "float32":
         x, w = x.astype(jnp.float32), w.astype(jnp.float32)
@@ -243,12 +243,12 @@ def matmul(
     dtype=jnp.float32,
     tile: Tile | None = None,
 ) -> jax.Array:
-    """`reference.matmul.block_matmul` by Triton: FP8 with scales, bf16 or float32 without.
+    """Computes `reference.matmul.block_matmul` by Triton: FP8 with scales, bf16 or float32 without.
 
     Args:
       lhs, rhs, lhs_scale, rhs_scale: as for the reference.
-      dtype: of the result, float32 or bf16 (rounded to nearest even).
-      tile: instead of the table's.
+      dtype: dtype of the result, float32 or bf16 (rounded to nearest even).
+      tile: tile to use; None for `matmul_tile`'s choice.
 
     Returns:
       (M, N) in `dtype`.
@@ -271,12 +271,12 @@ def grouped_matmul(
     dtype=jnp.float32,
     tile: Tile | None = None,
 ) -> jax.Array:
-    """Every group of rows times the matrix of its expert.
+    """Multiplies every tile of R rows (a "group" of the kernel) by the matrix of its expert.
 
     Args:
-      x: (groups, R, K); rows sorted by expert, each group filled up with zeros.
+      x: (groups, R, K); rows sorted by expert, each tile padded with zeros.
       w: (E, K, N).
-      experts: (groups,) int32; E or more where a group has no rows: zeros, at no cost.
+      experts: (groups,) int32, expert of each tile; E or more gives zeros at no cost.
       x_scale: (groups, R, KB) float32 with KB = ceil(K / 128), or None for bf16 and float32.
       w_scale: (E, KB, ceil(N / 128)) or (E, KB, N) float32, or None.
       dtype, tile: as for `matmul`.
@@ -303,15 +303,16 @@ def grouped_wgrad(
     dy_scale: jax.Array | None = None,
     tile: Tile | None = None,
 ) -> jax.Array:
-    """``x^T dy`` of every expert, over its groups of rows in ascending order.
+    """Computes ``x^T dy`` of every expert, over its tiles of R rows in ascending order.
 
     Args:
-      x: (groups, R, K) and dy: (groups, R, N), R a multiple of 128, sorted by expert.
-      experts: (groups,) int32, ascending; `count` or more where a group has no rows.
+      x: (groups, R, K), tiles sorted by expert, R a multiple of 128.
+      dy: (groups, R, N), in the same order.
+      experts: (groups,) int32, expert of each tile, ascending; `count` or more for unused tiles.
       count: number of experts.
       x_scale: (groups, R / 128, K) float32, one per 128 rows and column, or None.
-      dy_scale: (groups, R / 128, N) likewise.
-      tile: instead of the table's.
+      dy_scale: (groups, R / 128, N) float32 in the same way, or None.
+      tile: tile to use; None for `matmul_tile`'s choice.
 
     Returns:
       (count, K, N) float32; zeros for experts without rows.

@@ -9,11 +9,11 @@ kernel, with instructions of the same depth (m64nNk32), and nothing splits K.
 
 A program has three or four warpgroups. The last one, the producer, only starts copies from global
 to shared memory (TMA), some steps ahead. Each of the others, the consumers, owns 64 rows of the
-tile: while one scales and adds, another keeps the tensor core busy. Programs take one tile after
-another, so operands of the next arrive while the last is stored. The copy engine clips rows past M.
+tile: while one scales and adds, another keeps the tensor core busy. Programs compute one tile after
+another, so that loading the next tile overlaps storing the last. The copy engine clips rows past M.
 
-Not here: K or N that is no multiple of 128, E5M2, a scale per column, groups of rows, few rows.
-`supports` says so, and the Triton kernels take those. A tile of 256 rows was compiled and left out:
+Not done: K or N that is no multiple of 128, E5M2, a scale per column, groups of rows, few rows.
+`supports` refuses them, and the Triton kernels take them. A tile of 256 rows was tried and dropped:
 two totals and a partial sum are 192 of 232 registers, and ptxas spills.
 """
 
@@ -31,23 +31,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to
 from fp8rl_jax.kernels.gpu.tiles import BAND, MULTIPROCESSORS
 
-FEWEST_ROWS = 256  # a whole tile of any height; from how many rows on it pays is to be measured
+FEWEST_ROWS = 256  # at least one full tile of any height; the break-even point is not measured yet
 
-_ROWS = 64  # of a consumer: one tensor core instruction
-_COLUMNS = K_BLOCK  # of a tile: one scale of w a step
-_GROUP = 8  # rows: the unit of a swizzle, and so of x and the result in global memory
+_ROWS = 64  # rows of a consumer: one tensor core instruction
+_COLUMNS = K_BLOCK  # columns of a tile: one scale of w per step
+_GROUP = 8  # rows of a swizzle's unit; x and the result in global memory are multiples of it
 _LINE = 128  # bytes of shared memory that a swizzle permutes: a row of an operand, or of a store
-_STORES = 2  # pieces of the result on their way out at a time, per consumer
+_STORES = 2  # pieces of the result that a consumer stores at a time
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _RESULTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Height of a tile and how a program shares its registers and shared memory.
+    """Height of a tile and how a program divides its registers and shared memory.
 
-    Registers are per thread; 512 of them are to be had for one thread of every warpgroup, in steps
-    of 8. Stages are limited by 227 KiB of shared memory.
+    Registers are per thread, in steps of 8; over one thread of each warpgroup they sum to at most
+    512. Stages are limited by 227 KiB of shared memory.
     """
 
     consumers: int
@@ -64,11 +64,11 @@ TILES = (Tile(2, 5, 40, 232), Tile(3, 4, 32, 160))
 
 
 def supports(rows: int, columns: int, depth: int, dtypes: tuple) -> bool:
-    """Whether `fp8_matmul` takes a (rows, depth) by (depth, columns) product.
+    """Returns whether `fp8_matmul` takes a (rows, depth) by (depth, columns) product.
 
     Args:
       rows, columns, depth: M, N and K.
-      dtypes: of lhs, rhs and the result.
+      dtypes: dtypes of lhs, rhs and the result.
     """
     left, right, result = map(jnp.dtype, dtypes)
     return (
@@ -82,9 +82,9 @@ def supports(rows: int, columns: int, depth: int, dtypes: tuple) -> bool:
 
 
 def tile_for(rows: int, columns: int) -> Tile:
-    """The tile that finishes first if every row of a tile takes equally long; the taller if equal.
+    """Returns the tile that finishes first if all rows take equally long; the taller one if equal.
 
-    A function of the shape alone. It decides speed, not bits: every consumer runs the same
+    It depends on the shape alone and decides speed, not bits: every consumer runs the same
     instructions in the same order.
     """
 
@@ -96,23 +96,23 @@ def tile_for(rows: int, columns: int) -> Tile:
 
 
 def _load(scales) -> jax.Array:
-    """A vector from global memory; few bytes, so not with the widest loads."""
+    """Loads a vector from global memory; it has few bytes, so not with the widest loads."""
     index: tuple = ((),) if jax.__version_info__ < (0, 11) else ()  # deprecated in 0.11
     return plgpu.load(scales, *index, optimized=False)
 
 
 def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
-    """(M, K) by (N, K) with scales (KB, M rounded up to whole tiles) and (N / 128, KB)."""
+    """Multiplies (M, K) by (N, K) with scales (KB, M padded to full tiles) and (N / 128, KB)."""
     (rows, depth), columns = x.shape, w.shape[0]
     row_tiles, column_tiles = -(-rows // tile.rows), columns // _COLUMNS
     programs = min(MULTIPROCESSORS, row_tiles * column_tiles)
     steps, stages = depth // K_BLOCK, tile.stages
-    piece = _LINE // jnp.dtype(dtype).itemsize  # columns that a store takes
+    piece = _LINE // jnp.dtype(dtype).itemsize  # columns of one store
 
     def of_every_tile(body) -> jax.Array:
-        """Runs body(row tile, column tile, steps done) over a program's tiles; all steps done."""
+        """Runs body(row tile, column tile, steps before) over a program's tiles; returns steps."""
 
-        # Programs that run at the same time share few rows of x and columns of w, in the L2.
+        # Programs that run at the same time read few rows of x and columns of w, which stay in L2.
         @plgpu.nd_loop(
             (row_tiles * column_tiles,), collective_axes="program", init_carry=jnp.int32(0)
         )
@@ -148,7 +148,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
 
             done = of_every_tile(load)
 
-            # A barrier is not left with an arrival that has not been waited for.
+            # Every arrival at a barrier must be waited for before the program ends.
             @pl.loop(lax.max(done - stages, 0), done)
             def _drain(step):
                 plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
@@ -166,7 +166,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
 
                     def product(accumulator):
                         plgpu.wgmma(accumulator, x_in.at[stage, own], w_in.at[stage].T)
-                        # Between start and end of the product, whose time hides the loads'.
+                        # Between start and end of the product, which hides the loads' latency.
                         row_scale = _load(x_scale.at[step, pl.ds(row, _ROWS)])
                         scale = row_scale * w_scale[column_tile, step]
                         return accumulator[...], scale
@@ -203,14 +203,14 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
             buffer(stages, tile.rows, K_BLOCK, dtype=_E4M3),
             buffer(stages, _COLUMNS, K_BLOCK, dtype=_E4M3),
             buffer(tile.consumers, _STORES, _ROWS, piece, dtype=dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # a copy each of x and w
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # one copy of x, one of w
             plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=stages),
         ],
         grid=(programs,),
         grid_names=("program",),
         num_threads=tile.consumers + 1,
         thread_name="warpgroup",
-        # Never left out: JAX 0.10 and 0.11 take different backends without.
+        # Required: the default backend differs between JAX 0.10 and 0.11.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return run(x, w, x_scale, w_scale)
@@ -224,19 +224,19 @@ def fp8_matmul(
     dtype=jnp.float32,
     tile: Tile | None = None,
 ) -> jax.Array:
-    """`reference.matmul.block_matmul` of E4M3 operands with scales, for the shapes of `supports`.
+    """Computes `reference.matmul.block_matmul` of scaled E4M3 operands that `supports` allows.
 
-    The kernel reads rhs as (N, K): where it is stored column by column the transpose costs
-    nothing, elsewhere XLA copies it. An M that is no multiple of 8 costs a copy of lhs and one of
-    the result. A batch under `vmap` runs as a loop.
+    The kernel reads rhs as (N, K): if rhs is stored column by column the transpose costs nothing,
+    otherwise XLA copies it. An M that is no multiple of 8 costs a copy of lhs and one of the
+    result. A batch under `vmap` runs as a loop.
 
     Args:
       lhs: (M, K) E4M3.
       rhs: (K, N) E4M3.
       lhs_scale: (M, K / 128) float32.
       rhs_scale: (K / 128, N / 128) float32.
-      dtype: of the result, float32 or bf16 (rounded to nearest even).
-      tile: instead of the one `tile_for` names.
+      dtype: dtype of the result, float32 or bf16 (rounded to nearest even).
+      tile: tile to use; None for `tile_for`'s choice.
 
     Returns:
       (M, N) in `dtype`.
@@ -250,7 +250,7 @@ def fp8_matmul(
 
     @sequential_vmap
     def run(lhs, rhs, lhs_scale, rhs_scale):
-        # Whole tiles of scales, because the copy engine wants rows that are multiples of 16 bytes.
+        # Scales are padded to full tiles: the copy engine takes rows of multiples of 16 bytes.
         x_scale = pad_to(lhs_scale.T, 1, chosen.rows)
         x = pad_to(lhs, 0, _GROUP)
         return _multiply(x, rhs.T, x_scale, rhs_scale.T, dtype, chosen)[:rows]

@@ -1,26 +1,26 @@
 """RMSNorm, gated activation and FP8 quantisation of blocks by Triton.
 
-What a layer does between two FP8 products, in one pass over memory and a fixed order of summation:
-a reduction left to XLA is ordered by the shape of the array, and differs between decoding and
+The operations between two FP8 products of a layer, in one pass over memory and a fixed order of
+summation: XLA would order a reduction by the shape of the array, which differs between decoding and
 training.
 
-Arrays are two-dimensional and row-major; values are rounded to nearest even. Scales of rows come as
-the matmul kernel reads them, (ceil(D / 128), M) float32: give ``scale.T`` to `matmul.matmul`, where
-both transposes cancel.
+Arrays are two-dimensional and row-major; values are rounded to nearest even. Scales of rows have
+the layout that the matmul kernel reads, (ceil(D / 128), M) float32: pass ``scale.T`` to
+`matmul.matmul`, where both transposes cancel.
 
 Invariants:
-  * a row's result depends on the row alone: its width and dtypes decide in which order it is
-    summed, and rows that share a program do not meet; nor do blocks of 128 columns;
+  * a row's result depends on the row alone: its width and dtypes decide the order of its sum; rows
+    that share a program do not mix, nor do blocks of 128 columns in quantisation;
   * a fused kernel writes the bits of the unfused norm (or activation) followed by `quantize_rows`;
   * the quantiser is that of fp8rl_jax/quant/qarray.py: amax on the integer bits (exact in any
     order, NaN above inf above every number), true quotients, rounding to nearest even. XLA:CPU
     flushes denormals and these kernels do not (qarray.py says where that begins), and the byte of
     a NaN need not have the same sign.
 
-No clipping stands before the cast: |x| <= amax and s <= fl(max / amax), so |x * s| exceeds the
+There is no clipping before the cast: |x| <= amax and s <= fl(max / amax), so |x * s| exceeds the
 largest FP8 value by at most one float32 ulp and rounds to it. exp and rsqrt are the hardware's
-approximations (ex2.approx, rsqrt.approx: relative errors around 2**-22), the same bits for the same
-value wherever it stands, but not a CPU's. Multiply-adds are not fused (see triton_call.py).
+approximations (ex2.approx, rsqrt.approx: relative errors around 2**-22): the same bits for the same
+value in any element, but not a CPU's. Multiply-adds are not fused (see triton_call.py).
 
 Not done: gradients; arrays without rows; a batching rule; rows of more than `MAX_WIDTH`.
 """
@@ -36,8 +36,8 @@ from fp8rl_jax.kernels.arrays import K_BLOCK, fp8_max
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 BLOCK = tl.constexpr(K_BLOCK)  # elements that share a scale
-# Neighbours that a thread holds: 16 bytes of bf16. As a hint on every address it also fixes which
-# thread holds what, hence the order of a sum: Triton would take 16 wherever FP8 is stored.
+# Neighbours that a thread holds: 16 bytes of bf16. As a hint on every address it also fixes the
+# elements of each thread, hence the order of a sum: Triton would take 16 wherever FP8 is stored.
 _VECTOR = tl.constexpr(8)
 _INF_BITS = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -47,13 +47,13 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _magnitude_bits(x):
-    """|x| of a float32 tensor as int32, ordered like the numbers: inf, then NaN, on top."""
+    """Returns the bits of |x| as int32, ordered like the numbers; above them inf, then NaN."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
 def _scales(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The multiplier of a block and the scale to store, from the bits of its amax."""
+    """Returns a block's multiplier and the scale to store, from the bits of its amax."""
     zero = amax_bits == 0
     s = tl.div_rn(FP8_MAX, tl.where(zero, 1.0, amax_bits.to(tl.float32, bitcast=True)))
     s = tl.where(zero, 1.0, tl.minimum(s, _LARGEST))
@@ -65,7 +65,7 @@ def _scales(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _normalised(x_at, weight_at, inside, weight_inside, D: tl.constexpr, EPS: tl.constexpr):
-    """(ROWS, BLOCKS, 128) of ``x / sqrt(mean(x^2) + eps) * weight`` in float32."""
+    """Computes ``x / sqrt(mean(x^2) + eps) * weight``, (ROWS, BLOCKS, 128) in float32."""
     x = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_at, mask=weight_inside, other=0.0).to(tl.float32)
     mean = tl.sum(tl.sum(x * x, axis=2), axis=1) * (1.0 / D)
@@ -78,8 +78,8 @@ def rms_norm_kernel(
     x,  # (M, D)
     weight,  # (D,)
     y,  # (M, D)
-    q,  # (M, D) FP8, or one element that is not written
-    scale,  # (ceil(D / 128), M) float32, likewise
+    q,  # (M, D) FP8; without QUANTIZE one element that is not written
+    scale,  # (ceil(D / 128), M) float32; without QUANTIZE as q
     M: tl.constexpr,
     D: tl.constexpr,
     EPS: tl.constexpr,
@@ -110,7 +110,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def _tile(M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Rows, offsets and mask of a program's (ROWS, 128) tile; axis 1 of the grid counts blocks."""
+    """Returns rows, offsets and mask of a program's (ROWS, 128) tile; grid axis 1 counts blocks."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.cast(row, tl.int64)[:, None] * D + column[None, :]
@@ -140,8 +140,8 @@ def gated_silu_kernel(
     gate,  # (M, D)
     up,  # (M, D)
     y,  # (M, D)
-    q,  # (M, D) FP8, or one element that is not written
-    scale,  # (ceil(D / 128), M) float32, likewise
+    q,  # (M, D) FP8; without QUANTIZE one element that is not written
+    scale,  # (ceil(D / 128), M) float32; without QUANTIZE as q
     M: tl.constexpr,
     D: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -200,15 +200,15 @@ def quantize_columns_kernel(
 
 
 E4M3 = jnp.float8_e4m3fn
-MAX_WIDTH = 16384  # of a row that a norm keeps in the registers of one program
+MAX_WIDTH = 16384  # widest row that a norm keeps in the registers of one program
 _TILE = {"warps": 4, "stages": 1}
-TILE_ROWS = 32  # of the (rows, 128) tiles of all kernels but the norm
-TILE_COLUMNS = 64  # of the (128, columns) tiles of quantize_columns
+TILE_ROWS = 32  # rows of the (rows, 128) tiles of gated_silu and quantize_rows
+TILE_COLUMNS = 64  # columns of the (128, columns) tiles of quantize_columns
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantisation:
-    """Of blocks of 128 numbers: the FP8 format, and whether scales are powers of two."""
+    """Quantisation of blocks of 128 numbers: FP8 format, and whether scales are powers of two."""
 
     dtype: jnp.dtype = E4M3
     power_of_two: bool = False
@@ -219,7 +219,7 @@ def _blocks(size: int) -> int:
 
 
 def _quantised_shapes(rows: int, width: int, dtype):
-    """Results q and scale of a kernel."""
+    """Returns the shapes of a kernel's results q and scale."""
     return (
         jax.ShapeDtypeStruct((rows, width), dtype),
         jax.ShapeDtypeStruct((_blocks(width), rows), jnp.float32),
@@ -227,7 +227,7 @@ def _quantised_shapes(rows: int, width: int, dtype):
 
 
 def norm_tile(width: int) -> dict[str, int]:
-    """Rows and (padded) blocks of a norm's program, and its warps: 1024 elements a warp.
+    """Returns rows and (padded) blocks of a norm's program, and its warps: 1024 elements a warp.
 
     Raises:
       ValueError: `width` is above MAX_WIDTH.
@@ -239,7 +239,7 @@ def norm_tile(width: int) -> dict[str, int]:
 
 
 def _call(kernel, x, other, dtype, quantisation: Quantisation | None, **keywords):
-    """y of a kernel over two operands, or with a quantisation (y, q, scale)."""
+    """Runs a kernel on two operands; returns y, or with a quantisation (y, q, scale)."""
     (rows, width), one = x.shape, jax.ShapeDtypeStruct((1,), jnp.float32)
     given = quantisation or Quantisation()
     quantised = _quantised_shapes(rows, width, given.dtype) if quantisation else (one, one)
@@ -265,21 +265,21 @@ def rms_norm(
     dtype=jnp.bfloat16,
     quantisation: Quantisation | None = None,
 ):
-    """``x / sqrt(mean(x^2) + eps) * weight``, in float32, rounded once.
+    """Computes ``x / sqrt(mean(x^2) + eps) * weight`` in float32, rounded once.
 
     Args:
       x: (M, D), bf16 or float32; D up to MAX_WIDTH.
       weight: (D,).
       eps: a Python float.
-      dtype: of the result.
-      quantisation: of the rounded result, as `quantize_rows` does it.
+      dtype: dtype of the result.
+      quantisation: how to also quantise the rounded result, as `quantize_rows` does; or None.
 
     Returns:
       (M, D) in `dtype`. The order of summation follows from D and the dtypes alone. With
-      `quantisation` this, q (M, D) FP8 and scale (ceil(D / 128), M) float32.
+      `quantisation` (this, q (M, D) FP8, scale (ceil(D / 128), M) float32).
 
     Raises:
-      ValueError: D is too large, or not an FP8 format.
+      ValueError: D is too large, or `quantisation` has no FP8 format.
     """
     tile = norm_tile(x.shape[1])
     grid = (-(-x.shape[0] // tile["ROWS"]),)
@@ -291,7 +291,7 @@ def rms_norm(
 def gated_silu(
     gate: jax.Array, up: jax.Array, dtype=jnp.bfloat16, quantisation: Quantisation | None = None
 ):
-    """``gate / (1 + exp(-gate)) * up``, in float32, rounded once.
+    """Computes ``gate / (1 + exp(-gate)) * up`` in float32, rounded once.
 
     Args:
       gate, up: (M, D), bf16 or float32.
@@ -309,7 +309,7 @@ def gated_silu(
 def quantize_rows(
     x: jax.Array, dtype=E4M3, power_of_two: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """`quant.quantize(x, (1, 128), dtype, power_of_two)`: one scale per row and 128 columns.
+    """Computes `quant.quantize(x, (1, 128), dtype, power_of_two)`.
 
     Args:
       x: (M, D), bf16 or float32, not rounded.
@@ -336,16 +336,16 @@ def quantize_rows(
 def quantize_columns(
     x: jax.Array, dtype=E4M3, power_of_two: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """`quant.quantize(x, (128, 1), dtype, power_of_two)`, with the bytes transposed.
+    """Computes `quant.quantize(x, (128, 1), dtype, power_of_two)`, with the bytes transposed.
 
-    The operand of a weight gradient, whose contraction runs along tokens.
+    The result is an operand of a weight gradient, whose contraction runs along tokens.
 
     Args:
-      x: (T, D), bf16 or float32: T tokens, any number of them.
+      x: (T, D), bf16 or float32; T is the number of tokens, which may be any.
       dtype, power_of_two: as for `quantize_rows`.
 
     Returns:
-      q (D, T) row-major, and scale (ceil(T / 128), D) float32, which is a QArray's own layout.
+      q (D, T) row-major, and scale (ceil(T / 128), D) float32, which is a QArray's layout.
     """
     tokens, width = x.shape
     return triton_call(

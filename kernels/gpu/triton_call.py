@@ -1,9 +1,9 @@
-"""The only file that knows jax-triton: its versions, and how it is called.
+"""Calls of jax-triton, by its version; no other file uses it.
 
 jax-triton 0.3 names its arguments `out_shape` and `enable_fp_fusion`, 0.4 `out_type` and
-`backend_options`; 0.4 reads constants of Triton's driver that Triton 3.6 does not have yet. Both
-are imported when a kernel is first called, because importing them needs JAX's CUDA plugin, which a
-machine without a GPU lacks.
+`backend_options`; 0.4 reads constants of Triton's driver that Triton 3.6 does not have yet.
+jax-triton and the driver are imported when a kernel is first called, because importing them needs
+JAX's CUDA plugin, which a machine without a GPU lacks.
 
 Fused multiply-adds are written out in the kernels (`tl.fma`), and the compiler's own fusing is off:
 Triton's default for it differs between versions and would change bits.
@@ -21,11 +21,11 @@ from fp8rl_jax.kernels.arrays import pad_to, varying_as
 from fp8rl_jax.kernels.machine import backend
 
 _TMA_TF32 = 11  # CUtensorMapDataType's value, from CUDA's cuda.h
-_PTX = 90  # of CUDA 13.0, JAX's oldest; Triton writes its own assembler's, which may be newer
+_PTX = 90  # of CUDA 13.0, the oldest that JAX supports; Triton's default may be newer
 
 
 def per_load(dtype) -> int:
-    """Numbers of a dtype in a 16-byte load, which is what rows are padded to multiples of."""
+    """Returns the numbers of a dtype in a 16-byte load; rows are padded to multiples of this."""
     return 16 // jnp.dtype(dtype).itemsize
 
 
@@ -54,15 +54,15 @@ def triton_call(
     stages: int,
     **constants: int | float | bool | str,
 ) -> Any:
-    """Calls a Triton kernel on arrays; what it writes is the result.
+    """Calls a Triton kernel on arrays and returns the arrays that it writes.
 
     Args:
-      kernel: a `triton.jit` function: pointers to the arrays in order, then to the results, then
-        the constants by name.
+      kernel: a `triton.jit` function of pointers to `arrays`, then to the results, then of the
+        constants by name.
       arrays: row-major operands.
-      out: shape and dtype of the result, or a tuple of them for several.
-      grid: programs along up to three axes.
-      warps, stages: of a program, and depth of its software pipeline.
+      out: shape and dtype of the result, or a tuple for several results.
+      grid: number of programs along up to three axes.
+      warps, stages: warps of a program, and stages of its software pipeline.
       constants: values of the kernel's `tl.constexpr` parameters.
 
     Returns:
@@ -82,7 +82,7 @@ def triton_call(
         grid=grid,
         num_warps=warps,
         num_stages=stages,
-        # None where a GPU can be asked; Hopper's on a machine that only compiles for one.
+        # None queries the GPU; 90 is Hopper's, for a machine that only compiles for one.
         compute_capability=None if backend() == "gpu" else 90,
         **keywords,
         **constants,

@@ -23,20 +23,20 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import FLOAT32_SIZE, Way
 
-_UNROLL_KV = 4  # chunks of keys at once, if there are; their scores are products of FLOAT32_SIZE
-_FEW_QUERIES = 256  # rows at most (of a kv head), for the memory that their scores take
+_UNROLL_KV = 4  # most chunks of keys in one step; 4 chunks of 128 features are FLOAT32_SIZE numbers
+_FEW_QUERIES = 256  # most rows of a kv head for steps of _UNROLL_KV chunks: scores take memory
 
 
 def masked(score: jax.Array, mask: jax.Array) -> jax.Array:
-    """Scores, and at most -1e30 where the mask is False.
+    """Returns scores, lowered to at most -1e30 where the mask is False.
 
-    The second operand is a minimum, not a constant, which JAX would hoist out of a scan and store.
+    By a minimum and not a constant, which JAX would hoist out of a scan and store.
     """
     return jnp.where(mask, score, jnp.minimum(score, jnp.float32(-1e30)))
 
 
 def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Queries, keys or values (..., Dh) in float32, times their scales, () or (...)."""
+    """Returns queries, keys or values (..., Dh) in float32, times their scales, () or (...)."""
     x = widened(x, jnp.float32)
     if scale is None:
         return x
@@ -44,19 +44,19 @@ def dequantized(x: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _enough_rows(x: jax.Array, axis: int, way: Way) -> jax.Array:
-    """`x` padded with zeros to the number of rows along an axis that a product needs."""
+    """Pads `x` with zeros along an axis to a number of rows that `small_product` takes."""
     return pad_to(x, axis, way.small_steps.rows(x.shape[axis]))
 
 
 def by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
-    """(B, T, H, n) -> (B, Hkv, rows, n) float32; a row is a query and one head of a group."""
+    """Reorders (B, T, H, n) to (B, Hkv, rows, n) float32; a row is a query and head of a group."""
     batch, queries, heads, features = x.shape
     x = widened(x, jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, features)
     return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, features)
 
 
 def by_query(x: jax.Array, queries: int) -> jax.Array:
-    """(B, Hkv, rows, n) -> (B, T, H, n): the inverse of `by_kv_head`."""
+    """Reorders (B, Hkv, rows, n) to (B, T, H, n): the inverse of `by_kv_head`."""
     batch, kv_heads, rows, features = x.shape
     x = x.reshape(batch, kv_heads, queries, rows // queries, features).transpose(0, 2, 1, 3, 4)
     return x.reshape(batch, queries, -1, features)
@@ -65,11 +65,11 @@ def by_query(x: jax.Array, queries: int) -> jax.Array:
 def _read_page(
     x: jax.Array, table: jax.Array, last: jax.Array, chunk: int | jax.Array, by_feature: bool
 ) -> jax.Array:
-    """A chunk of slots (B, Hkv, KV_CHUNK, ...) out of pages x (P, KV_CHUNK, Hkv, ...); with
-    `by_feature` (B, Hkv, Dh, KV_CHUNK) out of (P, Hkv, Dh, KV_CHUNK).
+    """Reads a chunk of slots (B, Hkv, KV_CHUNK, ...) from pages x (P, KV_CHUNK, Hkv, ...); with
+    `by_feature` (B, Hkv, Dh, KV_CHUNK) from (P, Hkv, Dh, KV_CHUNK).
 
-    Slots after each sequence's last position (B,) become zeros: a page may hold values of its
-    former owner, and 0 * NaN is NaN. Table entries after that position are not read.
+    Slots after each sequence's `last` position (B,) become zeros: a page may hold values of its
+    former sequence, and 0 * NaN is NaN. Table entries after that position are not used.
     """
     page = lax.dynamic_index_in_dim(table, chunk, 1, keepdims=False)
     page = jnp.where(chunk * KV_CHUNK <= last, page, table[:, 0])
@@ -89,18 +89,18 @@ def _reader(
     positions: jax.Array,
     by_feature: bool = False,
 ) -> Callable[[int | jax.Array], jax.Array]:
-    """The function that reads the slots of a step, `at_once` chunks of them.
+    """Makes the function that reads the slots of a step, `at_once` chunks.
 
     Args:
-      x: rows (B, S, Hkv, ...), or with a table pages (P, KV_CHUNK, Hkv, ...); with `by_feature`
-        (B, Hkv, Dh, S), or (P, Hkv, Dh, KV_CHUNK). Scales have no further axis, or none at all.
-      at_once: chunks of a step.
+      x: (B, S, Hkv, ...), or with a table pages (P, KV_CHUNK, Hkv, ...); with `by_feature`
+        (B, Hkv, Dh, S), or (P, Hkv, Dh, KV_CHUNK). Scales end with Hkv, or are ().
+      at_once: number of chunks in a step.
       table, positions: as for `attention`.
       by_feature: whether slots are the last axis.
 
     Returns:
-      step -> float32 of (B, Hkv, slots, Dh), or with `by_feature` (B, Hkv, Dh, slots); scales as
-      (B, Hkv, 1, slots), or ().
+      Function from a step to float32 (B, Hkv, slots, Dh), or with `by_feature` (B, Hkv, Dh,
+      slots); to scales (B, Hkv, 1, slots), or ().
     """
     if not x.ndim:
         return lambda step: x
@@ -126,7 +126,7 @@ def _reader(
 
 
 def matmul_by_blocks(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
-    """(B, Hkv, M, K) by (B, Hkv, K, N), K in blocks of 128, ascending."""
+    """Multiplies (B, Hkv, M, K) by (B, Hkv, K, N), adding blocks of 128 of K in ascending order."""
     axes = (((3,), (2,)), ((0, 1), (0, 1)))
     starts = range(0, x.shape[3], K_BLOCK)
     blocks = (slice(start, start + K_BLOCK) for start in starts)
@@ -135,12 +135,13 @@ def matmul_by_blocks(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _by_chunk(x: jax.Array, axis: int) -> jax.Array:
-    """An axis of slots as (chunks, KV_CHUNK)."""
+    """Splits an axis of slots into (chunks, KV_CHUNK)."""
     return x.reshape(*x.shape[:axis], -1, KV_CHUNK, *x.shape[axis + 1 :])
 
 
 def _weighted_values(way: Way, weight: jax.Array, value: jax.Array) -> jax.Array:
-    """(B, Hkv, rows, n, KV_CHUNK) by (B, Hkv, n, KV_CHUNK, Dv) -> (B, Hkv, n, rows, Dv)."""
+    """Multiplies (B, Hkv, rows, n, KV_CHUNK) by (B, Hkv, n, KV_CHUNK, Dv) in each of n chunks, to
+    (B, Hkv, n, rows, Dv)."""
     axes, width = (((4,), (3,)), ((0, 1, 3), (0, 1, 2))), FLOAT32_SIZE // KV_CHUNK
     starts = range(0, value.shape[4], width)
     pieces = (value[..., start : start + width] for start in starts)
@@ -164,18 +165,18 @@ def attention(
     keys_by_feature: bool = False,
     way: Way | None = None,
 ) -> jax.Array:
-    """Causal grouped-query attention whose bits depend on neither batch, cache nor query count.
+    """Computes causal grouped-query attention; bits do not depend on batch, cache or query count.
 
     Cache slot j holds the key of position j; a query at position p sees slots 0..p. The scales of
     quantised queries and keys multiply the score, those of values multiply the probability
-    ("folded"), so that the stored bytes enter the products themselves.
+    ("folded"), so that the stored bytes enter the products unscaled.
 
     Args:
       q: (B, T, H, Dh) E4M3, bf16 or float32, after QK-norm and RoPE.
       k, v: (B, S, Hkv, Dh) and (B, S, Hkv, Dv), E4M3, bf16 or float32; H is a multiple of Hkv.
       positions: (B, T) int32, position of each query.
       scale: softmax scale, usually 1/sqrt(Dh).
-      q_scale: (B, T, H) float32 dequantisation scales, () for one of them all, or None for an
+      q_scale: (B, T, H) float32 dequantisation scales, () for one common scale, or None for an
         unquantised q.
       k_scale, v_scale: (B, S, Hkv), () or None in the same way.
       q_rope, k_rope: (B, T, H, Dr) and (B, S, Hkv, Dr), bf16 or float32: further features of
@@ -183,10 +184,10 @@ def attention(
       table: (B, N) int32, for keys and values stored in pages of 64 slots: k (P, 64, Hkv, Dh), and
         v, k_rope and the scales with the same first axes; slot j of sequence b is in page
         ``table[b, j // 64]``. None for a cache of (B, S). Entries after a sequence's position are
-        never read.
-      keys_by_feature: k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: as products read it,
-        where decoding would turn all keys around for every token.
-      way: of multiplying; None for that of this machine.
+        never used.
+      keys_by_feature: whether k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: the layout
+        of the products. In the other layout decoding transposes all keys for every token.
+      way: way of multiplying (ways.py); None for this machine's.
 
     Returns:
       (B, T, H, Dv) float32.
@@ -213,7 +214,7 @@ def attention(
     position = _enough_rows(jnp.repeat(positions, groups, axis=1), 1, way)
 
     def scores(step: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Scores of a step's slots and what of them is seen: (B, Hkv, rows, width), (B, 1, ...)."""
+        """Returns scores of a step's slots (B, Hkv, rows, width), and their mask (B, 1, ...)."""
         multiplier = jnp.float32(scale)
         if k_scale is not None:
             multiplier = read["k_scale"](step) * multiplier
@@ -231,7 +232,7 @@ def attention(
         return masked(score, mask), mask
 
     def add(step: int | jax.Array, sums: Any, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`sums` and those of a step's chunks, one after the other."""
+        """Adds the sums of a step's chunks to `sums`, one chunk after another."""
         score, mask = scores(step)
         weight = prevent_fma(jnp.exp(score - top[..., None]) * mask)
         weight_sums = sum_last(_by_chunk(weight, 3))
@@ -253,7 +254,7 @@ def attention(
     if steps > 1:
         sums = lax.fori_loop(1, visible, lambda i, sums: add(i, sums, top), sums)
     total, out = sums
-    # XLA makes some quotients by a broadcast divisor products with its reciprocal, by the divisor's
-    # own form, which is not the same for one chunk and for several.
+    # XLA turns some quotients by a broadcast divisor into products with its reciprocal, depending
+    # on the divisor's expression, which differs between one chunk and several.
     out = out * lax.optimization_barrier(1.0 / total)[..., None]
     return by_query(out[:, :, :rows], queries)

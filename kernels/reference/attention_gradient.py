@@ -1,12 +1,12 @@
-"""Gradients of attention in jnp: at once, and by blocks where memory counts.
+"""Gradients of attention in jnp: of all queries at once, or by blocks to save memory.
 
-The backward pass makes no bitwise promise, so both use XLA's dots:
-``dv = p^T do``, ``dp = do v^T``, ``ds = p * (dp - sum_s p_s dp_s)``, ``dq = ds k`` and
-``dk = ds^T q``. `attention_vjp` holds matrices of queries by keys; the reference uses it.
-`attention_vjp_by_blocks` serves heads that the GPU kernels do not take. For each block of queries a
-first pass over the keys finds the log-sum-exp of the scores and the sum, a second one the gradients
-(the scheme of FlashAttention, arXiv:2205.14135, appendix B, with everything recomputed). Blocks of
-keys behind the last position of a block of queries are left out.
+The backward pass makes no bitwise promise, so both use XLA's dots (but `attention_vjp` the exact
+ones of an exact way): ``dv = p^T do``, ``dp = do v^T``, ``ds = p * (dp - sum_s p_s dp_s)``,
+``dq = ds k``, ``dk = ds^T q``. `attention_vjp` is the reference; it stores (queries, keys) arrays.
+`attention_vjp_by_blocks` serves heads that the GPU kernels do not take. For each block of queries,
+a first pass over the keys computes the log-sum-exp of the scores and sum_s p_s dp_s, a second one
+the gradients (the scheme of FlashAttention, arXiv:2205.14135, appendix B, with everything
+recomputed). Blocks of keys after the last position of a block of queries are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import Way
 
-_QUERIES, _KEYS = 256, 512  # of a block
+_QUERIES, _KEYS = 256, 512  # sizes of a block
 _LOWEST = -1e30
 
 
@@ -37,14 +37,14 @@ def attention_vjp(
     scale: float,
     way: Way | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of softmax attention with respect to dequantised q, k, v; memory grows with T * S.
+    """Computes gradients of attention for dequantised q, k and v; memory grows with T * S.
 
     Args:
       q: (B, T, H, Dh); k: (B, S, Hkv, Dh); v: (B, S, Hkv, Dv), dequantised.
       positions: (B, T) int32.
-      cotangent: (B, T, H, Dv), of the output of `attention`.
+      cotangent: (B, T, H, Dv), gradient of the output of `attention`.
       scale: softmax scale.
-      way: of multiplying; None for that of this machine.
+      way: way of multiplying (ways.py); None for this machine's.
 
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v.
@@ -75,14 +75,14 @@ def attention_vjp_by_blocks(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`attention_vjp`, with memory that grows with T + S instead of T * S."""
+    """Computes `attention_vjp` with memory that grows with T + S instead of T * S."""
     (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
     groups = heads // kv_heads
     size, width = min(_QUERIES, queries), min(_KEYS, slots)
     operands = (q, k, v, positions, cotangent)
 
     def split(x: jax.Array) -> jax.Array:
-        """(B, T, H, n) -> (blocks, B, Hkv, size * groups, n)."""
+        """Splits (B, T, H, n) into (blocks, B, Hkv, size * groups, n)."""
         x = pad_to(x, 1, size).reshape(batch, -1, size, kv_heads, groups, x.shape[3])
         x = x.transpose(1, 0, 3, 2, 4, 5)
         return x.reshape(*x.shape[:3], size * groups, -1).astype(jnp.float32)
@@ -92,7 +92,7 @@ def attention_vjp_by_blocks(
         return x.reshape(batch, -1, heads, x.shape[5])[:, :queries]
 
     keys, values = (pad_to(x.astype(jnp.float32).transpose(0, 2, 1, 3), 2, width) for x in (k, v))
-    # Added queries see nothing: padding of position + 1 with 0 makes their position -1.
+    # Padded queries see no key: padding position + 1 with 0 makes their position -1.
     rows = pad_to(positions + 1, 1, size).reshape(batch, -1, size).transpose(1, 0, 2) - 1
 
     def zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
@@ -108,7 +108,7 @@ def attention_vjp_by_blocks(
             return lax.dynamic_slice_in_dim(x, index * width, width, 2)
 
         def scores(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Scores, and the cotangent's product with each value."""
+            """Returns masked scores, and the cotangent's product with each value."""
             slot = index * width + jnp.arange(width)
             score = jnp.einsum("bhtd,bhsd->bhts", query, part(keys, index)) * scale
             seen = (slot <= position) & (slot < slots)

@@ -1,8 +1,8 @@
-"""E4M3 to and from wider floats by integer operations, for CPUs: the bits of XLA's own conversions.
+"""Conversions of E4M3 to and from wider floats on CPUs, with the bits of XLA's conversions.
 
-XLA:CPU converts FP8 through float16, in many operations a number; these conversions take about ten
-vector operations. E4M3 (`float8_e4m3fn`): sign, 4 bits of exponent with bias 7, 3 of mantissa;
-2**-6 is the smallest normal number, 2**-9 the smallest of all, and 0x7F is NaN.
+XLA:CPU converts FP8 through float16, in many operations per number; these conversions take about
+ten vector operations on integers. E4M3 (`float8_e4m3fn`): sign, 4 bits of exponent with bias 7, 3
+of mantissa; 2**-6 is the smallest normal number, 2**-9 the smallest subnormal one, 0x7F is NaN.
 
 tests/kernels/reference/test_e4m3.py compares `to_e4m3` with XLA on all 2**32 float32 numbers
 (slow), and `widened` on all 256 codes.
@@ -32,11 +32,11 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def to_e4m3(x: jax.Array) -> jax.Array:
-    """float32 within +-448, or NaN, rounded to the nearest even E4M3."""
+    """Rounds float32 within +-448, or NaN, to the nearest E4M3, ties to even."""
     if backend() != "cpu":
         return x.astype(E4M3)
     size = jnp.abs(x)
-    # Rounded to 3 bits of mantissa, with the exponent's bias of E4M3 in the place of float32's.
+    # Rounded to 3 bits of mantissa, with E4M3's exponent bias instead of float32's.
     normal = (_bits(lax.reduce_precision(size, 8, 3)) >> 20) - np.uint32((127 - 7) << 3)
     # The last bit of a float32 near 2**14 is 2**-9.
     small = _bits(size + np.float32(2.0**14)) & np.uint32(0xFF)
@@ -47,7 +47,7 @@ def to_e4m3(x: jax.Array) -> jax.Array:
 
 
 def widened(x: jax.Array, dtype) -> jax.Array:
-    """FP8, bf16 or float32 in bf16 or float32, which must hold every number of `x`'s type."""
+    """Converts FP8, bf16 or float32 to a `dtype` that holds every number of `x`'s type."""
     if x.dtype != E4M3 or backend() != "cpu":
         return x.astype(dtype)
     byte = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint32)
@@ -55,7 +55,7 @@ def widened(x: jax.Array, dtype) -> jax.Array:
     normal = (code << 20) + np.uint32((127 - 7) << 23)
     # 0x7F would be 480 and becomes NaN.
     normal = _float(normal + ((code + 1) >> 7) * (_FLOAT32_NAN - np.uint32(0x43F00000)))
-    # The same bits of mantissa behind a leading 1, which is taken off again.
+    # Subnormals: the same mantissa bits after a leading 1, which is subtracted again.
     small = _float((code << 20) + np.uint32((127 - 6) << 23)) - _SMALLEST_NORMAL
     size = jnp.where(code < 8, small, normal)
     signed = _float(_bits(size) | ((byte & np.uint32(0x80)) << 24))

@@ -2,29 +2,28 @@
 
     block_matmul      cuts K into blocks, adds their scaled float32 partials in ascending order
       product         one block, in the order of this machine's way of multiplying (ways.py)
-    small_product     the same for attention's float32 operands
+    small_product     one block of attention's float32 operands
 
 Every row of an output has the same bits, whatever other rows are in the batch. A rollout decodes a
-few rows at a time and the learner scores whole sequences; XLA's own dots choose their order of
-summation by shape, so the two would differ in the last bits. Here the order is part of the
-definition: the contraction is cut into blocks of 128, or of up to 512 where bf16 is multiplied
-without scales; each block gives a float32 partial, which is multiplied by its scales and added.
+few rows at a time and the learner scores full sequences; XLA's dots choose their order of summation
+by shape, so the two would differ in the last bits. Here the order is part of the definition: the
+contraction is split into blocks of 128, or of up to 512 where bf16 is multiplied without scales;
+each block gives a float32 partial sum, which is multiplied by its scales and added.
 
-Within a block the order must depend on nothing but a row, a column and the length of the
-contraction. XLA promises no such thing, so each way of multiplying is tried on the machine at hand
-(probe.py) before it is relied on:
+Within a block the order must depend only on row, column and length of the contraction. XLA does not
+promise this, so probe.py tests each way of multiplying on this machine before it is used:
 
 * **bf16 operands, by YNNPACK**, in the order of an instruction: TDPBF16PS of Intel's AMX, several
-  times faster with many rows, or VDPBF16PS. No float32 copies are made. E4M3 and E5M2 are bf16
-  numbers, so FP8 is converted to bf16, which is exact, and multiplied this way.
+  times faster with many rows, or VDPBF16PS. No float32 copies are made. E4M3 and E5M2 are exact in
+  bf16, so FP8 is converted to bf16 and multiplied this way.
 * **float32 operands**, ``acc = fma(x[k], w[k], acc)`` with k ascending, by YNNPACK under
-  YNN_FLAG_CONSISTENT_ARITHMETIC. Everything is multiplied this way where the CPU has no instruction
+  YNN_FLAG_CONSISTENT_ARITHMETIC. All operands are multiplied this way if the CPU has no instruction
   for bf16: YNNPACK would make float32 copies of every operand there.
-* **exactly**, in float64 (exact.py), where nothing else holds or where it is asked for: any order
-  gives the same bits.
+* **exactly**, in float64 (exact.py), if no other way holds or if asked for: any order gives the
+  same bits.
 
-`fp8rl_jax.base.exact_jit` compiles with the options that belong to the way. The way follows from
-what the CPU is and never from a measured time, which may be different when a run is resumed.
+`fp8rl_jax.base.exact_jit` compiles with the options of the way. The way follows from the CPU and
+never from a measured time, which may differ when a run is resumed.
 
 Not done here: speed on a GPU. On a CPU FP8 is emulated and never faster than bf16.
 """
@@ -57,32 +56,32 @@ from fp8rl_jax.kernels.reference.ways import (
     small_dot,
 )
 
-# Up to so many blocks of K and pieces of columns are unrolled; more are a loop, which saves compile
-# time and memory and gives the same bits.
+# Most blocks of K and pieces of columns that are unrolled. A loop over more saves compile time and
+# memory and gives the same bits.
 _UNROLL_K, _UNROLL_COLUMNS = 16, 16
 _BF16_HOLDS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 
 
 def in_bf16(way: Way, *dtypes) -> bool:
-    """Whether operands of these types are multiplied as bf16."""
+    """Returns whether operands of these types are multiplied as bf16."""
     return way.bf16_order is not None and all(jnp.dtype(d) in _BF16_HOLDS for d in dtypes)
 
 
 def steps_of(way: Way, *dtypes) -> Steps:
-    """The rows and columns that `product` of such operands must have."""
+    """Returns the `Steps` of rows and columns that `product` of such operands must have."""
     return way.bf16_steps if in_bf16(way, *dtypes) else way.float32_steps
 
 
 def most_columns(way: Way, depth: int, *dtypes) -> int | None:
-    """The most columns that `product` of such operands may have; None for any number."""
+    """Returns the most columns that `product` of such operands may have; None for any number."""
     if way.float32 != "pieces" or in_bf16(way, *dtypes):
         return None
     return FLOAT32_SIZE // depth
 
 
 def wide_type(dtype) -> jnp.dtype:
-    """The type in which FP8 of `dtype` is multiplied on this machine."""
+    """Returns the type in which FP8 of `dtype` is multiplied on this machine."""
     way = cpu_way()
     if way.exact:
         return jnp.dtype(dtype)
@@ -90,11 +89,12 @@ def wide_type(dtype) -> jnp.dtype:
 
 
 def product(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
-    """(M, K) times (K, N) in float32, in the order of the way.
+    """Multiplies x (M, K) by w (K, N) in the order of `way`, to float32.
 
     Args:
-      x, w: FP8, bf16 or float32. K at most `BF16_DEPTH` where `in_bf16`, else 128; M and N as
-        `steps_of` says, N at most `most_columns`.
+      way: way of multiplying.
+      x, w: FP8, bf16 or float32. K at most `BF16_DEPTH` if `in_bf16`, else 128; M and N allowed by
+        `steps_of`, N at most `most_columns`.
     """
     if way.exact:
         return exact_dot_general(x, w, _ROWS_BY_COLUMNS)
@@ -106,12 +106,13 @@ def product(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def small_product(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
-    """`lax.dot_general` of float32 operands in the order of the way.
+    """Computes `lax.dot_general` of float32 operands in the order of `way`.
 
     Args:
-      x, w: float32; rows as `Way.small_steps` says, columns in the last axis of `w`; one axis of
-        at most 128 contracted, at most `FLOAT32_SIZE` numbers of `w` for each entry of the batch.
-      dimension_numbers: as `lax.dot_general` takes them.
+      way: way of multiplying.
+      x, w: float32; rows allowed by `Way.small_steps`, columns in the last axis of `w`; one axis
+        of at most 128 contracted, at most `FLOAT32_SIZE` numbers of `w` per batch entry.
+      dimension_numbers: as for `lax.dot_general`.
     """
     if way.exact:
         return exact_dot_general(x, w, dimension_numbers)
@@ -123,10 +124,10 @@ def small_product(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> ja
 
 
 def repeat_last(x: jax.Array, times: int) -> jax.Array:
-    """`x` (..., n) float32 with each entry repeated `times` times, (..., n * times).
+    """Repeats each entry of `x` (..., n) float32 `times` times, (..., n * times).
 
-    As a product with (1, 0), which is exact: XLA:CPU fuses a repeat into the operations that read
-    it as a lookup of each number, which took several times as long as the rest of a scaled product.
+    By a product with (1, 0), which is exact. XLA:CPU would fuse a repeat into its readers as a
+    lookup of each number, which took several times as long as the rest of a scaled product.
     """
     pairs = jnp.stack([x.reshape(-1), jnp.zeros(x.size, x.dtype)], axis=1)
     ones = jnp.stack([jnp.ones(times, x.dtype), jnp.zeros(times, x.dtype)])
@@ -137,7 +138,7 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
 
 
 def _pad_parts(x: jax.Array, parts: int, rows: int) -> jax.Array:
-    """(parts * n, K) -> (parts * rows, K): pads each part with zeros at its end."""
+    """Pads each part of (parts * n, K) with zeros at its end, to (parts * rows, K)."""
     each, depth = x.shape[0] // parts, x.shape[1]
     x = x.reshape(parts, each, depth)
     return jnp.pad(x, ((0, 0), (0, rows - each), (0, 0))).reshape(parts * rows, depth)
@@ -151,15 +152,15 @@ def block_matmul(
     way: Way | None = None,
     devices: int = 1,
 ) -> jax.Array:
-    """Matrix product with a fixed order of summation: rows do not see each other.
+    """Multiplies lhs by rhs in a fixed order of summation; a row's bits do not depend on others.
 
     Args:
       lhs: (M, K), any float type that float32 holds exactly (E4M3, E5M2, bf16, float32).
-      rhs: (K, N), of such a type.
+      rhs: (K, N), also of such a type.
       lhs_scale: (M, KB) float32 with KB = ceil(K / 128), or None for unscaled operands.
-      rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32, or None, as `lhs_scale` is.
-      way: how a block is multiplied; None for this machine's way.
-      devices: number of devices of the mesh, over all or some of whose axes XLA divides the rows.
+      rhs_scale: (KB, ceil(N / 128)) or (KB, N) float32; None exactly if `lhs_scale` is.
+      way: way of multiplying a block (ways.py); None for this machine's.
+      devices: devices of the mesh, over some or all of whose axes XLA divides the rows.
 
     Returns:
       (M, N) float32: ``sum_b (lhs_b @ rhs_b) * lhs_scale_b * rhs_scale_b``, b ascending.
@@ -176,7 +177,7 @@ def block_matmul(
     dtypes = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
     steps = steps_of(way, *dtypes)
-    parts = math.gcd(rows, devices)  # XLA cuts between them, whichever axes the rows are over
+    parts = math.gcd(rows, devices)  # XLA splits rows only between parts
     each = rows // parts
     height = steps.rows(each)
     if height != each:
@@ -200,14 +201,14 @@ def block_matmul(
 
 
 def _by_columns(multiply: Callable, like: jax.Array, ranges: list[tuple[int, int]]) -> jax.Array:
-    """Joins ``multiply(start, width)`` of the ranges of columns; `like`: zeros, of the result's
+    """Joins ``multiply(start, width)`` of the ranges of columns; `like`: zeros of the result's
     shape."""
     columns = like.shape[1]
     if len(ranges) <= _UNROLL_COLUMNS:
         pieces, ends = [], [start for start, _ in ranges[1:]] + [columns]
         for (start, width), end in zip(ranges, ends, strict=True):
             pieces.append(multiply(start, width)[:, : end - start])
-        # A range may begin before the previous one ends: the overlap is taken from the later.
+        # A range may begin before the previous one ends: the later one gives the overlap.
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
     width, last = ranges[0][1], columns - ranges[0][1]
 
@@ -229,7 +230,7 @@ def _sum_of_blocks(
     first: int | jax.Array,
     columns: int,
 ) -> jax.Array:
-    """``columns`` columns of the product from `first` on; operands as bytes, scales by column.
+    """Computes `columns` columns of the product from `first` on; operands are bytes (`as_bytes`).
 
     The weights are not padded along K: the rest of K after the full blocks is one more block.
     """
@@ -256,14 +257,14 @@ def _sum_of_blocks(
 
 
 def matmul_at_once(x: jax.Array, w: jax.Array, way: Way | None = None) -> jax.Array:
-    """(M, K) times (K, N) in float32, for any K, in no fixed order.
+    """Multiplies x (M, K) by w (K, N) to float32, for any K, in no fixed order.
 
-    If the sums of the way are exact, it is `block_matmul`.
+    Under an exact way it is `block_matmul`.
     """
     way = way or cpu_way()
     if way.exact:
         return block_matmul(x, w, way=way)
     dtype = jnp.bfloat16 if in_bf16(way, x.dtype, w.dtype) else jnp.float32
     x, w = widened(x, dtype), widened(w, dtype)
-    # XLA would fold a transpose of the result into a product of bf16, as one of its operands.
+    # Without the barrier XLA would fold a transpose of the result into a product of bf16.
     return lax.optimization_barrier(bf16_dot(x, w)) if dtype == jnp.bfloat16 else dot(x, w)

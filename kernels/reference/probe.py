@@ -1,14 +1,13 @@
-"""Tests on this machine which way of multiplying keeps its order of summation; takes the first.
+"""Tests which ways of multiplying keep their order of summation on this machine; picks the first.
 
 XLA documents no order of summation, and its libraries choose their code by the CPU, the number of
 threads and the shape. So nothing is assumed: products of every number of rows and of columns up to
-64, and of some hundreds and thousands with other remainders, are compared with the way's order,
-number by number, with this process's threads. An order that holds only for some numbers of rows or
-columns gives the steps to which `product` pads. A dot of given operands compiles in half a
-millisecond.
+64, and of selected numbers up to some thousands, are compared with the way's order, number by
+number, with this process's threads. If the order holds only for some numbers of rows or columns,
+`product` pads to these (`Steps`). A dot of given operands compiles in half a millisecond.
 
 The answer is stored in the user's cache, under a hash of the CPU's instructions, the number of
-threads, the environment's variables that change it, the versions and this code.
+threads, environment variables, compiler settings, jaxlib's version and this code.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ from fp8rl_jax.kernels.reference.ways import (
 _EACH = range(1, 65)
 _ROWS = (*_EACH, 96, 97, 127, 128, 200, 255, 259, 510, 513, 515, 600, 1030, 2051)
 _COLUMNS = (*_EACH, 80, 96, 97, 98, 100, 127, 145, 192, 193, 241, 255, 256)
-# Every number of rows with some of columns and every number of columns with some of rows: the first
-# at the greatest depth, the second at others.
+# Every number of rows with two of columns, and every number of columns with a few of rows: with the
+# first entries at the first depth, with the second ones at the other depths.
 _FEW_COLUMNS = ((97, 256), (14, 49))
 _FEW_ROWS = ((2, 9, 510), (3, 33, 600))
 _BF16_DEPTHS = (BF16_DEPTH, 8, 384, 64, 128, 40, 256)
 _FLOAT32_DEPTHS = (128, 8, 64, 32, 40, 96)
-_MANY_COLUMNS = (1000, 2048, 3001)  # of bf16
-_STEPS = (1, 2, 4, 8, 16)  # and least numbers of columns; of rows, products have two or more
-_ROUNDINGS = 0 if np.finfo(np.longdouble).nmant > 60 else 1e-3  # of an order, see orders.py
+_MANY_COLUMNS = (1000, 2048, 3001)  # for bf16
+_STEPS = (1, 2, 4, 8, 16)  # candidates for steps and least numbers; of rows, two or more
+_ROUNDINGS = 0 if np.finfo(np.longdouble).nmant > 60 else 1e-3  # allowed share, see orders.py
 Size = tuple[int, int, int]  # rows, depth, columns
 
 
 def knows(options: Mapping[str, bool | str]) -> bool:
-    """Whether jaxlib knows the compiler options: a program with an unknown one does not compile."""
+    """Returns whether jaxlib knows the compiler options; an unknown one fails to compile."""
     try:
         jax.jit(lambda x: x + 1, compiler_options=dict(options)).lower(0).compile()
     except Exception as error:  # jaxlib raises different types for an unknown option
@@ -71,7 +70,7 @@ def knows(options: Mapping[str, bool | str]) -> bool:
 
 
 def _sizes(depths: Sequence[int], most: int = 1 << 31) -> list[Size]:
-    """Every number of rows and of columns, see above; right operands of at most `most` numbers."""
+    """Returns the sizes to test (see above), with right operands of at most `most` numbers."""
     sizes = []
     both = zip(_FEW_ROWS, _FEW_COLUMNS, (depths[:1], depths[1:]), strict=True)
     for few_rows, few_columns, some in both:
@@ -84,8 +83,8 @@ def _sizes(depths: Sequence[int], most: int = 1 << 31) -> list[Size]:
 
 
 class Numbers:
-    """Operands of one type and depth, of any number of rows and columns, and their product in an
-    order. A few rows and columns are repeated, so every number of a product can be compared."""
+    """Operands of one dtype and depth with any number of rows and columns, and their product in a
+    given order. They repeat 61 rows and 67 columns, so that each product can be compared fully."""
 
     _ROWS, _COLUMNS = 61, 67
 
@@ -96,12 +95,13 @@ class Numbers:
         self._product = order(self._x.astype(np.float32), self._w.astype(np.float32))
 
     def operands(self, rows: int, columns: int) -> list[np.ndarray]:
-        """(..., rows, K) and (..., K, columns)."""
+        """Returns operands (..., rows, K) and (..., K, columns)."""
         x = self._x[..., np.arange(rows) % self._ROWS, :]
         return [x, np.ascontiguousarray(self._w[..., np.arange(columns) % self._COLUMNS])]
 
     def differ(self, found: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
-        """Whether those rows and columns of a product, (..., rows, columns), have other bits."""
+        """Returns whether `found` (..., rows, columns), these rows and columns of a product, has
+        other bits than the order's."""
         row, column = (rows % self._ROWS)[:, None], columns % self._COLUMNS
         return bool((found != self._product[..., row, column]).mean() > _ROUNDINGS)
 
@@ -115,7 +115,7 @@ def _wrong(
     batch: tuple[int, ...] = (),
     layout: Callable = lambda x, w: (x, w),
 ) -> list[tuple[int, int]]:
-    """(rows, columns) of the sizes whose product differs from the order's.
+    """Returns the (rows, columns) of the sizes whose product differs from the order's.
 
     `layout` transposes operands before they are passed to ``multiply(x, w)``: a dot of a program's
     arguments compiles fifty times faster than a dot of values that the program computes.
@@ -138,7 +138,7 @@ def _wrong(
 
 
 def steps_that_hold(wrong: Iterable[tuple[int, int]]) -> Steps | None:
-    """The smallest steps that avoid all (rows, columns) that are wrong; None if there are none."""
+    """Returns the smallest steps that avoid all `wrong` (rows, columns); None if no steps do."""
     wrong = set(wrong)
     for numbers in itertools.product(_STEPS, _STEPS[1:], _STEPS, _STEPS):
         row_step, few_rows, column_step, few_columns = numbers
@@ -165,7 +165,7 @@ def _bf16_wrong(way: Way) -> list[tuple[int, int]]:
 
 
 def _float32_wrong(way: Way) -> list[tuple[int, int]]:
-    """Of products; `float32_dot` puts its operands in the way's layout."""
+    """Tests products of float32, in the layout in which `float32_dot` passes its operands."""
     most, (axis, layout) = FLOAT32_SIZE, (1, lambda x, w: (x, w))
     if way.float32 == "turned":
         most, (axis, layout) = 1 << 31, (0, lambda x, w: (np.ascontiguousarray(x.T), w))
@@ -179,7 +179,7 @@ def _float32_wrong(way: Way) -> list[tuple[int, int]]:
 
 
 def _small_wrong(way: Way) -> list[tuple[int, int]]:
-    """Of products as attention has them: with one batch axis, and with two, one after the rows."""
+    """Tests attention's products: with one batch axis, and with two, one of them after the rows."""
     sizes = [(m, d, n) for m, d, n in _sizes((64, 128, 32), FLOAT32_SIZE) if m <= 600]
     one = lambda x, w: small_dot(way, x, w, (((2,), (1,)), ((0,), (0,))))
     two = lambda x, w: small_dot(way, x, w, (((3,), (2,)), ((0, 2), (0, 1))))
@@ -190,7 +190,7 @@ def _small_wrong(way: Way) -> list[tuple[int, int]]:
 
 
 def tried(way: Way) -> Way | None:
-    """The way with the steps that hold on this machine; None where its order does not."""
+    """Returns the way with the steps that hold on this machine; None if its order never holds."""
     if not knows(way.options):
         return None
     any_steps = [(rows, 128, 64) for rows in (16, 64)]
@@ -210,7 +210,7 @@ def tried(way: Way) -> Way | None:
 
 
 def _kept(cache: pathlib.Path) -> pathlib.Path:
-    """The file that stores the answer for this machine, environment, version and code."""
+    """Returns the file that stores the answer for this machine, environment, version and code."""
     files = [*sorted(pathlib.Path(__file__).parent.glob("*.py")), pathlib.Path(machine.__file__)]
     depends_on = [*machine.surroundings(), importlib.metadata.version("jaxlib")]
     depends_on += [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
@@ -219,7 +219,7 @@ def _kept(cache: pathlib.Path) -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> Way | None:
-    """The stored way; None if there is none, or the file is damaged."""
+    """Reads the stored way; None if there is none, or the file is damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, StopIteration):
         kept = json.loads(path.read_text())
         name = kept.pop("name")
@@ -239,9 +239,9 @@ def _write(path: pathlib.Path, way: Way) -> None:
 
 
 def choose() -> Way:
-    """The first of `WAYS` that holds on this machine, with its steps, else `EXACT`.
+    """Returns the first of `WAYS` that holds on this machine, with its steps, else `EXACT`.
 
-    Ways that multiply bf16 operands are tried only on a CPU that has an instruction for it.
+    Ways that multiply bf16 operands are tested only if the CPU has an instruction for it.
     """
     ways = (way for way in WAYS if machine.has_bf16_instructions() or way.bf16_order is None)
     return next((found for way in ways if (found := tried(way))), EXACT)
@@ -249,7 +249,7 @@ def choose() -> Way:
 
 @functools.cache
 def cpu_way() -> Way:
-    """How this process multiplies: the stored way, or else that of `choose`."""
+    """Returns this process's way of multiplying: the stored one, or the result of `choose`."""
     if machine.backend() != "cpu":
         return ELSEWHERE
     cache = machine.user_cache()
@@ -265,9 +265,7 @@ def cpu_way() -> Way:
 
 @functools.cache
 def compiler_options() -> dict[str, bool | str]:
-    """Options of XLA:CPU that the order needs; none on other platforms, or where jaxlib knows none.
-
-    The names belong to jaxlib 0.10 and 0.11.
-    """
+    """Returns the options of XLA:CPU that the way needs; {} on other platforms, or if jaxlib lacks
+    them. The names are those of jaxlib 0.10 and 0.11."""
     options = dict(cpu_way().options)
     return options if options and knows(options) else {}

@@ -3,8 +3,8 @@
 A reduction of XLA:CPU has no fixed order: it adds number by number, or, in a fusion, as LLVM
 reassociates it (`fadd reassoc`), depending on the shape of the array. A decode step and a train
 step would add the same numbers in different orders. Here slices of the last axis are added lane by
-lane, in ascending order, until 16 numbers are left, and those in halves. That is also several times
-faster. Maxima are the same in any order.
+lane, in ascending order, until 16 numbers are left, which are added by halves. This is also several
+times faster. Maxima are the same in any order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fp8rl_jax.kernels.arrays import prevent_fma
 from fp8rl_jax.kernels.machine import backend
 
 _LANES = 16  # numbers that one instruction combines
-_MOST_SLICES = 16  # combined in one step, in registers
+_MOST_SLICES = 16  # slices combined in one step, in registers
 
 
 def _slices(x: jax.Array, width: int, count: int) -> list[jax.Array]:
@@ -27,10 +27,10 @@ def _slices(x: jax.Array, width: int, count: int) -> list[jax.Array]:
 
 
 def folded(x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """(..., 16 n) -> (..., 16): slices of the last axis combined, in ascending order.
+    """Combines slices of the last axis in ascending order: (..., 16 n) -> (..., 16).
 
-    Slices that are left over, where n has no small divisor, are combined last. An array of another
-    width is returned unchanged.
+    Slices left over from a division into up to 16 parts are combined last. An array whose width is
+    not a multiple of 16 is returned unchanged.
     """
     if x.shape[-1] % _LANES:
         return x
@@ -46,7 +46,7 @@ def folded(x: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]) -
 
 
 def sum_last(x: jax.Array) -> jax.Array:
-    """Sum of float32 over the last axis: `folded`, and the 16 numbers in halves."""
+    """Sums float32 over the last axis: by `folded`, then the 16 numbers by halves."""
     missing = -x.shape[-1] % _LANES
     if missing:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
@@ -57,7 +57,7 @@ def sum_last(x: jax.Array) -> jax.Array:
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Sum of float32 (M, N) over its rows, (N,); parts of the rows are added to each other."""
+    """Sums float32 (M, N) over its rows, (N,), adding 2 to 16 equal parts of the rows at a time."""
     while x.shape[0] > 1 and any(x.shape[0] % n == 0 for n in range(2, _MOST_SLICES + 1)):
         parts = max(n for n in range(2, _MOST_SLICES + 1) if x.shape[0] % n == 0)
         x = functools.reduce(jnp.add, jnp.split(x, parts))
@@ -65,19 +65,19 @@ def sum_rows(x: jax.Array) -> jax.Array:
 
 
 def tree_norm(tree) -> jax.Array:
-    """Square root of the sum of all squares of a tree's float32 arrays, (): arrays one after the
-    other, each as `sum_last` adds all its numbers."""
+    """Returns the square root of the sum of squares of a tree's float32 arrays, (): `sum_last` adds
+    each flattened array, and the arrays' sums are added in order."""
     squares = (prevent_fma(x * x).reshape(-1) for x in jax.tree.leaves(tree))
     return jnp.sqrt(functools.reduce(jnp.add, map(sum_last, squares)))
 
 
 def max_last(x: jax.Array) -> jax.Array:
-    """Maximum over the last axis."""
+    """Returns the maximum over the last axis."""
     return folded(x, jnp.maximum).max(-1)
 
 
 def stored(x: jax.Array) -> jax.Array:
-    """Float32 `x`, computed here and only once: on a CPU, as a sum with zeros.
+    """Returns float32 `x` unchanged, in a form that a CPU computes only once: a sum with zeros.
 
     XLA:CPU fuses the computation of a few numbers into the loops that read them, which then repeat
     it, or a lookup in a stack, for every element. It does not fuse reductions.

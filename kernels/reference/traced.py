@@ -1,6 +1,6 @@
-"""The products of a traced program whose order is promised, tried one by one on this machine.
+"""Finds a traced program's products of promised order, and tests each of them on this machine.
 
-`probe` tries many sizes before any program is there. This looks at the sizes that a program has.
+`probe` tests many sizes before any program exists. This module tests the sizes of a program.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fp8rl_jax.kernels.reference.orders import float32_order
 from fp8rl_jax.kernels.reference.probe import Numbers
 from fp8rl_jax.kernels.reference.ways import ORDERED, Way
 
-_LOOKED_AT = 96  # of the first and of the last rows and columns of a product
+_LOOKED_AT = 96  # number of first and of last rows and columns that are compared
 
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A `lax.dot_general` with one contracted axis, as a program has it.
+    """A `lax.dot_general` of a program, with one contracted axis.
 
     Attributes:
-      x, w: shapes.
-      dtype: of both operands.
-      dimension_numbers: as `lax.dot_general` takes them.
+      x, w: shapes of the operands.
+      dtype: dtype of both operands.
+      dimension_numbers: as for `lax.dot_general`.
     """
 
     x: tuple[int, ...]
@@ -39,7 +39,7 @@ class Dot:
     dimension_numbers: Any
 
     def _order_of_axes(self, of_x: bool) -> tuple[int, ...]:
-        """Axes of an operand: the batch, then (rows, contracted) or (contracted, columns)."""
+        """Returns an operand's axes: batch, then (rows, contracted) or (contracted, columns)."""
         contracted, batch = (numbers[not of_x] for numbers in self.dimension_numbers)
         ndim = len(self.x if of_x else self.w)
         free = tuple(axis for axis in range(ndim) if axis not in (*contracted, *batch))
@@ -57,7 +57,7 @@ class Dot:
         return dataclasses.replace(self, x=(*self.x[:axis], rows, *self.x[axis + 1 :]))
 
     def operands(self, numbers: Numbers) -> list[np.ndarray]:
-        """Operands of these shapes, the same in every entry of the batch."""
+        """Returns operands of these shapes, the same in every entry of the batch."""
         _, rows, _, columns = self.sizes
         operands = []
         for matrix, of_x in zip(numbers.operands(rows, columns), (True, False), strict=True):
@@ -69,7 +69,7 @@ class Dot:
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
-    """The jaxprs in a parameter of an equation."""
+    """Yields the jaxprs in a parameter of an equation."""
     if hasattr(value, "eqns"):
         yield value
     elif hasattr(value, "jaxpr"):
@@ -80,7 +80,8 @@ def _jaxprs(value: Any) -> Iterator[Any]:
 
 
 def ordered_dots(jaxpr: Any) -> set[Dot]:
-    """The products of a jaxpr, and of those within it, that `products` made; none in float64."""
+    """Returns the dots under the scope `ORDERED` (`matmul.product`, `small_product`) in a jaxpr and
+    the jaxprs inside it, except those in float64."""
     found = set()
     for equation in jaxpr.eqns:
         for value in equation.params.values():
@@ -97,7 +98,7 @@ def ordered_dots(jaxpr: Any) -> set[Dot]:
 
 
 def _holds(way: Way, dot: Dot) -> bool:
-    """Whether a product has the bits of the way's order in its first and last rows and columns."""
+    """Returns whether a product has the way's order in its first and last rows and columns."""
     _, rows, depth, columns = dot.sizes
     order = way.bf16_order if dot.dtype == jnp.bfloat16 else float32_order
     assert order
@@ -115,8 +116,8 @@ def _holds(way: Way, dot: Dot) -> bool:
 
 
 def dots_that_differ(way: Way, dots: Iterable[Dot]) -> list[Dot]:
-    """Those whose bits are not those of the way's order, multiplied at their own sizes, with this
-    process's threads. Ends at the third."""
+    """Returns the first three dots, by size, whose bits differ from the way's order. Each is run at
+    its own size, with this process's threads."""
     differ: list[Dot] = []
     for dot in sorted(dots, key=lambda dot: dot.sizes):
         if not _holds(way, dot):

@@ -1,8 +1,8 @@
-"""The ways in which a CPU multiplies, and the single dots that each is made of.
+"""The ways in which a CPU multiplies, and the single dots that they consist of.
 
-A way is a set of compiler options, and the library that computes a dot of bf16 and of float32
-operands under them. probe.py tests which way keeps an order of summation on this machine, and for
-which numbers of rows and columns.
+A way is a set of compiler options, together with the libraries that compute dots of bf16 and of
+float32 operands under them. probe.py tests which way keeps its order of summation on this machine,
+and for which numbers of rows and columns.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jax import lax
 
 from fp8rl_jax.kernels.reference.orders import amx_order, pairs_order
 
-BF16_DEPTH = 512  # most of K in one product of bf16 operands: YNNPACK does not cut it into parts
+BF16_DEPTH = 512  # largest K of one product of bf16 operands, which YNNPACK does not split
 FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, for the same reason
-ORDERED = "ordered_product"  # the scope of products whose order is promised, in a traced program
-DEPTH_STEP = 8  # of K in one product: what the probe tries
+ORDERED = "ordered_product"  # name scope of products with a promised order, in a traced program
+DEPTH_STEP = 8  # K of one product is padded to a multiple of this, as the probe tests
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
 _LONE_DOTS: dict[str, bool | str] = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-# Of YNNPACK's kernels those that agree with each other ("numerically consistent with all other
+# Restricts YNNPACK to kernels that agree with each other ("numerically consistent with all other
 # kernels of the same type": XNNPACK, ynnpack/kernels/dot/dot.h).
 _CONSISTENT: dict[str, bool | str] = _LONE_DOTS | {"xla_cpu_enable_platform_dependent_math": False}
 
@@ -31,7 +31,7 @@ _CONSISTENT: dict[str, bool | str] = _LONE_DOTS | {"xla_cpu_enable_platform_depe
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """Numbers of rows and columns of a product for which its order holds: at least `few_rows` and
-    `few_columns`, in multiples of `row_step` and `column_step`."""
+    `few_columns`, multiples of `row_step` and `column_step`."""
 
     few_rows: int = 2
     row_step: int = 1
@@ -39,15 +39,15 @@ class Steps:
     column_step: int = 1
 
     def rows(self, rows: int) -> int:
-        """The least number of rows, from `rows` on, for which the order holds."""
+        """Returns the least number of rows, `rows` or more, for which the order holds."""
         return -(-max(rows, self.few_rows) // self.row_step) * self.row_step
 
     def columns(self, columns: int) -> int:
-        """The least number of columns, from `columns` on, for which the order holds."""
+        """Returns the least number of columns, `columns` or more, for which the order holds."""
         return -(-max(columns, self.few_columns) // self.column_step) * self.column_step
 
     def column_ranges(self, columns: int, most: int) -> list[tuple[int, int]]:
-        """(start, width) of products that give `columns` columns, each of at most `most`.
+        """Splits `columns` columns into products (start, width) of at most `most` columns.
 
         The order holds for every width. The last range may overlap the one before it, and is wider
         than `columns` if the order holds for no narrower one.
@@ -69,16 +69,17 @@ class Way:
     """One way of multiplying.
 
     Attributes:
-      name: for messages.
-      options: of XLA:CPU; lone dots may go to YNNPACK.
-      bf16_order: (M, K) times (K, N) in float32, in the order of bf16 operands; None where they
-        are multiplied in float32.
-      float32: how float32 is multiplied, always ``acc = fma(x[k], w[k], acc)``: 'pieces' by
-        YNNPACK, at most `FLOAT32_SIZE` numbers of the right operand at a time (it splits larger
-        ones by the number of rows); 'turned' by oneDNN, because YNNPACK takes no left operand that
-        is stored column by column; 'whole' by XLA's choice; 'float64' exactly (exact.py).
+      name: name of the way, also in messages and the stored answer.
+      options: compiler options of XLA:CPU, under which single dots may go to YNNPACK.
+      bf16_order: numpy function (orders.py) that multiplies in the order of bf16 operands; None if
+        these are multiplied in float32.
+      float32: how float32 is multiplied. 'pieces' and 'turned' keep the order ``acc = fma(x[k],
+        w[k], acc)``: 'pieces' by YNNPACK, at most `FLOAT32_SIZE` numbers of the right operand at a
+        time (it splits larger ones by the number of rows); 'turned' by oneDNN, with the left
+        operand stored column by column, which YNNPACK does not take. 'whole': XLA's choice.
+        'float64': exactly (exact.py).
       bf16_steps, float32_steps: results of the probe for `product`, by the type of its operands.
-      small_steps: of the probe for `small_product`.
+      small_steps: result of the probe for `small_product`.
     """
 
     name: str
@@ -94,19 +95,19 @@ class Way:
         return self.float32 == "float64"
 
 
-# By speed: the first that holds is taken.
+# Fastest first; the first that holds is used.
 WAYS = (
     Way("amx", _LONE_DOTS, amx_order, "turned"),
     Way("pairs", _CONSISTENT, pairs_order, "pieces"),
     Way("float32", _CONSISTENT, None, "pieces"),
 )
 EXACT = Way("exact", _CONSISTENT, None, "float64", *[Steps(few_rows=1)] * 3)
-# On other platforms, where nothing is promised of XLA's own products.
+# For other platforms, where XLA's products have no promised order.
 ELSEWHERE = Way("elsewhere", {}, None, "whole", *[Steps(few_rows=8)] * 2)
 
 
 def _as_it_lies(x: jax.Array) -> jax.Array:
-    """`x`, stored row by row where a product reads it.
+    """Returns `x` unchanged, stored row by row for the product that reads it.
 
     XLA decides by the layout of an operand, before any optimisation, whether a product goes to
     YNNPACK, and it would fold a transpose into the product. The barrier keeps the transpose
@@ -119,29 +120,29 @@ def _as_it_lies(x: jax.Array) -> jax.Array:
 
 
 def dot_general(x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
-    """`lax.dot_general` in float32, by XLA's choice."""
+    """Computes `lax.dot_general` in float32, by the library of XLA's choice."""
     return lax.dot_general(x, w, dimension_numbers, preferred_element_type=jnp.float32)
 
 
 def dot(x: jax.Array, w: jax.Array, axis: int = 1) -> jax.Array:
-    """``x w`` in float32, `axis` of x contracted, by XLA's choice."""
+    """Multiplies x by w in float32, contracting `axis` of x, by the library of XLA's choice."""
     return dot_general(x, w, (((axis,), (0,)), ((), ())))
 
 
 def bf16_dot(x: jax.Array, w: jax.Array) -> jax.Array:
-    """(M, K) times (K, N), bf16, by YNNPACK."""
+    """Multiplies (M, K) by (K, N), bf16, by YNNPACK."""
     return dot(_as_it_lies(x), _as_it_lies(w))
 
 
 def float32_dot(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
-    """(M, K) times (K, N), float32, as `Way.float32` says."""
+    """Multiplies (M, K) by (K, N), float32, as `Way.float32` says."""
     if way.float32 == "pieces":
         return dot(_as_it_lies(x), w)
     return dot(lax.optimization_barrier(x.T), w, 0) if way.float32 == "turned" else dot(x, w)
 
 
 def small_dot(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Array:
-    """`lax.dot_general` of float32 operands, as `Way.float32` says."""
+    """Computes `lax.dot_general` of float32 operands, as `Way.float32` says."""
     if way.float32 == "turned":
         ((of_x,), of_w), (batch, batch_w) = dimension_numbers
         rows = (axis for axis in range(x.ndim) if axis not in (*batch, of_x))

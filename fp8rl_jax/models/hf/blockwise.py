@@ -1,10 +1,10 @@
-"""FP8 in the ecosystem's checkpoints: E4M3 bytes, and one scale per block of 128x128.
+"""FP8 in Hugging Face checkpoints: E4M3 bytes, and one scale per block of 128x128.
 
 DeepSeek-V3's format (arXiv:2412.19437, and the `quantization_config` of its config.json), which
-Qwen3's FP8 files share: beside ``X.weight``, F8_E4M3 (out, in), is ``X.weight_scale_inv``,
+Qwen3's FP8 files share: ``X.weight``, F8_E4M3 (out, in), comes with ``X.weight_scale_inv``,
 (ceil(out / 128), ceil(in / 128)), and ``value = weight * weight_scale_inv``. Despite its name the
 scale is what QArray calls `scale`. Blocks are square, so our (in, out) form is the transposed bytes
-with transposed scales: nothing is requantised on the way in or out.
+with transposed scales: reading and writing requantise nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OTHER = "only blockwise FP8 is supported: take the BF16 checkpoint, or one in t
 
 
 def is_fp8(fields: Fields) -> bool:
-    """Whether a config.json says that the checkpoint is in this format.
+    """Returns whether a config.json declares this format.
 
     Raises:
       UserError: another kind of quantisation.
@@ -42,10 +42,10 @@ def is_fp8(fields: Fields) -> bool:
 
 
 def quantization_config(tensors: list[Tensor]) -> dict[str, Any]:
-    """The `quantization_config` of a checkpoint whose linear layers are FP8.
+    """Returns the `quantization_config` of a checkpoint whose linear layers are FP8.
 
     Args:
-      tensors: of the model; modules without an FP8 tensor get named.
+      tensors: tensors of the model; modules without an FP8 tensor are listed by name.
     """
     quantised = {tensor.module for tensor in tensors if tensor.role == LINEAR}
     kept = {tensor.module for tensor in tensors} - quantised
@@ -60,5 +60,5 @@ def quantization_config(tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of a matrix: ceil(n / 128) per axis."""
+    """Returns the shape of a matrix's scales: ceil(n / 128) per axis."""
     return tuple(-(-n // block) for n, block in zip(shape, BLOCKS, strict=True))

@@ -1,18 +1,18 @@
 """ModelConfig <-> the config.json of Hugging Face's Qwen3, Qwen3-MoE, Llama and DeepSeek-V3.
 
-A model type stands for a set of rules that ModelConfig spells out as fields (QK-norm, sigmoid
-router, latent attention), so reading adds what the type implies, and writing finds the type whose
-rules a ModelConfig follows. What the file says and this library does not do is refused by name;
-what has no effect on the forward pass (dropout, token ids, initialisation) is passed over.
+A model type implies rules that ModelConfig spells out as fields (QK-norm, sigmoid router, latent
+attention), so reading adds the rules of the type, and writing finds the type whose rules a
+ModelConfig follows. Fields that ask for something unsupported are refused by name; fields without
+effect on the forward pass (dropout, token ids, initialisation) are ignored.
 
-Rotary embeddings have a form of transformers 4 and one of transformers 5. Either is read; the first
-is written, which every version of transformers and the inference engines read::
+Rotary embeddings have a form of transformers 4 and one of transformers 5. Both are read. The first
+is written, because every version of transformers and the inference engines read it::
 
     4:  "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...} or null
     5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}
 
-DeepSeek writes "type" for "rope_type". Kimi-K2's type 'kimi_k2' is DeepSeek-V3's model under a name
-of its own; it is written as 'deepseek_v3', which transformers knows.
+DeepSeek writes "type" for "rope_type". Kimi-K2's 'kimi_k2' is DeepSeek-V3's model under another
+name; it is written as 'deepseek_v3', which transformers knows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.config import ROPE_TYPES, ModelConfig
 from fp8rl_jax.models.hf.fields import Fields
 
-# Model type -> the class that transformers makes of it.
+# Model type -> its class in transformers.
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 _ALIASES = {"kimi_k2": "deepseek_v3"}
-# Fields of both sides, with the value where a file has none; None: it must be there.
+# Fields that config.json and ModelConfig share, with their defaults; None: required.
 _SHARED = {
     "vocab_size": None,
     "hidden_size": None,
@@ -67,8 +67,8 @@ _DEEPSEEK_EXPERTS = {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }
-# What transformers takes for a field that a file of this type does not have, where that is another
-# value than for null (which the tables above give) or than for other types.
+# transformers' defaults for absent fields, by model type, where they differ from those for null
+# (the tables above) or between types.
 _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32},
     "qwen3_moe": {"num_key_value_heads": 4},
@@ -84,7 +84,7 @@ _ABSENT: dict[str, dict[str, Any]] = {
 }
 _TYPES = typing.get_type_hints(ModelConfig)
 _ORIGINAL = "original_max_position_embeddings"
-# Of each type: name in the file -> (field of ModelConfig, value where the file has none).
+# RoPE type -> {name in the file: (field of ModelConfig, default; None: required)}.
 _SETTINGS: dict[str, dict[str, tuple[str, float | None]]] = {
     "default": {},
     "llama3": {
@@ -100,14 +100,14 @@ _SETTINGS: dict[str, dict[str, tuple[str, float | None]]] = {
         "mscale_all_dim": ("rope_mscale_all_dim", 0.0),
     },
 }
-# Settings that are understood where they change nothing.
+# Further RoPE settings, with the values that change nothing; other values are refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_factor": (None,),
     "truncate": (None, True),
     "partial_rotary_factor": (None, 1, 1.0),
 }
 _NAMES = {"rope_type", "rope_theta", _ORIGINAL}
-# Fields of a source that another form, or another file, stands for.
+# Fields of a source's config.json that are not copied: other fields or files replace them.
 _DROPPED = {
     "rope_parameters",
     "dtype",
@@ -127,10 +127,10 @@ _EVERY_LAYER = "experts in every layer are supported, or in all but the first: t
 
 
 def family(fields: Fields) -> str:
-    """The model type, a key of ARCHITECTURES.
+    """Returns the model type of a config.json, a key of ARCHITECTURES.
 
     Raises:
-      UserError: another one, or none.
+      UserError: the type is unknown or missing.
     """
     name = str(fields.values.get("model_type"))
     name = _ALIASES.get(name, name)
@@ -141,10 +141,10 @@ def family(fields: Fields) -> str:
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    """The shapes that a config.json gives.
+    """Converts the fields of a config.json to a ModelConfig.
 
     Raises:
-      UserError: one sentence that names the field, its value and what to do.
+      UserError: a field is missing, wrong or unsupported; the message says what to do.
     """
     kind = family(fields)
     fields = Fields({**_ABSENT[kind], **fields.values}, fields.where)
@@ -156,7 +156,7 @@ def read_config(fields: Fields) -> ModelConfig:
     values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
     if kind == "deepseek_v3":
         values |= _read(fields, _LATENT) | _read_deepseek_experts(fields)
-        values["head_dim"] = values["qk_rope_head_dim"]  # has no part in latent attention
+        values["head_dim"] = values["qk_rope_head_dim"]  # latent attention ignores it
     else:
         width = values["hidden_size"] // heads if kind != "qwen3" and heads > 0 else 128
         values["head_dim"] = fields.get("head_dim", int, width)
@@ -169,7 +169,7 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def _read(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that `defaults` names, in the types of ModelConfig."""
+    """Returns the fields named in `defaults`, in the types of ModelConfig."""
     return {name: fields.get(name, _TYPES[name], value) for name, value in defaults.items()}
 
 
@@ -212,7 +212,7 @@ def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
 
 
 def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
-    """The rope_* fields of ModelConfig, from either form; `latent`: of the model's attention."""
+    """Returns ModelConfig's rope_* fields, from either form; `latent`: for latent attention."""
     parts = [fields.part(name) for name in ("rope_scaling", "rope_parameters")]
     stated = [("rope_theta", fields.values.get("rope_theta"))]
     stated += [item for part in parts if part for item in part.values.items()]
@@ -252,10 +252,10 @@ def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
 
 
 def family_of(config: ModelConfig) -> str:
-    """The model type whose rules a configuration follows.
+    """Returns the model type whose rules a configuration follows.
 
     Raises:
-      UserError: none of them; the sentence names the fields that do not go together.
+      UserError: no type has these rules; the message names the field and the nearest type.
     """
     rules: dict[str, Any] = {}
     if config.latent:
@@ -285,7 +285,7 @@ def family_of(config: ModelConfig) -> str:
 
 
 def _rope_json(config: ModelConfig) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of a configuration."""
+    """Returns `rope_theta` and `rope_scaling` of a configuration, for config.json."""
     scaling: dict[str, Any] | None = None
     if config.rope_type != "default":
         scaling = {
@@ -308,12 +308,12 @@ def _rope_json(config: ModelConfig) -> dict[str, Any]:
 def config_json(
     config: ModelConfig, dtype: str, others: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The config.json of a model.
+    """Returns the config.json of a model.
 
     Args:
       config: shapes.
       dtype: name of the tensors' type, 'bfloat16' or 'float32'.
-      others: further fields, of a source's config.json; those that ModelConfig decides are its.
+      others: further fields, from a source's config.json; `config` overrides them.
 
     Raises:
       UserError: no model type has these rules.
@@ -323,7 +323,7 @@ def config_json(
     own: dict[str, Any] = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
     if kind == "deepseek_v3":
         names += _LATENT
-        # None of the modules that predict further tokens is written.
+        # Modules for multi-token prediction are not written.
         own["num_nextn_predict_layers"] = 0
         if config.num_experts:
             names += [*_DEEPSEEK_EXPERTS, "scoring_func"]
@@ -339,7 +339,7 @@ def config_json(
     if own.get("q_lora_rank") == 0:
         own["q_lora_rank"] = None
     own |= {"hidden_act": "silu", "attention_bias": False, "torch_dtype": dtype}
-    # Rotary embeddings have no limit of their own.
+    # ModelConfig has no context limit: this is a default for programs that need one.
     original = int(config.rope_original_max_position_embeddings * config.rope_factor)
     limit = 32_768 if config.rope_type == "default" else original
     defaults = {"max_position_embeddings": limit}

@@ -1,6 +1,6 @@
-"""A checkpoint in another number format: `fp8rl convert SRC DST --dtype bf16|fp8`.
+"""Conversion of a checkpoint to another number format: `fp8rl convert SRC DST --dtype bf16|fp8`.
 
-Weights, config.json, and copies of the files that belong to the tokenizer.
+Writes weights and config.json, and copies the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ COPIED = (
 def convert(
     source: str | pathlib.Path, target: str | pathlib.Path, dtype: str, max_shard_gb: float = 5.0
 ) -> pathlib.Path:
-    """Writes a checkpoint again, with its linear layers in another type.
+    """Writes a copy of a checkpoint with its linear layers in another type.
 
     Args:
       source: directory of a checkpoint, or a GGUF file of the llama architecture.
-      target: the directory to make.
+      target: the directory to make, outside `source`.
       dtype: 'bf16' or 'fp8'. FP8 tensors of the source keep their bytes under 'fp8'.
       max_shard_gb: as for `save`.
 
@@ -48,7 +48,7 @@ def convert(
       The directory.
 
     Raises:
-      UserError: as `load` and `save` do.
+      UserError: `target` is inside `source`, or as in `load` and `save`.
     """
     path = pathlib.Path(source)
     check_target(pathlib.Path(target), max_shard_gb)
@@ -74,7 +74,7 @@ def convert(
 
 
 def _check_outside(target: pathlib.Path, source: pathlib.Path) -> None:
-    """Raises UserError if `target` is within the directory that is read."""
+    """Raises UserError if `target` is inside `source`."""
     inside, outside = (pathlib.Path(os.path.realpath(path)) for path in (target, source))
     if inside.is_relative_to(outside):
         raise UserError(
@@ -83,7 +83,7 @@ def _check_outside(target: pathlib.Path, source: pathlib.Path) -> None:
 
 
 def copy_tokenizer(source: pathlib.Path, directory: pathlib.Path) -> None:
-    """Copies what a checkpoint has of `COPIED`."""
+    """Copies those of the files `COPIED` that a checkpoint has."""
     for name in COPIED:
         if os.path.isfile(source / name):
             (directory / name).parent.mkdir(exist_ok=True)

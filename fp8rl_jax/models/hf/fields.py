@@ -14,9 +14,9 @@ from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.base.paths import hub_download
 
 CONFIG = "config.json"
-LARGEST = 2**31 - 1  # of integers, which are sizes and counts
-_LARGEST_FLOAT = 1e38  # about that of float32
-# Type of a value -> the types that JSON has for it, and what to write.
+LARGEST = 2**31 - 1  # largest integer; integers are sizes and counts
+_LARGEST_FLOAT = 1e38  # about the largest float32
+# Type of a value -> (its types in parsed JSON, what the error message tells to write).
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
@@ -25,7 +25,7 @@ _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
 
 
 class Fields:
-    """The object of a config.json (or a part of it).
+    """The JSON object of a config.json, or a part of it.
 
     Args:
       values: the JSON object.
@@ -36,16 +36,16 @@ class Fields:
         self.values, self.where = values, where
 
     def error(self, name: str, what: str) -> UserError:
-        """An exception to raise: the field, its value, and `what` is wrong or to be done."""
+        """Returns an exception that names the field, its value, and `what` is wrong or to do."""
         return UserError(f"{self.where}: {name} is {reprlib.repr(self.values.get(name))}; {what}")
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """A value of type `kind`: int, float (any number) or bool.
+        """Returns a field's value as `kind`: int, float (any number) or bool.
 
         A field that is absent or null has the default.
 
         Raises:
-          UserError: absent without a default, or of another type.
+          UserError: the field is absent without a default, of another type, or too large.
         """
         value: Any = self.values.get(name)
         value = default if value is None else value
@@ -63,10 +63,10 @@ class Fields:
         return kind(value)
 
     def part(self, name: str) -> Fields | None:
-        """The object that a field holds, None where it is absent or null.
+        """Returns the object in a field; None if the field is absent or null.
 
         Raises:
-          UserError: it holds something else.
+          UserError: the field holds something else.
         """
         value = self.values.get(name)
         if value is None:
@@ -76,10 +76,10 @@ class Fields:
         return Fields(value, f"{self.where}: {name}")
 
     def require(self, name: str, supported: tuple[Any, ...], what: str) -> None:
-        """Refuses a field that is given with another value than those supported.
+        """Refuses a field whose value is not supported; an absent or null field passes.
 
         Raises:
-          UserError: it has another; `what` says what to do.
+          UserError: the value is not supported; the message ends with `what`.
         """
         value = self.values.get(name)
         if value is not None and value not in supported:
@@ -89,7 +89,7 @@ class Fields:
         """Refuses NaN and infinity, which Python's JSON reads, anywhere in the object.
 
         Raises:
-          UserError: it has one; the sentence names where.
+          UserError: there is one; the message names its place.
         """
         places: list[tuple[str, Any]] = list(self.values.items())
         while places:
@@ -103,10 +103,10 @@ class Fields:
 
 
 def read_fields(directory: pathlib.Path) -> Fields:
-    """The config.json of a checkpoint.
+    """Reads the config.json of a checkpoint.
 
     Raises:
-      UserError: no such directory or file, or no JSON object in it.
+      UserError: the directory or file is missing or unreadable, or holds no JSON object.
     """
     path = directory / CONFIG
     if not os.path.isdir(directory):

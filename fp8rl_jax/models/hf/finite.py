@@ -1,8 +1,8 @@
-"""How many elements of a tensor are NaN or infinite.
+"""Counts of elements of a tensor that are NaN or infinite.
 
 A checkpoint with such weights would load and sample without an error, and the samples would be
 useless. An element is not finite if all bits of its exponent are set; NumPy's `isfinite` would
-convert each bfloat16 to test it. E4M3 has no infinity, and its NaN is 0x7f or 0xff.
+convert each bfloat16 first. E4M3 has no infinity, and its NaN is 0x7f or 0xff.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _EXPONENTS: dict[np.dtype, tuple[type[np.unsignedinteger], int]] = {
 
 
 def count_not_finite(values: np.ndarray) -> int:
-    """Elements that are NaN or infinite, of an array of one of the types above."""
+    """Counts the elements of an array that are NaN or infinite; its dtype is one of those above."""
     bits, exponent = _EXPONENTS[values.dtype]
     mask = bits(exponent)
     return int(np.count_nonzero((values.view(bits) & mask) == mask))
 
 
 def count_bad_scales(scales: np.ndarray) -> int:
-    """Scales of E4M3 blocks that are not positive, or make its largest value, 448, infinite."""
+    """Counts scales of E4M3 blocks that are not positive, or that overflow 448 to infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
         good = (scales > 0) & np.isfinite(scales.astype(np.float32) * np.float32(448))
     return scales.size - int(np.count_nonzero(good))

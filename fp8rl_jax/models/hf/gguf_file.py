@@ -1,11 +1,11 @@
 """GGUF files of the llama architecture, as a source of tensors and of a tokenizer.
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: metadata and
-tensors in one file. Beside the names, two things differ from a checkpoint in Hugging Face's format.
+tensors in one file. Besides the names, two things differ from Hugging Face's format.
 llama.cpp pairs neighbouring features in its rotary embedding, so the rows of the query and key
-projections are permuted within each head; `GGUF.rows` undoes it. And the tokenizer is a list of
-tokens and merges, from which `GGUF.write_tokenizer` builds a tokenizer.json. Tensors of every type
-that the `gguf` package dequantises are read, as float32.
+projections are permuted within each head; `GGUF.rows` undoes this. The tokenizer is a list of
+tokens and merges, from which `GGUF.write_tokenizer` builds a tokenizer.json. Tensors of all types
+that the `gguf` package dequantises are read as float32.
 
 An unknown field of the architecture is refused unless its value changes nothing.
 
@@ -56,12 +56,12 @@ _PASSED_OVER: dict[str, tuple[Any, ...] | None] = {
     "expert_count": (0,),
     "expert_used_count": (0,),
     "attention.causal": (True,),
-    "rope.scaling.type": ("none", "linear"),  # by a factor
+    "rope.scaling.type": ("none", "linear"),  # with the factor below
     "rope.scaling.factor": (0.0, 1.0),
-    "rope.scale_linear": (0.0, 1.0),  # a new name and an old one
+    "rope.scale_linear": (0.0, 1.0),  # old name of the factor
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.finetuned": (False,),
-    "rope.scaling.original_context_length": None,  # of a factor
+    "rope.scaling.original_context_length": None,  # read only with a factor
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "attention.sliding_window": (0,),
     "attention.clamp_kqv": (0.0,),
@@ -74,19 +74,19 @@ _PASSED_OVER: dict[str, tuple[Any, ...] | None] = {
     "pooling_type": (0,),
 }
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-# How text is cut before merging, by the name that llama.cpp gives it: digits apart, or not.
+# llama.cpp's name of a pre-tokenizer -> whether it splits digits.
 _DIGITS_APART = {"smollm": True, "gpt-2": False, "default": False}
-_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 
 class GGUF:
-    """A GGUF file: a `Source` of its tensors, under the names of a checkpoint.
+    """A GGUF file as a `Source` of tensors, under Hugging Face's names.
 
     Args:
-      path: of the file.
+      path: the file.
 
     Raises:
-      UserError: the package is missing, or the file is not one, or of another architecture.
+      UserError: the package gguf is missing, or the file is damaged or of another architecture.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -113,7 +113,7 @@ class GGUF:
             raise UserError(
                 f"{path} is no whole GGUF file ({error}): name another, or download it again"
             ) from None
-        self.get = self._metadata.get  # a value of the metadata, None where it is absent
+        self.get = self._metadata.get  # a value of the metadata, or None
         self._tensors = {_name(tensor.name): tensor for tensor in tensors}
         self.entries = {
             name: Entry(path, "F32", tensor.shape, 0, 0) for name, tensor in self._tensors.items()
@@ -122,7 +122,7 @@ class GGUF:
         self._check_supported()
 
     def _check_supported(self) -> None:
-        """Raises UserError if the model is one that is not computed here."""
+        """Raises UserError if this library does not support the model."""
         architecture = self.get("general.architecture")
         if architecture != "llama" or self.get("llama.expert_count"):
             kind = "llama with experts" if architecture == "llama" else repr(architecture)
@@ -150,19 +150,19 @@ class GGUF:
                 )
 
     def fields(self) -> Fields:
-        """The fields of a config.json for this metadata."""
+        """Returns the metadata as the fields of a config.json."""
         values: dict[str, Any] = {"model_type": "llama"}
         for theirs, name in _SHAPES.items():
             value = self.get("llama." + theirs)
             if value is not None:
                 values[name] = value
-        # A float32 there; the nearest decimal is what the model was published with.
+        # GGUF stores a float32; the model was published with the shortest decimal for it.
         if isinstance(values.get("rms_norm_eps"), float):
             values["rms_norm_eps"] = float(str(np.float32(values["rms_norm_eps"])))
         for theirs, name in _TOKENS.items():
             values[name] = self.get(f"tokenizer.ggml.{theirs}_token_id")
         turn = self.get("tokenizer.ggml.eot_token_id")
-        if turn not in (None, values["eos_token_id"]):  # a document and a turn have their own ends
+        if turn not in (None, values["eos_token_id"]):  # documents and turns end differently
             ends = (values["eos_token_id"], turn)
             values["eos_token_id"] = [end for end in ends if end is not None]
         table = self._tensors.get(EMBEDDING)
@@ -172,10 +172,10 @@ class GGUF:
         return Fields(values, str(self.where))
 
     def load(self, dtype: str) -> tuple[ModelConfig, Any]:
-        """The model's configuration and parameters, as `load` gives them.
+        """Reads the model's configuration and parameters, in the form of `loader.load`.
 
         Raises:
-          UserError: a tensor is missing, one too many, wrongly shaped, or of an unknown type.
+          UserError: a tensor is missing, superfluous, of a wrong shape or of an unknown type.
         """
         config = read_config(self.fields())
         for name in ("rope.dimension_count", "attention.value_length"):
@@ -196,7 +196,7 @@ class GGUF:
             size = math.prod(tensor.shape[:-1]) * row
             data = self._data[tensor.start : tensor.start + size]
             try:
-                with np.errstate(all="ignore"):  # what is not finite is counted by the loader
+                with np.errstate(all="ignore"):  # the loader counts NaN and infinity
                     value = self._dequantize(data.reshape(*tensor.shape[:-1], row), kind)
             except NotImplementedError:
                 raise UserError(
@@ -204,7 +204,7 @@ class GGUF:
                     f"the package gguf does not dequantise: {_INSTEAD}"
                 ) from None
             part = re.search(r"self_attn\.([qk])_proj", name)
-            if part:  # neighbours of a head paired -> the two halves of the head paired
+            if part:  # neighbouring pairs of a head -> paired halves
                 pairs = value.reshape(self._heads[part[1]], -1, 2, value.shape[1])
                 value = pairs.swapaxes(1, 2).reshape(value.shape)
             self._last = name, value.astype(np.float32)
@@ -215,7 +215,7 @@ class GGUF:
         """Writes tokenizer.json, and tokenizer_config.json with special tokens and chat template.
 
         Raises:
-          UserError: a vocabulary of another kind.
+          UserError: the vocabulary is of an unsupported kind, or damaged.
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -266,7 +266,7 @@ class GGUF:
         (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
 
     def _list(self, name: str, kind: type) -> list[Any]:
-        """The list tokenizer.ggml.NAME, [] where it is absent."""
+        """Returns the list tokenizer.ggml.NAME, or [] if it is absent."""
         values = self.get(f"tokenizer.ggml.{name}")
         if values is None:
             return []
@@ -275,7 +275,7 @@ class GGUF:
         return values
 
     def _token(self, kind: str) -> str | None:
-        """The token that tokenizer.ggml.KIND_token_id names, None where it is absent."""
+        """Returns the token with id tokenizer.ggml.KIND_token_id, or None if that is absent."""
         number, tokens = self.get(f"tokenizer.ggml.{kind}_token_id"), self._list("tokens", str)
         if number is None:
             return None
@@ -288,7 +288,7 @@ class GGUF:
 
 
 def _name(name: str) -> str:
-    """'blk.3.attn_norm.weight' -> 'model.layers.3.input_layernorm.weight'; others unchanged."""
+    """Maps 'blk.3.attn_norm.weight' to 'model.layers.3.input_layernorm.weight'; keeps others."""
     part = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if part and part[2] in _LAYER:
         return f"model.layers.{part[1]}.{_LAYER[part[2]]}"

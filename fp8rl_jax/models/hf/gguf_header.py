@@ -1,10 +1,10 @@
-"""The header of a GGUF file: its metadata, and where its tensors are.
+"""The header of a GGUF file: its metadata, and the places of its tensors.
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: magic, version, two counts, then the
-metadata as (name, type, value) and the tensors as (name, sizes, type, offset), then their data. It
-is parsed here, like safetensors' header, because the package's reader trusts the counts that a file
-states and reads element by element: a file of 52 bytes keeps it busy for ever. Here each count is
-compared with a limit far above that of any model, and each read with the size of the file.
+metadata as (name, type, value) and the tensors as (name, sizes, type, offset), then their data.
+This module parses it because the reader of the package gguf trusts the counts in a file and reads
+element by element: a file of 52 bytes keeps it busy for ever. Here each count is compared with a
+limit far above that of any model, and each read with the size of the file.
 
 Not done: arrays of arrays, which no model has, and files of big-endian machines.
 """
@@ -23,9 +23,9 @@ from fp8rl_jax.base.json_file import check_regular
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_FIELDS, _MOST_TENSORS, _MOST_AXES = 2**16, 2**17, 8
-_MOST_ELEMENTS = 2**23  # of all arrays of the metadata: a vocabulary has below 2**20 tokens
+_MOST_ELEMENTS = 2**23  # of all arrays in the metadata; a vocabulary has fewer than 2**20 tokens
 _LONGEST_TEXT = 2**24  # bytes
-# Types of values: numbers by their codes of `struct`; 8 is a text, 9 an array.
+# Types of values: numbers by their codes in `struct`; 8 is a text, 9 an array.
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 
@@ -35,10 +35,10 @@ class Stored:
     """A tensor of a file.
 
     Attributes:
-      name: in the file.
-      shape: outermost axis first.
+      name: its name in the file.
+      shape: its sizes, outermost axis first.
       kind: number of its type.
-      start: its first byte.
+      start: offset of its first byte in the file.
     """
 
     name: str
@@ -48,10 +48,10 @@ class Stored:
 
 
 def read_header(path: pathlib.Path) -> tuple[dict[str, Any], list[Stored]]:
-    """The metadata of a file by name, with arrays as lists, and its tensors in their order.
+    """Reads a file's metadata, {name: value} with arrays as lists, and its tensors in order.
 
     Raises:
-      OSError: it cannot be opened.
+      OSError: the file cannot be opened.
       ValueError: its header is incomplete or not valid.
     """
     check_regular(path)
@@ -108,7 +108,7 @@ class _Cursor:
         return self.take(self.count(_LONGEST_TEXT)).decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """A value of the metadata, of the type with this number."""
+        """Reads a value of the metadata, of the type with number `kind`."""
         if kind == _TEXT:
             return self.text()
         if kind == _ARRAY:
@@ -132,10 +132,10 @@ class _Cursor:
 
 
 def check_inside(tensor: Stored, block: int, block_bytes: int, size: int) -> int:
-    """Bytes of a row of a tensor whose blocks of `block` elements have `block_bytes` bytes.
+    """Returns the bytes of a row of a tensor whose blocks of `block` elements have `block_bytes`.
 
     Raises:
-      ValueError: rows are no whole blocks, or the tensor does not end within `size` bytes.
+      ValueError: a row is no multiple of a block, or the tensor does not end within `size` bytes.
     """
     last = tensor.shape[-1] if tensor.shape else 1
     row = last // block * block_bytes

@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints -> parameters on devices, a slice of a tensor at a time.
+"""Loads Hugging Face checkpoints onto devices, a slice of a tensor at a time.
 
 Memory: the result is allocated on its devices and filled by slices of at most SLICE_BYTES of the
-files. Beside the result the host holds a few slices, whatever the model's size (measured in
-docs/checkpoints.md). Each of several processes reads only what its devices hold.
+files. Besides the result the host holds a few slices, whatever the model's size (measured in
+docs/checkpoints.md). Each of several processes reads only the shards of its devices.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _DTYPES = dict(float32="float32", f32="float32", bfloat16="bfloat16", bf16="bflo
 
 
 def dtype_name(dtype: Any) -> str:
-    """'float32', 'bfloat16' or 'fp8' of a name or a dtype.
+    """Returns 'float32', 'bfloat16' or 'fp8' for a name or a dtype.
 
     Raises:
-      UserError: another one.
+      UserError: the name or dtype is not supported.
     """
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in _DTYPES:
@@ -59,21 +59,20 @@ def load(
 
     Args:
       path: a local directory with config.json and one safetensors file, or shards and an index.
-      dtype: of the result. 'float32': masters; FP8 tensors are dequantised. 'bfloat16': the same in
-        bfloat16, but for the router's correction bias, which stays float32. 'fp8': the types of the
-        files: FP8 tensors become QArrays of the same bytes, other tensors keep BF16 or F32 (F16
-        becomes float32).
-      shardings: a tree of shardings like the parameters, or a function that makes it of their
-        shapes: ``lambda shapes: fp8rl_jax.models.param_shardings(mesh, shapes)``. None: one
-        device.
-      check_finite: refuse a tensor that holds NaN or infinity, and scales that are not positive.
+      dtype: type of the result. 'float32': masters; FP8 tensors are dequantised. 'bfloat16': the
+        same in bfloat16, except the router's correction bias, which stays float32. 'fp8': the
+        types of the files: FP8 tensors become QArrays of the same bytes, other tensors keep BF16
+        or F32 (F16 becomes float32).
+      shardings: a tree of shardings like the parameters, or a function from their shapes to it:
+        ``lambda shapes: fp8rl_jax.models.param_shardings(mesh, shapes)``. None: one device.
+      check_finite: whether to refuse tensors with NaN or infinity, and non-positive scales.
 
     Returns:
-      (ModelConfig, parameters as `init_params` shapes them).
+      (ModelConfig, parameters with the tree and shapes of `init_params`).
 
     Raises:
-      UserError: one sentence that names field, tensor or file: the model is not supported, files
-        are missing, damaged or do not fit config.json, or weights are not finite.
+      UserError: the model is not supported, files are missing, damaged or do not fit config.json,
+        or weights are not finite; the message names field, tensor or file.
     """
     directory = pathlib.Path(path)
     name, fields = dtype_name(dtype), read_fields(directory)
@@ -84,10 +83,10 @@ def load(
 
 
 def read_model_config(path: str | pathlib.Path) -> ModelConfig:
-    """The shapes of a checkpoint, from its config.json alone.
+    """Reads the shapes of a checkpoint from its config.json alone.
 
     Raises:
-      UserError: it is missing or damaged, or the model is not supported.
+      UserError: config.json is missing or damaged, or the model is not supported.
     """
     return read_config(read_fields(pathlib.Path(path)))
 
@@ -101,18 +100,18 @@ def load_from(
     further_layers: int = 0,
     check_finite: bool = True,
 ) -> Any:
-    """Parameters from a source of tensors.
+    """Loads parameters from a source of tensors.
 
     Args:
-      source: of tensors.
-      config: of the model.
+      source: the tensors.
+      config: shapes of the model.
       dtype: 'float32', 'bfloat16' or 'fp8'.
       shardings: as for `load`.
       fp8, further_layers: as for `reader.check`.
-      check_finite: as for `load`; each tensor is counted while it is read.
+      check_finite: as for `load`; each tensor is checked while it is read.
 
     Raises:
-      UserError: as `load`.
+      UserError: as in `load`.
     """
     check_sizes(source, config)
     tensors = model_tensors(config)
@@ -135,7 +134,7 @@ def load_from(
 
 
 def _leaf_types(source: Source, tensors: list[Tensor], dtype: str) -> dict[Path, np.dtype]:
-    """The type of every leaf of the result; FP8 means a QArray."""
+    """Returns {path: dtype} of the result's leaves; FP8 means a QArray."""
     first: dict[Path, str] = {}
     types: dict[Path, np.dtype] = {}
     for tensor in tensors:
@@ -176,7 +175,7 @@ def _abstract(shape: tuple[int, ...], dtype: np.dtype) -> Any:
 
 
 def _allocate(tree: Any, shardings: Any) -> dict[Path, Any]:
-    """{path: Filling} of a tree of shapes; a QArray has two of them."""
+    """Allocates a tree of shapes: {path: Filling, or a QArray of two Fillings}."""
     shapes, structure = jax.tree.flatten(tree)
     given = [None] * len(shapes) if shardings is None else jax.tree.leaves(shardings)
     if len(given) != len(shapes):
@@ -191,7 +190,7 @@ def _allocate(tree: Any, shardings: Any) -> dict[Path, Any]:
 def _slices(
     source: Source, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, values) of slices of at most SLICE_BYTES; of a matrix, `columns` or all."""
+    """Yields (first row, values) of slices of at most SLICE_BYTES, restricted to `columns`."""
     shape, itemsize = source.entries[name].shape, _dtype(source, name).itemsize
     width = columns[1] - columns[0] if columns else math.prod(shape[1:])
     step = max(SLICE_BYTES // max(width * itemsize, 1), 1)
@@ -200,10 +199,10 @@ def _slices(
 
 
 def _scales(source: Source, tensor: Tensor, check_finite: bool) -> np.ndarray | None:
-    """Float32 scales of an FP8 tensor's blocks; None for a tensor of another type.
+    """Reads the float32 scales of an FP8 tensor's blocks; None for a tensor of another type.
 
     Raises:
-      UserError: `check_finite`, and a scale is not finite and positive.
+      UserError: with `check_finite`, if a scale is not finite and positive.
     """
     if _dtype(source, tensor.name) != FP8:
         return None
@@ -222,10 +221,10 @@ def _copy(
     scales: np.ndarray | None,
     check_finite: bool,
 ) -> tuple[int, int]:
-    """Fills a piece of a leaf: with dequantised values, or a QArray with bytes and scales.
+    """Fills a piece of a leaf with dequantised values, or of a QArray with bytes and scales.
 
     Returns:
-      (elements that are NaN or infinite, or 0 without `check_finite`; elements that were read).
+      (number of NaN or infinite elements, 0 without `check_finite`; number of elements read).
     """
     if isinstance(leaf, QArray):
         assert scales is not None
@@ -249,7 +248,7 @@ def _copy(
 
 
 def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], what: str) -> UserError:
-    """The error for a tensor; `counts` are (bad elements, elements read) of its pieces."""
+    """Returns the error for a tensor; `counts`: (bad elements, elements read) of each piece."""
     bad, read = map(sum, zip(*counts, strict=True))
     entry = source.entries[name]
     here = "" if read == math.prod(entry.shape) else " that this process reads"
@@ -261,11 +260,11 @@ def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], what: 
 
 
 def _check_tied(source: Source, config: ModelConfig) -> None:
-    """Checks that a tied head which the files hold is the embedding."""
+    """Raises UserError if the files hold a tied head that differs from the embedding."""
     for start, head in _slices(source, HEAD, (0, config.vocab_size)):
         table = source.rows(EMBEDDING, start, start + len(head)).astype(np.float32)
         head = head.astype(np.float32)
-        same = (head == table) | ((head != head) & (table != table))  # NaN is counted later
+        same = (head == table) | ((head != head) & (table != table))  # the loader counts NaN later
         if not same.all():
             raise UserError(
                 f"{source.where}: tensor {HEAD} is not the embedding, and config.json ties the "

@@ -1,9 +1,9 @@
-"""Arrays that are filled piece by piece where they are stored: on devices, in any sharding.
+"""Arrays on devices, in any sharding, that are filled piece by piece.
 
 Each device's shard is allocated once, on that device. A piece is written by a program that takes
-the shard as a donated argument and returns it, so only the piece is copied: beside the result the
-host holds the piece that it has just read. A device gets only the part of a piece that its shard
-holds.
+the shard as a donated argument and returns it, so only the piece is copied: besides the result the
+host holds the piece that it has just read. A device gets only the part of a piece that overlaps its
+shard.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SMALL = 2**20  # bytes
 
 
 class Filling:
-    """An array on devices, to be filled.
+    """An array on devices that is filled piece by piece.
 
     Args:
-      shape, dtype: of the array.
-      sharding: of the array; None: on the default device.
+      shape, dtype: shape and dtype of the array.
+      sharding: its sharding; None: the default device.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype, sharding: Sharding | None):
@@ -47,15 +47,15 @@ class Filling:
     def held(
         self, index: tuple[int, ...], shape: tuple[int, ...], transposed: bool
     ) -> list[tuple[int, int]] | None:
-        """The smallest part of a matrix that contains what this process's devices hold of it.
+        """Returns the bounding box of the parts of a matrix in the shards of this process.
 
         Args:
-          index: of the matrix in the axes in front.
-          shape: of the matrix, (rows, columns), or of a vector.
+          index: position of the matrix in the leading axes.
+          shape: (rows, columns) of the matrix, or (elements,) of a vector.
           transposed: as for `write`.
 
         Returns:
-          (first, last + 1) along each axis of `shape`; None if they hold nothing of it.
+          (first, last + 1) along each axis of `shape`; None if no shard overlaps the matrix.
         """
         extents = [(0, n) for n in shape]
         overlaps = [_overlap(spans, index, extents, transposed) for spans in self._spans.values()]
@@ -73,12 +73,12 @@ class Filling:
         transposed: bool,
         scales: np.ndarray | None = None,
     ) -> None:
-        """Writes a part of the matrix (or vector) at `index` of the axes in front.
+        """Writes a part of the matrix (or vector) at `index` of the leading axes.
 
         Args:
-          index: into the stacks.
+          index: position of the matrix in the leading axes.
           start: where the part begins: (row, column), or (element,).
-          values: (n, m), or (n,) of a vector; any type.
+          values: (n, m), or (n,) for a vector; any type.
           transposed: the array holds rows as columns: values[i, j] goes to
             [..., start[1] + j, start[0] + i].
           scales: (n, blocks) float32, a factor for each block of 128 of the full rows; None: 1.
@@ -103,7 +103,7 @@ class Filling:
             self._shards[device] = shard.block_until_ready()
 
     def finish(self) -> jax.Array:
-        """The array."""
+        """Returns the filled array."""
         shards = list(self._shards.values())
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
 
@@ -114,8 +114,8 @@ def _overlap(
     extents: list[tuple[int, int]],
     transposed: bool,
 ) -> list[tuple[int, int]] | None:
-    """The part of a matrix's extents that a shard over `spans` holds, along the matrix's axes; None
-    for no part."""
+    """Intersects a matrix's `extents` with a shard over `spans`, along the matrix's axes; None if
+    they do not overlap."""
     placed = extents[::-1] if transposed else extents
     wanted = [*((i, i + 1) for i in index), *placed]
     common = [
@@ -128,7 +128,7 @@ def _overlap(
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.Array:
-    """Zeros on a device; a small array is made on the host, which needs no compiled program."""
+    """Makes zeros on a device; a small array is made on the host and needs no compiled program."""
     if math.prod(shape) * dtype.itemsize > _SMALL:
         return jnp.zeros(shape, dtype, device=SingleDeviceSharding(device))
     return jax.device_put(np.zeros(shape, dtype), device)
@@ -136,11 +136,11 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> jax.A
 
 @functools.cache
 def _writer(transposed: bool, skipped: int):
-    """The program that writes a piece into a shard.
+    """Returns the program that writes a piece into a shard.
 
     Args:
       transposed: as for `Filling.write`.
-      skipped: elements of a row's first block before the piece.
+      skipped: number of elements of a row's first block that precede the piece.
     """
 
     def write(shard, piece, scales, place):

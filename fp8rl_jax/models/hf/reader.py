@@ -1,8 +1,8 @@
-"""A checkpoint's files: the tensors that they hold, and the check that these are the model's.
+"""Reads a checkpoint's files and checks that their tensors are those of the model.
 
-Everything is checked before anything is read: files against the index, headers against the files'
-sizes, names, shapes and types against the model's table. Each error is one sentence that names the
-tensor and the file.
+All checks come before any tensor is read: files against the index, headers against the files'
+sizes, names, shapes and types against the model's table. Each error message names the tensor and
+the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry, read_header, rea
 from fp8rl_jax.models.hf.tables import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Names of weights that other programs read, or that belong to an adapter.
+# Names of weight files of other programs, or of adapters.
 _OTHER_WEIGHTS = re.compile(
     r".*\.(safetensors|gguf|ggml|h5|msgpack)|(pytorch_model|adapter_model|model|consolidated).*"
     r"\.(bin|pth|pt)"
@@ -35,11 +35,11 @@ _LONGEST_INDEX = 100_000_000  # bytes, as a header
 
 
 class Source(Protocol):
-    """Where the loader takes tensors from.
+    """A source of tensors for the loader.
 
     Attributes:
       where: the directory or file, for errors.
-      entries: of the tensors, by name.
+      entries: {name: Entry} of the tensors.
     """
 
     where: pathlib.Path
@@ -48,18 +48,18 @@ class Source(Protocol):
     def rows(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> np.ndarray:
-        """Rows of the first axis of a tensor that `check` has seen; of a matrix, some columns."""
+        """Returns rows start..stop of a tensor that passed `check`; of a matrix, some columns."""
 
 
 class Checkpoint:
-    """The safetensors files of a directory; a `Source`.
+    """The safetensors files of a directory, as a `Source`.
 
     Args:
-      directory: with `model.safetensors`, or shards and `model.safetensors.index.json`.
+      directory: contains `model.safetensors`, or shards and `model.safetensors.index.json`.
 
     Raises:
-      UserError: no such files, files that are damaged or do not fit the index, or a second set of
-        weights beside them.
+      UserError: files are missing, are damaged, do not fit the index, or the directory contains a
+        second set of weights.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -81,7 +81,7 @@ class Checkpoint:
         return read_rows(self.entries[name], start, stop, columns)
 
     def _check_alone(self, name: str, files: set[str]) -> None:
-        """Raises UserError if there are weights beside the `files` that `name` stands for."""
+        """Raises UserError if there are weights besides `files`, which `name` lists."""
         for other in self._found():
             if other not in files and _OTHER_WEIGHTS.fullmatch(other):
                 raise UserError(
@@ -116,7 +116,7 @@ class Checkpoint:
         held: dict[str, dict[str, Entry]] = {}
         for name, file in weights.items():
             if file not in held:
-                if not os.path.isfile(self.where / file):  # False for names that cannot be
+                if not os.path.isfile(self.where / file):  # False for impossible names
                     raise UserError(
                         f"{self.where} lacks the file {file}, which {INDEX} names for tensor "
                         f"{name}: download it"
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """{tensor: file} of an index."""
+    """Reads {tensor: file} from an index; raises UserError if it is not valid."""
     try:
         weights = read_json(index, _LONGEST_INDEX)["weight_map"]
         items = list(weights.items())
@@ -158,11 +158,11 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
 def check_sizes(source: Source, config: ModelConfig) -> None:
     """Refuses a model that is larger than the files, before its tensors are listed one by one.
 
-    Layers share no matrices, so the sizes of one matrix in all layers add up to at most what the
-    files hold. This bounds time and memory of all later steps, whatever numbers a config.json has.
+    Layers share no matrices, so one matrix of all layers together has at most as many elements as
+    the files. This bounds time and memory of all later steps, whatever a config.json says.
 
     Raises:
-      UserError: it needs more; the sentence names the fields.
+      UserError: the model needs more elements; the message names the fields.
     """
     shapes = [entry.shape for entry in source.entries.values() if entry.dtype in DTYPES]
     held, width = sum(map(math.prod, shapes)), config.hidden_size
@@ -194,7 +194,7 @@ def check_sizes(source: Source, config: ModelConfig) -> None:
     for names, count in needed.items():
         if count > held:
             for name, entry in source.entries.items():
-                if entry.dtype not in DTYPES:  # not counted, so the reason
+                if entry.dtype not in DTYPES:  # not counted above: the likely reason
                     _check_type(entry, name, may_be_fp8=True)
             raise UserError(
                 f"{source.where}: {names} of config.json make a model of {count:,} numbers or "
@@ -206,16 +206,16 @@ def check_sizes(source: Source, config: ModelConfig) -> None:
 def check(
     source: Source, config: ModelConfig, tensors: list[Tensor], fp8: bool, further_layers: int
 ) -> None:
-    """Checks that a source holds the tensors of a model, and no other ones.
+    """Checks that a source has exactly the tensors of a model.
 
     Args:
-      source: of the tensors.
-      config, tensors: of the model.
-      fp8: whether its config.json says that linear layers are FP8.
-      further_layers: the most modules that predict further tokens that the files may hold.
+      source: the tensors to check.
+      config, tensors: shapes and expected tensors of the model.
+      fp8: whether config.json declares FP8 linear layers.
+      further_layers: number of multi-token prediction layers that the files may also hold.
 
     Raises:
-      UserError: a tensor is missing, is one too many, or has a wrong shape or type.
+      UserError: a tensor is missing or superfluous, or has a wrong shape or type.
     """
     scales, entries = set(), source.entries
     for tensor in tensors:
@@ -242,11 +242,10 @@ def check(
 
 
 def _passed_over(name: str, config: ModelConfig, further_layers: int) -> bool:
-    """Whether a tensor that the model does not need is allowed.
+    """Returns whether a tensor that the model does not need is allowed.
 
-    Rotary frequencies, which some checkpoints hold, follow from config.json. A tied head is the
-    embedding. DeepSeek's files may hold modules that predict further tokens, as layers after the
-    model's.
+    Allowed are rotary frequencies, which follow from config.json; a tied head, which equals the
+    embedding; and DeepSeek's multi-token prediction layers, numbered after the model's.
     """
     if name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings):
         return True

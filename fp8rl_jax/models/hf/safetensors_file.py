@@ -3,9 +3,9 @@
 https://github.com/huggingface/safetensors: eight bytes with the length of a header, the header (a
 JSON object of {name: {dtype, shape, data_offsets}}), then the bytes of all tensors, little-endian,
 without gaps. This module does not use the library's `safe_open`, which maps entire files into
-memory that is then counted as the process's, and whose errors about a damaged file name neither
-file nor tensor. The writer takes one tensor at a time, the library's all tensors of a file at once.
-Tests read the written files through the library.
+memory that then counts as the process's, and whose errors about a damaged file name neither file
+nor tensor. The writer takes one tensor at a time; the library's takes all tensors of a file at
+once. Tests read the written files through the library.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Entry:
     """A tensor of a file.
 
     Attributes:
-      file: that holds it.
-      dtype: its name in the format, not always one of DTYPES.
-      shape: of the tensor.
-      start, stop: its bytes, from the beginning of the file.
+      file: the file that holds it.
+      dtype: name of its type in the format, not always one of DTYPES.
+      shape: its sizes.
+      start, stop: offsets of its bytes in the file.
     """
 
     file: pathlib.Path
@@ -55,7 +55,7 @@ class Entry:
 
 
 def read_header(file: pathlib.Path) -> dict[str, Entry]:
-    """The tensors of a file, checked against its size.
+    """Reads {name: Entry} of a file's tensors, and checks them against the file's size.
 
     Raises:
       UserError: the file cannot be read, its header is damaged, or bytes are missing.
@@ -111,15 +111,15 @@ def _entry(file, data: int, dtype: str, shape: list[int], data_offsets: list[int
 def read_rows(
     entry: Entry, start: int, stop: int, columns: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Rows start..stop (of the first axis) of a tensor, whose dtype is one of DTYPES.
+    """Reads rows start..stop (of the first axis) of a tensor.
 
     Args:
-      entry: of the tensor.
-      start, stop: rows.
+      entry: the tensor; its dtype is one of DTYPES.
+      start, stop: first row and last + 1.
       columns: (first, last + 1) of a matrix; None: all. Only their bytes are read.
 
     Raises:
-      UserError: the file has become shorter.
+      UserError: the file cannot be read or has become shorter.
     """
     dtype = DTYPES[entry.dtype]
     row = math.prod(entry.shape[1:]) * dtype.itemsize
@@ -136,7 +136,7 @@ def read_rows(
             for offset, size in pieces:
                 file.seek(offset)
                 end_of_piece = done + size
-                while done < end_of_piece:  # a network file system may give less at once
+                while done < end_of_piece:  # a network file system may return fewer bytes
                     read = file.readinto(data[done:end_of_piece].data)
                     if not read:
                         raise UserError(
@@ -150,11 +150,11 @@ def read_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """Tensors to write that are made together.
+    """Tensors to write that are computed together.
 
     Attributes:
-      parts: {name: (shape, dtype)}, the types among DTYPES' values.
-      values: makes the arrays, in the order of `parts`; called when they are written.
+      parts: {name: (shape, dtype)}, dtypes among the values of DTYPES.
+      values: function that returns the arrays in the order of `parts`; called when writing them.
     """
 
     parts: dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -166,8 +166,8 @@ class Output:
 
 
 def write_file(file: pathlib.Path, outputs: list[Output]) -> None:
-    """Writes one file, an output at a time, and waits until it is on the disk."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    """Writes one file, an output at a time, and syncs it to disk."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     end = 0
     for output in outputs:
         for name, (shape, dtype) in output.parts.items():

@@ -1,11 +1,11 @@
-"""Names: from a tensor in a checkpoint to its place in our parameter tree.
+"""Maps tensors of a checkpoint to their places in our parameter tree.
 
 A checkpoint holds a matrix per layer and expert, as torch's (out, in); our leaves are (in, out),
 stacked over layers and experts. So a tensor of the checkpoint is one `Piece` of a leaf: an index
-into its stacks, and a transposition. The exception is latent attention's ``kv_b_proj``, whose rows
-are ordered by head, and within a head are first those of keys, then of values: two pieces a head.
+into its leading axes, and a transposition. The exception is latent attention's ``kv_b_proj``, whose
+rows are ordered by head, keys before values within a head: two pieces a head.
 
-The names are those of models/arrays.py.
+The names come from models/arrays.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fp8rl_jax.models.stacks import Path, layer_spec, layer_stacks
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Where rows of a checkpoint's tensor are stored in our tree.
+    """The place in our tree of some rows of a checkpoint's tensor.
 
     Attributes:
-      path: of the leaf.
-      index: into the leaf's axes in front: layer, expert or head.
-      start, stop: the rows, of the tensor in the checkpoint.
-      transposed: the leaf holds them as columns.
+      path: path of the leaf.
+      index: index into the leaf's leading axes: layer, expert or head.
+      start, stop: range of rows in the checkpoint's tensor.
+      transposed: whether the leaf holds these rows as columns.
     """
 
     path: Path
@@ -41,9 +41,9 @@ class Tensor:
     """A tensor that a checkpoint of a model holds.
 
     Attributes:
-      name: in the checkpoint.
-      shape: in the checkpoint.
-      role: of its `Array`; LINEAR may be FP8.
+      name: its name in the checkpoint.
+      shape: its shape in the checkpoint.
+      role: role of its `Array`; LINEAR may be FP8.
       pieces: its parts, by ascending rows, without gaps.
     """
 
@@ -54,12 +54,12 @@ class Tensor:
 
     @property
     def module(self) -> str:
-        """Its module's name: that of the tensor without its last part."""
+        """Name of its module: the tensor's name without the last part."""
         return self.name.rpartition(".")[0]
 
 
 def model_tensors(config: ModelConfig) -> list[Tensor]:
-    """Every tensor of a model's checkpoint, in the order of its layers."""
+    """Returns every tensor of a model's checkpoint, in the order of its layers."""
     shapes, layer = leaf_shapes(config), 0
     found = [_plain(a.hf, a, a.path, (), shapes[a.path]) for a in MODEL if a.path in shapes]
     for stack, count in layer_stacks(config).items():
@@ -91,14 +91,14 @@ def _layer_tensors(
 def _plain(
     name: str, array: Array, path: Path, index: tuple[int, ...], shape: tuple[int, ...]
 ) -> Tensor:
-    """A tensor that is one piece of a leaf."""
+    """Returns a tensor that is one piece of a leaf."""
     own = shape[len(index) :]
     own = own[::-1] if array.transposed else own
     return Tensor(name, own, array.role, (Piece(path, index, 0, own[0], array.transposed),))
 
 
 def _keys_and_values(config: ModelConfig, name: str, paths: list[Path], index: int) -> Tensor:
-    """Latent attention's kv_b_proj, (H * (nope + v), R): for each head keys, then values."""
+    """Returns latent attention's kv_b_proj (H * (nope + v), R): for each head keys, then values."""
     nope, v = config.qk_nope_head_dim, config.v_head_dim
     keys, values = paths
     pieces = []

@@ -1,7 +1,7 @@
-"""Parameters -> a checkpoint in Hugging Face's format, written completely or not at all.
+"""Writes parameters as a checkpoint in Hugging Face's format, completely or not at all.
 
-A directory beside the destination is filled, a tensor at a time, and renamed at the end; a failure
-before that leaves nothing. Types::
+A temporary directory next to the destination is filled, a tensor at a time, and renamed at the end;
+a failure before that leaves nothing. Types::
 
     dtype        linear layers            embedding, head    norms, routers       correction bias
     'float32'    F32                      F32                F32                  F32
@@ -9,9 +9,9 @@ before that leaves nothing. Types::
     'fp8'        F8_E4M3 and scales       BF16               as the leaf: F32,    F32
                                                              or BF16
 
-FP8 bytes are `quantize` of the weight rounded to bf16, in blocks of 128x128, as the sampler serves
-them. Norms and routers are float32 in every form of the parameters here and stay so under 'fp8'.
-QArray leaves keep their bytes under 'fp8' and are dequantised otherwise.
+FP8 bytes are `quantize` of the weight rounded to bf16, in blocks of 128x128, as in the sampler.
+Norms and routers, float32 in every form of our parameters, stay so under 'fp8'. QArray leaves keep
+their bytes under 'fp8' and are dequantised otherwise.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from fp8rl_jax.quant import QArray, quantize
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """An array of parameters that is read when it is written.
+    """A parameter array that `save` reads only when it writes it.
 
     Attributes:
-      shape, dtype: of the array.
-      read: returns it.
+      shape, dtype: shape and dtype of the array.
+      read: function that returns the array.
     """
 
     shape: tuple[int, ...]
@@ -81,20 +81,20 @@ def save(
     Args:
       path: the directory to make; it must not exist.
       config: shapes.
-      params: as `load` or `init_params` return them, with arrays or QArrays of linear layers; or
-        with `Unread` arrays, of which only those of one tensor are in memory at a time.
+      params: tree as from `load` or `init_params`: arrays, QArrays for linear layers, or `Unread`
+        arrays, of which only those of one tensor are in memory at a time.
       dtype: 'float32', 'bfloat16' or 'fp8'; see the module.
-      max_shard_gb: size of a file in 10^9 bytes, above which there are several and an index.
+      max_shard_gb: largest size of a file in 10^9 bytes; several files get an index.
       fields: further fields of config.json, such as eos_token_id and max_position_embeddings.
-      also: called with the directory before it is renamed, to add files.
-      check_finite: refuse a tensor that holds NaN or infinity, be it from rounding to `dtype`.
+      also: function that is called with the directory before it is renamed, to add files.
+      check_finite: whether to refuse tensors with NaN or infinity, also after rounding to `dtype`.
 
     Returns:
       The directory.
 
     Raises:
       UserError: the directory exists or cannot be made, no model type has the rules of `config`, or
-        the parameters are not its, or not finite.
+        the parameters do not fit `config`, or are not finite.
     """
     target, name = pathlib.Path(path), dtype_name(dtype)
     check_target(target, max_shard_gb)
@@ -102,7 +102,7 @@ def save(
     about = config_json(config, "float32" if name == "float32" else "bfloat16", fields)
     if name == "fp8":
         about["quantization_config"] = quantization_config(tensors)
-    # The tensors of a stack of layers one after the other: it is read once.
+    # Tensors of one stack of layers follow each other, so that it is read once.
     tensors = sorted(tensors, key=lambda tensor: tensor.pieces[0].path)
     leaves = _Leaves(_checked_leaves(config, params))
     outputs = [_output(tensor, leaves, name, check_finite) for tensor in tensors]
@@ -125,10 +125,10 @@ def save(
 
 
 def check_target(target: pathlib.Path, max_shard_gb: float) -> None:
-    """Checks that `save` can make this directory; callers ask before a long load.
+    """Checks the target of `save`; callers do so before a long load.
 
     Raises:
-      UserError: it exists, or the size of a file is not above 0.
+      UserError: the directory exists, or `max_shard_gb` is not above 0.
     """
     if os.path.lexists(target):
         raise UserError(f"{target} exists already; name another directory, or remove it")
@@ -137,7 +137,7 @@ def check_target(target: pathlib.Path, max_shard_gb: float) -> None:
 
 
 def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
-    """{path: array, QArray or Unread} of parameters, checked against the shapes of the model."""
+    """Returns {path: array, QArray or Unread}, checked against the shapes of the model."""
     found = {
         path_of(keys): leaf
         for keys, leaf in jax.tree_util.tree_leaves_with_path(
@@ -174,18 +174,18 @@ def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
 
 
 class _Leaves:
-    """Parameters by path; of the unread ones it keeps those of the last tensor."""
+    """Parameters by path; of `Unread` ones it caches the arrays of the last tensor."""
 
     def __init__(self, leaves: dict[Path, Any]):
         self._leaves = leaves
         self._read: dict[Path, Any] = {}
 
     def __getitem__(self, path: Path) -> Any:
-        """The leaf that `save` was given, perhaps unread."""
+        """Returns the leaf that `save` was given, perhaps `Unread`."""
         return self._leaves[path]
 
     def of(self, tensor: Tensor) -> dict[Path, Any]:
-        """The arrays, or QArrays, of a tensor's pieces."""
+        """Returns {path: array or QArray} for the pieces of a tensor."""
         paths = {piece.path for piece in tensor.pieces}
         self._read = {path: self._read[path] for path in paths & set(self._read)}
         for path in paths - set(self._read):
@@ -195,7 +195,7 @@ class _Leaves:
 
 
 def _output(tensor: Tensor, leaves: _Leaves, dtype: str, check_finite: bool) -> Output:
-    """The arrays to write for a tensor: itself, and for FP8 bytes their scales."""
+    """Returns the arrays to write for a tensor: its values, and the scales of FP8 bytes."""
 
     def checked(value: np.ndarray) -> np.ndarray:
         if check_finite and (bad := count_not_finite(value)):
@@ -240,13 +240,13 @@ def _type(tensor: Tensor, leaves: _Leaves, dtype: str) -> np.dtype:
 
 
 def _joined(tensor: Tensor, take: Callable[[Piece], np.ndarray]) -> np.ndarray:
-    """The pieces of a tensor, in a checkpoint's orientation."""
+    """Joins the pieces of a tensor, in a checkpoint's orientation."""
     parts = [take(piece).T if piece.transposed else take(piece) for piece in tensor.pieces]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None) -> np.ndarray:
-    """A matrix of a stack in `dtype`; a sharded one is joined from its shards on the host."""
+    """Returns a matrix of a stack in `dtype`; shards are joined on the host."""
     if isinstance(leaf, QArray):
         leaf, index = jax.tree.map(lambda x: _take(x, index, None), leaf), ()
     elif isinstance(leaf, np.ndarray):
@@ -272,7 +272,7 @@ def _take_from_shards(
 
 @functools.cache
 def _program(dtype: np.dtype | None):
-    """The program that takes a matrix out of a stack, dequantised, in `dtype`."""
+    """Returns the program that takes a matrix out of a stack, dequantised, in `dtype`."""
 
     def take(leaf, index):
         for axis in index:
@@ -287,12 +287,12 @@ def _program(dtype: np.dtype | None):
 
 @functools.cache
 def _quantiser():
-    """The program that makes E4M3 bytes and float32 scales of a bf16 matrix (out, in)."""
+    """Returns the program that quantises a bf16 matrix (out, in) to E4M3 bytes, float32 scales."""
     return exact_jit(lambda matrix: jax.tree.leaves(quantize(matrix, BLOCKS)))
 
 
 def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: float) -> None:
-    """Files of at most `limit` bytes of tensors, or one tensor; an index if there are several."""
+    """Writes files of at most `limit` bytes of tensors, or one tensor; several get an index."""
     shards: list[list[Output]] = [[]]
     size = 0
     for output in outputs:

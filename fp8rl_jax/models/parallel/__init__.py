@@ -5,11 +5,11 @@
     weights --(tensor)--> a device's columns ---------+    devices --> all-gather of the parts
     experts --(expert)--> a device's experts               rows are sent to their experts and back
 
-    mesh.py      `Parallel`: the mesh as an argument, and which rows a device has (read first)
-    specs.py     what a device stores and reads of every weight
+    mesh.py      `Parallel`: the mesh as an argument, and the rows of each device (read first)
+    specs.py     shardings of every weight, as stored and as read
     columns.py   layers split by columns over the axis `tensor`, inside a shard_map
     experts.py   rows sent to the devices of their experts, over the axis `expert`
 
-Not done: row-parallel layers, pipelines, sequences split over devices. The first would cut a
-contraction and add its parts in an order that follows from the mesh.
+Not done: row-parallel layers, pipelines, sequences split over devices. Row-parallel layers would
+split a contraction and add its parts in an order that follows from the mesh.
 """

@@ -1,19 +1,19 @@
-"""Exact tensor parallelism: every matrix is cut along its output features, and nothing else is.
+"""Exact tensor parallelism: every matrix is split along its output features only.
 
 An output column of a product does not depend on the other columns, so a device that holds some
 columns of a weight computes the bits of a single device. A contraction is never split with its
 parts added over devices (the row-parallel layer of Megatron-LM, Shoeybi et al., arXiv:1909.08053):
-the sum would run in another order. So all input features are gathered before each product; under an
-FP8 recipe after their quantisation, one byte an element (`quant.matmul` with `gather=`).
+the sum would run in another order. So all input features are gathered before each product; an FP8
+recipe quantises them first and gathers one byte an element (`quant.matmul` with `gather=`).
 
 Where the mesh axis `tensor` is above 1, or GPU kernels multiply, `split_columns` runs the decoder
 under `jax.shard_map` over all axes. Inside, a device holds:
 
-* its rows of the batch, split over `data`, `fsdp` and `expert`. Trained weights are stored sharded
-  over `fsdp` too and gathered layer by layer.
-* the experts of its index on the axis `expert` (experts.py).
-* q, k, v: columns of the projections, and the attention heads and KV cache of these columns, if the
-  axis divides both numbers of heads. Else every device attends with all heads.
+* its rows of the batch, split over `data`, `fsdp` and `expert`. Trained weights are also stored
+  sharded over `fsdp`, and gathered layer by layer.
+* its experts, by its index on the axis `expert` (experts.py).
+* q, k, v: columns of the projections, with the attention heads and KV cache of these columns if
+  `tensor` divides both numbers of heads. Else every device attends with all heads.
 * gate, up and their gated product: columns.
 * o and down: columns; their results are gathered. Residual stream, norms and embedding are
   replicated.
@@ -26,8 +26,8 @@ whose blocks of 128 it then splits in two and adds by an all-reduce: float32 dri
 a shard_map over `tensor` alone the bits are right, but XLA then gathers all rows of the batch
 wherever it gathers columns.
 
-A layer runs with all columns on every device where a part would cut a block of the recipe
-(`column_unit`) or a vector of 16. So every size of the axis is exact, but some gain no speed.
+A layer runs with all columns on every device if a split would cut a block of the recipe
+(`column_unit`) or a vector of 16. So every size of `tensor` is exact, but some gain no speed.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from fp8rl_jax.sharding import BATCH_AXES
 def split_columns(
     apply: Callable, config: ModelConfig, recipe: Recipe, parallel: Parallel
 ) -> Callable:
-    """`apply` of a Transformer inside a shard_map over a mesh (`Parallel.uses_shard_map`).
+    """Wraps `apply` of a Transformer in a shard_map over the mesh (`Parallel.uses_shard_map`).
 
-    The result takes and returns global arrays; see `models.transformer`.
+    The returned function takes and returns global arrays; see `models.transformer`.
     """
 
     def split(params, swaps, tokens, cache, kv_scales, *others):
@@ -75,11 +75,11 @@ def split_columns(
     return split
 
 
-# Inside `split_columns`. JAX types values that vary over devices (quant/varying.py).
+# For use inside `split_columns`. JAX types values that vary over devices (quant/varying.py).
 
 
 def gather_or_slice(x: jax.Array, features: int) -> jax.Array:
-    """`x` with `features` columns: unchanged, gathered from all devices, or this device's shard."""
+    """Returns `x` with `features` columns: as given, gathered, or sliced to this device's shard."""
     if x.shape[-1] == features:
         return x
     if x.shape[-1] < features:
@@ -89,11 +89,13 @@ def gather_or_slice(x: jax.Array, features: int) -> jax.Array:
 
 
 def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: int) -> Activation:
-    """The input of several layers, with one sum of its gradient over layers and devices.
+    """Prepares the input of several layers, so that its gradient is summed once over all devices.
 
     Args:
-      x: replicated, in the compute dtype.
-      recipe: of the run; layers: {name: output features}; parts: devices on the axis.
+      x: (..., in), replicated, in the compute dtype.
+      recipe: numerics of the run of layers.
+      layers: {name: output features}.
+      parts: number of devices on the axis `tensor`.
 
     Returns:
       The same values, as float32 if all the layers are split (`SplitLinear` rounds them again):
@@ -106,7 +108,7 @@ def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: i
 
 
 def count_once(weight, parts: int):
-    """Divides the probe's counts by the number of devices, which all count one replicated input."""
+    """Divides the probe's counts by the `parts` devices, which all count one replicated input."""
     if not isinstance(weight, BoundWeight) or weight.probe is None:
         return weight
     probe = weight.probe.activation
@@ -117,15 +119,15 @@ def count_once(weight, parts: int):
 
 
 def is_sharded(tree) -> bool:
-    """Whether any array of `tree` varies over the axis `tensor`."""
+    """Returns whether any array of `tree` varies over the axis `tensor`."""
     return AXIS in axes_of(tree)
 
 
 def combine(aux: dict) -> dict:
-    """Combines a layer's observations of each device's rows and heads, on every device.
+    """Combines a layer's observations over the rows and heads of all devices, on every device.
 
-    See `ForwardOutput.aux`: finite () bool, counts () float32, amaxes (B,) float32, sums over
-    tokens (E,).
+    Shapes (see `ForwardOutput.aux`): finite () bool, counts () float32, amaxes (B,) float32, sums
+    over tokens (E,).
     """
 
     def every(finite: jax.Array) -> jax.Array:
@@ -138,7 +140,7 @@ def combine(aux: dict) -> dict:
 
     def largest(x: jax.Array) -> jax.Array:
         rows = tuple(name for name in BATCH_AXES if name in axes_of(x))
-        bits = lax.bitcast_convert_type(x, jnp.uint32)  # ordered as the values, and NaN stays
+        bits = lax.bitcast_convert_type(x, jnp.uint32)  # ordered as amaxes are; keeps NaN
         bits = lax.pmax(bits, AXIS) if is_sharded(x) else bits
         bits = lax.all_gather(bits, rows, tiled=True, to="invarying") if rows else bits
         return lax.bitcast_convert_type(bits, jnp.float32)
@@ -157,10 +159,10 @@ def combine(aux: dict) -> dict:
 
 
 def gather_stored(weight):
-    """Gathers a layer's weight over the axis `fsdp`, from the part that this device stores.
+    """Gathers a layer's weight over the axis `fsdp`, from the shard that this device stores.
 
-    The gradient of a master is summed over the devices and returned as this device's part. The
-    value is gathered only for backward passes that read it.
+    The gradient of a master is summed over the devices and returned as this device's shard. A
+    backward pass gathers the value only if it reads it.
     """
 
     def gather(x: jax.Array, to: str) -> jax.Array:
@@ -181,13 +183,13 @@ def gather_stored(weight):
 def split_head(
     recipe: Recipe, parallel: Parallel, product: Callable, hidden: jax.Array, head
 ) -> jax.Array:
-    """``product(hidden, head)``, each device computing its columns of the vocabulary.
+    """Computes ``product(hidden, head)``, each device its columns of the vocabulary.
 
     The shard_map is used for a replicated head too: it keeps the sharding of the head's stored
     gradient from reaching the logits.
 
     Args:
-      recipe: of the product.
+      recipe: numerics of the product.
       parallel: the devices.
       product: (M, D) times (D, n) -> (M, n) float32, rounding (M, D) to the compute dtype.
       hidden: (M, D); enters the shard_map as float32, for the sum of its gradient over devices.

@@ -9,16 +9,16 @@ rows of the batch::
     4  the owner adds its k results in the order of slots        models/moe.py
 
 Devices exchange rows and never sums, and a row of a product does not depend on other rows. So the
-result has the bits of one device on any mesh, wherever the tokens go, if the recipe's scales are
-constant or depend on one row each. (Common implementations add partial results between devices, in
+result has the bits of one device on any mesh, whatever the routing, if each of the recipe's scales
+is constant or depends on one row. (Common implementations add partial results between devices, in
 an order that follows from the mesh: the reduce-scatter of vLLM's default, the kernels of DeepEP.)
 
-Nothing is dropped: buffers hold the worst case, in which all tokens choose the experts of one
-device: n k rows for each row of a device. Many rows are sent in n / 2 passes, which need 2 k.
+No token is dropped: buffers hold the worst case, in which all tokens choose the experts of one
+device: n k rows for each row of a device. Many rows are sent in n / 2 passes, with buffers of 2 k.
 
 Under stateful policies a row's scale depends on its expert: then rows are sent in the compute
 dtype. The gradient of rows is summed over devices (reduce-scatter), the gradient of results is sent
-as results are, and an expert's weight gradient is complete on the expert's device.
+the way results are, and an expert's weight gradient is complete on the expert's device.
 
 Sources: GShard (Lepikhin et al., arXiv:2006.16668) for the axis; the order of additions is ours.
 """
@@ -40,11 +40,11 @@ from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, Weight
 from fp8rl_jax.quant.operands import quantize_activation
 from fp8rl_jax.quant.varying import axes_of, repeat_probe, share, varying_vjp
 
-_FEW_TOKENS = 512  # of a device, at most, that take one pass
+_FEW_TOKENS = 512  # most tokens of a device that are sent in one pass
 
 
 def passes_of(tokens: int, devices: int) -> int:
-    """Number of passes in which `tokens` rows of a device are sent to `devices` devices."""
+    """Returns the number of passes in which a device sends `tokens` rows to `devices` devices."""
     return 1 if tokens <= _FEW_TOKENS else -(-devices // 2)
 
 
@@ -56,21 +56,21 @@ def exchange_forward(
     chosen: jax.Array,
     experts: dict[str, Weight],
 ) -> jax.Array:
-    """`moe.moe_forward` inside a shard_map over the axis `expert`, with the same bits.
+    """Runs `moe.moe_forward` inside a shard_map over the axis `expert`, with the same bits.
 
     Args:
-      config, recipe: of the layer.
+      config, recipe: shapes and numerics of the layer.
       x: (B, T, D) in the compute dtype: this device's rows, or all rows, replicated over `expert`.
-      weights, chosen: (B, T, k) of these rows; experts are numbered over all devices.
-      experts: this device's, {'gate_proj', 'up_proj': (E / n, D, F), 'down_proj': (E / n, F, D)}.
+      weights, chosen: (B, T, k) for these rows; experts are numbered over all devices.
+      experts: this device's {'gate_proj', 'up_proj': (E / n, D, F), 'down_proj': (E / n, F, D)}.
 
     Returns:
-      (B, T, D) in the compute dtype, of the same rows.
+      (B, T, D) in the compute dtype, for the same rows.
     """
     rows = x.reshape(-1, x.shape[-1])
     weights, chosen = (y.reshape(rows.shape[0], -1) for y in (weights, chosen))
     run = functools.partial(_in_passes, config, recipe)
-    # A shard_map that does not track what varies (`check_vma=False`) has different rows everywhere.
+    # In a shard_map that does not track varying values (`check_vma=False`), devices' rows differ.
     tracked = EXPERT in axes_of(lax.axis_index(EXPERT))
     if tracked and EXPERT not in axes_of(x):
         run = functools.partial(_shared_rows, config, run)
@@ -78,7 +78,7 @@ def exchange_forward(
 
 
 def _padded(config: ModelConfig, count: int, rows, weights, chosen):
-    """The arguments with rows added up to `count`: zeros that choose no expert."""
+    """Pads the arguments to `count` rows with zeros that choose no expert."""
     added = count - rows.shape[0]
     if not added:
         return rows, weights, chosen
@@ -98,7 +98,7 @@ def _shared_rows(config: ModelConfig, run, rows, weights, chosen, experts):
 
 
 def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, experts):
-    """Runs `_one_pass` on the rows (m, D) of this device, in as many passes as `passes_of` says."""
+    """Runs `_one_pass` on the rows (m, D) of this device in `passes_of` passes."""
     count, passes = rows.shape[0], passes_of(rows.shape[0], lax.axis_size(EXPERT))
     run = functools.partial(_one_pass, config, recipe)
     if passes == 1:
@@ -106,7 +106,7 @@ def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, exper
     size = -(-count // passes)
     arrays = _padded(config, passes * size, rows, weights, chosen)
     arrays = tuple(y.reshape(passes, size, -1) for y in arrays)
-    arrays, experts = share(arrays, experts)  # gradients of experts add up over passes first
+    arrays, experts = share(arrays, experts)  # gradients of experts are summed over passes first
     probes = {n: repeat_probe(getattr(w, "probe", None), passes) for n, w in experts.items()}
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -123,19 +123,19 @@ def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, exper
 
 
 def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, experts):
-    """(m, D) -> (m, D): sends the rows of all n devices to their experts, and the results back."""
+    """Sends rows (m, D) of all n devices to their experts and the results (m, D) back."""
     devices = lax.axis_size(EXPERT)
     count = config.num_experts // devices
     routes = lax.all_gather(chosen, EXPERT, axis=0, tiled=True)  # (n m, k)
     own = routes - count * lax.axis_index(EXPERT)
     here = (own >= 0) & (own < count)
-    own = jnp.where(here, own, count)  # of other devices: a number whose tiles are not computed
+    own = jnp.where(here, own, count)  # other devices' experts: not computed
     tiles = moe.make_tiles(own, count + 1, moe.tile_rows(own.size, config.num_experts))
     value = _gather_and_dispatch(rows, tiles)
     q = _quantised_rows(recipe, rows, tiles)
     y = moe.expert_results(recipe, Activation(value, q), experts, tiles.experts)
 
-    # Send: the results computed here in the order of their owners, tokens and slots.
+    # Send: this device's results, ordered by owner, token and slot.
     position = jnp.where(here, jnp.cumsum(here).reshape(here.shape) - 1, own.size).reshape(-1)
     position = position.astype(jnp.int32)
     capacity = y.shape[0] * y.shape[1]
@@ -144,7 +144,7 @@ def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, expert
     place_of = jnp.append(position, own.size)[tiles.assignment]
     sent = _permute(y.reshape(capacity, -1), rows_sent, place_of)
 
-    # Receive: from the devices in their order, each with its results by token and slot.
+    # Receive: results ordered by sending device, token and slot.
     holder = jnp.minimum(routes // count, devices).reshape(devices, -1)  # n: padding
     owner = jnp.broadcast_to(jnp.arange(devices)[:, None], holder.shape)
     table = jnp.zeros((devices, devices), jnp.int32).at[holder, owner].add(1, mode="drop")
@@ -157,9 +157,9 @@ def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, expert
 
 @jax.custom_vjp
 def _gather_and_dispatch(rows: jax.Array, tiles: moe.Tiles) -> jax.Array:
-    """`moe.dispatch` of the rows of all devices: (m, D) -> (tiles, R, D).
+    """Runs `moe.dispatch` on the rows of all devices: (m, D) -> (tiles, R, D).
 
-    The gradient of a row is the sum over its k rows in tiles, and then over devices, in float32.
+    The gradient of a row is the sum over its k rows in tiles, then over devices, in float32.
     """
     everyone = in_bits(lambda bits: lax.all_gather(bits, EXPERT, axis=0, tiled=True), rows)
     return moe.dispatch(everyone, tiles)
@@ -180,8 +180,8 @@ _gather_and_dispatch.defvjp(_gather_and_dispatch_forward, _gather_and_dispatch_b
 
 
 def _quantised_rows(recipe: Recipe, rows: jax.Array, tiles: moe.Tiles) -> QArray | None:
-    """The rows of all devices in tiles, quantised before they are sent; None where the scale of a
-    row depends on more than the row."""
+    """Returns the rows of all devices in tiles, quantised before they are sent; None if a row's
+    scale depends on more than the row."""
     operand = recipe.for_module("gate_proj").activation
     if operand is None or operand != recipe.for_module("up_proj").activation:
         return None
@@ -198,9 +198,9 @@ def _quantised_rows(recipe: Recipe, rows: jax.Array, tiles: moe.Tiles) -> QArray
 
 @jax.custom_vjp
 def _permute(x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    """Row ``source[i]`` of `x` (M, D) as row i of (N, D); zeros where the number is M.
+    """Returns (N, D) whose row i is row ``source[i]`` of `x` (M, D), or zeros where that is M.
 
-    `target` (M,) is the inverse: where each row of `x` goes, N for nowhere.
+    `target` (M,) is the inverse: the row of the result that each row of `x` becomes, N for none.
     """
     return moe.fill_rows(x, source)
 
@@ -216,15 +216,15 @@ def exchange(implementation: str, size: int, rows: jax.Array, table: jax.Array) 
     """Sends every row to a device of the axis `expert`.
 
     Args:
-      implementation: as `Recipe.kernels`. A GPU sends the rows alone; other platforms send blocks
-        of the largest size that one device may send to another.
+      implementation: as in `Recipe.kernels`. GPU programs send only the rows; other platforms send
+        blocks of the largest size that one device may send to another.
       size: R, rows of the result.
       rows: (S, D) float32, ordered by the device that receives them.
       table: (n, n) int32, the same on all devices: how many rows device i sends to device j.
 
     Returns:
-      (R, D), ordered by the device that sent them, then zeros. The gradient is sent back in the
-      same way.
+      (R, D), ordered by the device that sent them, then zeros. The gradient is sent back the same
+      way.
     """
     me = lax.axis_index(EXPERT)
 

@@ -1,7 +1,7 @@
-"""`Parallel`: the mesh as an argument, and which rows of a batch a device has.
+"""`Parallel`: the mesh as an argument, and the rows of a batch on each device.
 
-Nothing below `forward` reads JAX's ambient mesh: the arguments alone decide the program, and two
-meshes can be used side by side.
+No function that `forward` calls reads JAX's ambient mesh, except `check_context`, which refuses it:
+the arguments alone decide the program, and two meshes can be used side by side.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WHOLE = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """How the devices of a mesh share a computation. Made by `on`; `ONE_DEVICE` for none.
+    """How the devices of a mesh share a computation. Made by `on`; `ONE_DEVICE` has no mesh.
 
     Attributes:
       mesh: the devices, or their description; None on a single device.
-      tensor: devices that share the columns of a layer.
+      tensor: number of devices that share the columns of a layer.
       inside: whether the code runs inside a shard_map over all axes, where arrays are local.
     """
 
@@ -40,24 +40,24 @@ class Parallel:
 
     @classmethod
     def on(cls, mesh: Mesh | AbstractMesh | None) -> Parallel:
-        """Layers shared by the devices of a mesh, whose axes are of `sharding.MESH_AXES`."""
+        """Makes a `Parallel` for a mesh whose axes are among `sharding.MESH_AXES`, or for None."""
         return cls(mesh, 1 if mesh is None else mesh.shape.get(AXIS, 1))
 
     def within(self) -> Parallel:
-        """The same, under a shard_map over all axes."""
+        """Returns a copy for code inside a shard_map over all axes."""
         return dataclasses.replace(self, inside=True)
 
     def uncut(self) -> Parallel:
-        """The same for a layer of which every device of the axis `tensor` has all columns."""
+        """Returns a copy for a layer whose columns are all on every device of the axis `tensor`."""
         return dataclasses.replace(self, tensor=1)
 
     @property
     def devices(self) -> int:
-        """Over how many devices XLA divides the rows of an array; 1 under a shard_map."""
+        """Number of devices over which XLA divides the rows of an array; 1 inside a shard_map."""
         return 1 if self.mesh is None or self.inside else self.mesh.size
 
     def uses_shard_map(self, recipe: Recipe) -> bool:
-        """Whether `forward` runs inside a shard_map.
+        """Returns whether `forward` runs inside a shard_map.
 
         Sharded columns need it, and so do GPU kernels: XLA's partitioner cannot split them and
         would compute all rows on every device.
@@ -65,16 +65,16 @@ class Parallel:
         return self.devices > 1 and (self.tensor > 1 or resolve(recipe.kernels) != "reference")
 
     def expert_devices(self, config: ModelConfig) -> int:
-        """Devices that share the experts of a layer; 1 for a dense model."""
+        """Returns how many devices share a layer's experts; 1 if the axis does not divide them."""
         count = 1 if self.mesh is None else self.mesh.shape.get(EXPERT, 1)
         return count if config.num_experts and config.num_experts % count == 0 else 1
 
     def expert_spec(self, config: ModelConfig) -> PartitionSpec:
-        """How the (E, ...) arrays of a layer's experts are sharded where they are read."""
+        """Returns the spec of the (E, ...) arrays of a layer's experts where they are read."""
         return PartitionSpec(EXPERT) if self.expert_devices(config) > 1 else WHOLE
 
     def rows(self, count: int) -> tuple[str, ...] | None:
-        """Mesh axes over which `count` rows are sharded; None if they are replicated."""
+        """Returns the mesh axes over which `count` rows are sharded; None if replicated."""
         assert self.mesh is not None
         shape = self.mesh.shape
         axes = tuple(name for name in BATCH_AXES if name in shape)
@@ -99,21 +99,22 @@ class Parallel:
         return jax.tree.map(gather, tree, is_leaf=lambda x: isinstance(x, BoundWeight))
 
     def shard_map(self, run: Callable, in_specs, out_specs) -> Callable:
-        """`run` on every device, with the parts of its arguments that the specs name."""
+        """Wraps `run` in a `jax.shard_map` over the mesh."""
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def by_own_rows(
         self, run: Callable, *by_row: jax.Array, shared: tuple = (), spec: PartitionSpec = WHOLE
     ) -> Any:
-        """``run(*by_row, *shared)``, each device on its own rows of the batch.
+        """Computes ``run(*by_row, *shared)``, each device on its own rows of the batch.
 
-        For work that XLA must not split. If the devices do not divide the batch, each of them
-        computes all of it.
+        For work that XLA must not split. If the devices do not divide the batch, every device
+        computes all rows.
 
         Args:
-          run: returns arrays (B, ...).
-          by_row: (B, ...).
-          shared: arguments that are replicated, or sharded along axis 0 if `spec` says so.
+          run: function that returns arrays (B, ...).
+          by_row: arrays (B, ...).
+          shared: arguments sharded by `spec`, or replicated.
+          spec: sharding of all of `shared`.
         """
         if self.devices == 1:
             return run(*by_row, *shared)
@@ -122,8 +123,8 @@ class Parallel:
         return self.shard_map(run, specs, rows)(*by_row, *shared)
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Sum of float32 (B, ..., N) over all axes but the last, (N,): over each device's rows,
-        then over devices. The order of additions, and so the last bits, depend on the mesh."""
+        """Sums float32 (B, ..., N) over all axes but the last, (N,): over each device's rows, then
+        over devices. The order of additions, and so the last bits, depend on the mesh."""
 
         def own(x: jax.Array) -> jax.Array:
             return sum_rows(x.reshape(-1, x.shape[-1]))
@@ -139,11 +140,11 @@ ONE_DEVICE = Parallel()  # no mesh
 
 
 def check_context(parallel: Parallel) -> None:
-    """Refuses a mesh that only `jax.set_mesh` names: XLA would cut products over its devices, and
-    bits would change.
+    """Refuses a mesh set by `jax.set_mesh` only: XLA would split products over its devices, which
+    changes bits.
 
     Raises:
-      ValueError: a mesh of several devices is set, and `parallel` has none.
+      ValueError: a mesh of several devices is set, and `parallel` has no mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if parallel.mesh is None and not mesh.empty and mesh.size > 1 and not mesh.manual_axes:

@@ -1,6 +1,6 @@
-"""What a device stores and reads of every weight, as PartitionSpecs.
+"""PartitionSpecs of every weight, as devices store it and as they read it.
 
-A weight is split along its output features where this cuts no block of its recipe, and attention
+A weight is split along its output features if this cuts no block of its recipe; attention is split
 along its heads.
 """
 
@@ -21,23 +21,23 @@ from fp8rl_jax.quant import BoundWeight, QArray, Recipe, is_weight
 from fp8rl_jax.quant.recipe import Operand
 from fp8rl_jax.sharding import stored_over
 
-# What may be cut.
+# Which dimensions may be split.
 
 
 def _unit(operand: Operand, blocks: tuple[int, ...]) -> int | None:
-    """Least common multiple of an operand's blocks along one axis; None if it must not be split."""
+    """Returns the least common multiple of an operand's `blocks`; None if it must not be split."""
     if operand.policy.stateful and operand.block != (-1, -1):
-        return None  # its state has one entry a block
+        return None  # its state has one entry per block
     if -1 in blocks and operand.policy.reads_amax:
-        return None  # one scale from all of it
+        return None  # one scale from all elements
     return math.lcm(*(block for block in blocks if block != -1))
 
 
 def column_unit(recipe: Recipe) -> int | None:
-    """Output features that must stay together in a layer of `recipe`; None for all of them.
+    """Returns how many output features must stay together in a layer of `recipe`; None for all.
 
     128 for blocks of 128x128, 32 for MXFP8, 16 where a scale is fixed beforehand or nothing is
-    quantised. Blocks of all three GEMMs count, so gradients are quantised as on one device.
+    quantised. Blocks of weights and gradients count, so gradients are quantised as on one device.
     """
     units = [EXP_LANES]
     for name in ("weight", "gradient"):
@@ -51,7 +51,7 @@ def column_unit(recipe: Recipe) -> int | None:
 
 
 def gathers_quantised(recipe: Recipe, features: int) -> bool:
-    """Whether a shard of `features` input features can be quantised without the other features."""
+    """Returns whether a shard of `features` input features can be quantised without the others."""
     if recipe.activation is None:
         return True
     unit = _unit(recipe.activation, recipe.activation.block)
@@ -64,23 +64,23 @@ def is_cut(recipe: Recipe, features: int, parts: int) -> bool:
 
 
 def splits_heads(config: ModelConfig, parts: int) -> bool:
-    """Whether attention is computed by heads."""
+    """Returns whether `parts` devices split attention by heads."""
     counts = (config.num_attention_heads, config.num_key_value_heads)
     return parts > 1 and all(count % parts == 0 for count in counts)
 
 
 def head_spec(vocabulary: int, parts: int) -> PartitionSpec:
-    """How the (D, V) output head is cut; it is never quantised."""
+    """Returns the spec of the (D, V) output head, which is never quantised."""
     cut = parts > 1 and vocabulary % (parts * EXP_LANES) == 0
     return PartitionSpec(None, AXIS) if cut else WHOLE
 
 
-# What a device holds.
+# Specs and shardings of parameter trees.
 
 
 def param_shardings(mesh: Mesh | AbstractMesh, tree):
-    """Shardings of stored parameters, as float32 masters or quantised, and of what has their
-    shapes, such as their moments; anything else in the tree is replicated.
+    """Returns the shardings of a tree with parameters, as float32 masters or quantised, and arrays
+    of their shapes such as moments; anything else in the tree is replicated.
 
     A dimension that its mesh axis does not divide is replicated too (scales of small matrices).
 
@@ -98,7 +98,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, tree):
 
 
 def _weight_spec(weight, cut: bool, storage: int):
-    """PartitionSpecs of a stacked weight (L, in, out) in any of its forms."""
+    """Returns PartitionSpecs of a stacked weight (L, in, out) in any of its forms."""
 
     def spec(x, columns: bool, rows: int):
         inputs = STORAGE if rows > 1 and x.shape[1] % rows == 0 else None
@@ -119,7 +119,7 @@ def _weight_spec(weight, cut: bool, storage: int):
 
 
 def _stack_spec(weight, logical: str, mesh, stored: bool):
-    """PartitionSpecs of a stack of matrices (L, E, in, out) in any form; no matrix is split.
+    """Returns PartitionSpecs of a stack (L, E, in, out) in any form; no matrix is split.
 
     Experts are read sharded over the axis `expert`, with the states and probes of their sites,
     (L, E, ...).
@@ -136,8 +136,8 @@ def _stack_spec(weight, logical: str, mesh, stored: bool):
 
 
 def rollout_specs(weights):
-    """PartitionSpec of every array of a sampler's weights in any form, on a mesh whose axis
-    `tensor` is 1: experts, all (L, E, ...), over `expert`."""
+    """Returns the PartitionSpec of every array of a sampler's weights in any form, on a mesh whose
+    axis `tensor` is 1: experts (L, E, ...) over `expert`, all other arrays replicated."""
 
     def spec(keys, _):
         array = array_in(keys)
@@ -147,15 +147,15 @@ def rollout_specs(weights):
 
 
 def weight_specs(params, config: ModelConfig, recipe: Recipe, mesh, stored: bool = False):
-    """PartitionSpec of every array that `forward` and `head_logits` read.
+    """Returns the PartitionSpec of every array that `forward` and `head_logits` read.
 
     Args:
-      params: a parameter tree in any form that `forward` takes, or its shapes; entries that are no
-        linear layers and no head of their own are replicated.
+      params: a parameter tree in any form that `forward` takes, or its shapes; entries other than
+        linear layers and `lm_head` are replicated.
       config, recipe, mesh: shapes, numerics, devices.
       stored: whether weights with a master are sharded as they are stored (`sharding.RULES`).
-        Others are read at every decoded token: experts are sharded over `expert`, columns over
-        `tensor`, nothing over `fsdp`.
+        Weights without a master are read at every decoded token: experts are sharded over `expert`,
+        columns over `tensor`, nothing over `fsdp`.
     """
     parts, storage = mesh.shape[AXIS], mesh.shape[STORAGE] if stored else 1
     recipes = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
