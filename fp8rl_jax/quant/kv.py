@@ -30,7 +30,7 @@ class KVScales:
     Attributes:
       q, k, v: (L,) float32, ``value ~ stored * scale``; NaN before the first calibration, so that
         a missing scale can never pass for 1.0.
-      step: () int32, RL steps that the calibrated weights had seen; -1 before the first.
+      step: () int32, RL steps finished when the weights were calibrated; -1 before the first.
     """
 
     q: jax.Array
