@@ -88,7 +88,7 @@ class QArray:
         return scale
 
     def widened(self) -> QArray:
-        """Returns the same numbers in bf16 or float32, the type in which a CPU multiplies FP8.
+        """Returns the same numbers in the type in which this CPU multiplies FP8 (`wide_type`).
 
         Each product of FP8 converts its operands, which takes longer than a product of a few rows.
         The conversion is exact, so converting once beforehand changes no bit.
