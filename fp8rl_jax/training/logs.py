@@ -125,8 +125,7 @@ class RunLogs:
         With None they start empty; files of a former run, its drift analysis included, move to the
         directory `earlier-1`, `earlier-2`, ..., which `moved_to` names.
 
-        `config` names the loggers, which receive it; `note` is called with a line for each of their
-        failures.
+        `config` names the loggers, which receive it; `note` is called with lines on their failures.
 
         Raises:
           UserError: a file is too short, or not written by a run.

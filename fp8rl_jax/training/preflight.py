@@ -24,7 +24,7 @@ def preflight(
     Args:
       runtime: the run.
       resume: whether an existing run may be continued.
-      check: a last check, which may compile; called before the run's first files are written.
+      check: a last check, which may compile; called before `open_run` writes files.
 
     Yields:
       The lock of the directory, held during the run, and lines to show: on the data, on changes

@@ -46,7 +46,7 @@ class Rewards:
         with nan for responses that were not scored.
 
         Raises:
-          RewardError: no call of a reward ends.
+          RewardError: the first calls of a reward all time out, or no worker can call it.
         """
         parts = tally.everywhere(lambda: self._own_result(tally))
         values, by_name = parts[0]
