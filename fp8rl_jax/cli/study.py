@@ -155,7 +155,7 @@ def _all(values: argparse.Namespace) -> int:
 
         check_task(directory_config(values.checkpoint, words(values.allow_import)))
     out, cells = _open("study all", values)
-    for name in ("layers", "cases", "kv", "training", "accuracy", "scale"):
+    for name in (command.name.partition(" ")[2] for command in COMMANDS[1:-1]):
         note(f"study {name}")
         seeds = values.seeds[:1] if name == "layers" else values.seeds
         own = argparse.Namespace(**{**vars(values), "seeds": seeds})

@@ -30,7 +30,7 @@ class Feature(NamedTuple):
 
     Attributes:
       on: whether it has the feature.
-      said: how a sentence names it, with the value of its field; '' if no sentence does.
+      said: names it in a message, with the value of its field; needed of a pair's `other`.
     """
 
     on: Callable[[Resolved], Any]

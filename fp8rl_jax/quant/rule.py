@@ -35,7 +35,7 @@ run one after another; on a GPU grouped kernels take them all in one launch wher
 it (`has_grouped_kernels`). Both give a row of fprop the bits of a dense product. (`lax.ragged_dot`
 is not used: its bits depend on the sizes of the groups.)
 
-Not done: forward-mode differentiation (it raises), and second derivatives: rounding has no useful
+Not done: forward-mode differentiation and second derivatives; both raise. Rounding has no useful
 derivative, so the derivative of a gradient would be that of another function.
 """
 
@@ -248,17 +248,35 @@ class _Residual:
     has_master: bool = dataclasses.field(metadata=_STATIC)
 
 
+@jax.custom_jvp
+def _first_order(x: jax.Array) -> jax.Array:
+    """Returns `x`; raises NotImplementedError if it is differentiated a second time."""
+    return x
+
+
+@_first_order.defjvp
+def _first_order_jvp(primals, tangents):
+    raise NotImplementedError(
+        "this dot_general has first derivatives only: its rounding has none of its own, and a "
+        "second derivative would be that of another function; use jax.lax.dot_general there"
+    )
+
+
 def _forward(
     recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, _Residual]:
-    y, value, quantized, weights = _primal(recipe, rows, dtype, x, w, experts)
+    # `_first_order` makes copies, so the residual keeps the arguments themselves.
+    guarded_x, guarded_w = jax.tree.map(_first_order, (x, w))
+    y, value, quantized, weights = _primal(recipe, rows, dtype, guarded_x, guarded_w, experts)
     parameter = w.value if w.master is None else w.master
     seen = w.probe and SiteProbe()
     if w.probe is not None and quantized is not None and weights is not None:
         seen = _observe_forward(recipe, w.value, w.probe, value, quantized, weights, experts)
-    left: Matrix = value
+    left: Matrix
     weight: Matrix = parameter if recipe.quantized else w.value
-    if quantized is not None and weights is not None and recipe.gradient is not None:
+    if quantized is None or weights is None or recipe.gradient is None:
+        left = compute_value(x.value, recipe)
+    else:
         assert recipe.activation is not None and recipe.weight is not None
         by_columns = recipe.activation.transposed
         left = quantized[0]

@@ -313,6 +313,6 @@ def find(file: str, key: str) -> Metric | None:
 
 def live_line(file: str, record: dict) -> str:
     """The part of the live line that a record of `file`.jsonl fills."""
-    shown = (metric for metric in FILES[file] if metric.live)
+    shown = (metric for metric in FILES[file] if metric.live and metric.name in record)
     text = "  ".join(metric.live.format(record[metric.name]) for metric in shown)
     return text.replace("drift 0.0e+00", "drift 0 exactly")

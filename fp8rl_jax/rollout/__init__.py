@@ -9,6 +9,9 @@
     halves.py       the same on a CPU: each half of the batch in its own thread
     continuous.py   a fixed number of slots; a slot is refilled when its response ends
     schedule.py     which request has which slot and pages (page_pool.py), for continuous.py
+    cases.py        recipes of `fp8rl plan` and `fp8rl bench`: which parts of a rollout are in FP8
+
+plan/rollout.py computes how many slots and pages fit into a device.
 
 All samplers draw the same tokens with the same log-probabilities, bit for bit.
 

@@ -420,9 +420,11 @@ class ContinuousSampler:
         self.progress = progress
         return progress.rollout
 
-    def trace(self, weights, prompts, *others) -> jax.stages.Traced:
+    def trace(
+        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+    ) -> jax.stages.Traced:
         """Traces the loop's program for the arguments of a call, or for their shapes."""
-        requests = Requests(*others)
+        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
         state = jax.eval_shape(self._begin, prompts, requests)
         turns = jax.ShapeDtypeStruct((), jnp.int32)
         arguments = jax.eval_shape(self._prepare, weights), requests, turns, state

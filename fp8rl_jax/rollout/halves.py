@@ -34,12 +34,6 @@ def parts_of(prompts: int, group_size: int, cores: int) -> int:
     return 2 if halves else 1
 
 
-def _cut(cut: Callable, weights, prompts, lengths, key, ids, temperature, limits, rope) -> tuple:
-    """Applies `cut` to those of a sampler's arguments that have rows; returns all arguments."""
-    rows = map(cut, (ids, temperature, limits))
-    return (weights, cut(prompts), cut(lengths), key, *rows, rope)
-
-
 class HalvedSampler:
     """The sampler of `make_sampler` for one device: same arguments, same bits.
 
@@ -61,11 +55,15 @@ class HalvedSampler:
         self._program = make_sampler(model, recipe, sampler)
         self._compiled: dict[tuple, Callable[..., Rollout]] = {}
 
-    def __call__(self, weights, prompts, *others) -> Rollout:
+    def __call__(
+        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+    ) -> Rollout:
         """Samples responses; takes the arguments of `make_sampler`'s result."""
         parts = parts_of(len(prompts), self._group, self._cores)
         if parts == 1:
-            return self._program(weights, prompts, *others)
+            return self._program(
+                weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+            )
         prepared = self._prepare(weights)
 
         def part(index: int) -> tuple:
@@ -73,7 +71,8 @@ class HalvedSampler:
                 each = len(x) // parts
                 return np.asarray(x)[index * each : (index + 1) * each]
 
-            return _cut(cut, prepared, prompts, *others)
+            rows = cut(sample_ids), cut(temperature), cut(limits)
+            return prepared, cut(prompts), cut(lengths), key, *rows, rope
 
         arguments = [part(index) for index in range(parts)]
         program = self._compile(arguments[0])
@@ -81,14 +80,17 @@ class HalvedSampler:
             found = list(pool.map(lambda given: jax.device_get(program(*given)), arguments))
         return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *found)
 
-    def trace(self, weights, prompts, *others) -> jax.stages.Traced:
+    def trace(
+        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
+    ) -> jax.stages.Traced:
         """Traces the program for the arguments of a call, or for their shapes."""
         parts = parts_of(prompts.shape[0], self._group, self._cores)
 
         def cut(x) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
 
-        arguments = _cut(cut, weights, prompts, *others)
+        rows = cut(sample_ids), cut(temperature), cut(limits)
+        arguments = (weights, cut(prompts), cut(lengths), key, *rows, rope)
         return self._program.trace(*arguments)  # type: ignore[attr-defined]
 
     def _compile(self, arguments: tuple) -> Callable[..., Rollout]:

@@ -113,6 +113,9 @@ def test_products_are_those_of_the_runs_programs(runtime):
     assert any(m < rows * tokens for _, m, _, _ in sizes)
     small = {dot.sizes for dot in own_dots(runtime) if dot.sizes[0] > 1}
     assert {depth for _, _, depth, _ in small} == {32, 64}  # of a head, of a page
+    overrides = ["--config.model.hidden_size=160", "--config.rollout.slots=4"]
+    continuous = own_dots(make_runtime(load_config(_TINY, overrides)))
+    assert {dot.sizes for dot in continuous} - {dot.sizes for dot in own_dots(runtime)}
 
 
 @pytest.mark.skipif(cpu_way().exact, reason="no order to break")

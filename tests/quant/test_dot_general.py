@@ -281,10 +281,18 @@ def test_works_under_shard_map(name):
         np.testing.assert_array_equal(a, b)
 
 
-def test_forward_mode_is_refused():
+def test_second_derivatives_and_forward_mode_are_refused():
+    """A derivative of rounding would be silently wrong: both orders of nesting say so."""
     x, w, _ = _operands(16, 128, 128)
+    recipe = get_recipe("fp8")
+
+    def loss(w):
+        return (matmul(recipe, x, w) ** 2).sum()
+
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        jax.eval_shape(jax.grad(lambda w: (jax.grad(loss)(w) ** 2).sum()), w)
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda w: matmul(get_recipe("fp8"), x, w), (w,), (w,))
+        jax.jvp(loss, (w,), (w,))
 
 
 def test_a_stateful_recipe_needs_its_state():

@@ -57,3 +57,4 @@ def test_live_line():
     record |= {metrics.DRIFT_MAX: 1e-45, "reward_mean": 0.3114, "tokens_per_s_rollout": 47.2}
     assert live_line("metrics", record) == "reward 0.311  drift 1.0e-45  rollout 47 tok/s"
     assert live_line("sft", {"loss": 0.5}) == "loss 0.500"
+    assert live_line("metrics", {"reward_mean": 0.5}) == "reward 0.500"  # others were not written
