@@ -355,7 +355,7 @@ def make_gradients(
     are scalars: loss, grad_norm, router_aux_loss (if its coefficient is above 0, and not multiplied
     by it), checksum (uint32 of the bytes that the forward pass used), good (bool: loss and
     grad_norm are finite), bad_layer (first layer with a non-finite output, else -1); 'tokens':
-    {entropy, kl (with a divergence), and the loss' statistics: (B, R) float32}; with experts
+    {entropy, kl (with a divergence), and the token loss's statistics: (B, R) float32}; with experts
     'expert_tokens': (S, E) int32 (`ForwardOutput.aux`); with health 'health': {'activations' |
     'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}; with taps 'taps': {name: (L, B,
     T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}.

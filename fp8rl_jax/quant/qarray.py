@@ -119,7 +119,7 @@ def cast_at_scale(x: jax.Array, s: jax.Array, dtype) -> jax.Array:
 
 
 def _resolve(shape: tuple[int, ...], block_shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the block size of every axis: 1 for stacks in front, the axis' size for -1."""
+    """Returns the block size of every axis: 1 for stacks in front, the axis's size for -1."""
     if len(block_shape) > len(shape):
         raise ValueError(
             f"block_shape {tuple(block_shape)} has more axes than the array {shape}; "

@@ -181,7 +181,7 @@ def _primal(
 
 
 def _gathered(x, axis: str | None):
-    """All-gathers a matrix' columns over a mesh axis; returns `x` itself without an axis."""
+    """All-gathers a matrix's columns over a mesh axis; returns `x` itself without an axis."""
     if axis is None:
         return x
     gather = functools.partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)

@@ -172,7 +172,7 @@ def _same_file(file: int, path: pathlib.Path) -> bool:
 
 
 def _start(pid: object) -> str:
-    """Returns a process' start time in ticks since boot; '' if this host has no such process."""
+    """Returns a process's start time in ticks since boot; '' if this host has no such process."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):

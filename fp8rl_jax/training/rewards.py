@@ -26,7 +26,7 @@ class Rewards:
           decode: `Text.decode`.
           questions: the question of each response.
           rewards: the reward terms that score them.
-          own_rows: (B,) bool, which rows of the sampled batch are this process'; the responses of
+          own_rows: (B,) bool, which rows of the sampled batch are this process's; responses of
             `questions` are its first rows.
         """
         self._decode, self._questions, self._rewards = decode, questions, rewards
