@@ -1,13 +1,13 @@
 """The learner: GRPO and supervised train steps, and the log-probabilities of given responses.
 
-A train step quantises the parameters once, with the very function that refits the sampler, runs
-the one `forward` on full sequences under `value_and_grad`, and returns the log-probabilities that
-*this step* computed. Drift is measured on those. Parameters stay float32; gradients are
-accumulated in float32 over micro-batches; the state is donated.
+A train step quantises the parameters once, with the function that also refits the sampler, runs the
+one `forward` on full sequences under `value_and_grad`, and returns the log-probabilities that *this
+step* computed, on which drift is measured. Parameters stay float32; gradients are accumulated in
+float32 over micro-batches; the state is donated.
 
 States of scaling policies are frozen during the step, so that its forward pass is the rollout's.
-What the step observed (amaxes of weights, activations and gradients) comes back as the gradient of
-its probes and updates them once, whatever the number of micro-batches.
+The step's observations (amaxes of weights, activations and gradients) come back as the gradient of
+its probes and update the states once, whatever the number of micro-batches.
 
 Only response positions reach the output head: hidden states are gathered first, so that logits
 exist for one chunk of response tokens at a time.
@@ -64,17 +64,17 @@ class Batch:
 
     Attributes:
       tokens: (B, T) int32, prompt then response, right-padded.
-      prompt_lengths: (B,) int32.
+      prompt_lengths: (B,) int32, tokens of the prompt.
       targets: (B, R) int32, the response.
       mask: (B, R) float32, 1 for response tokens.
-      temperature: (B,) float32 of the rollout.
+      temperature: (B,) float32, temperature of the rollout.
       advantages, weights, rollout_weights: (B, R) float32; the loss is the sum over tokens of
-        weights (of the aggregation over the update; 0 where a token does not count) times
+        weights (of the aggregation over the update; 0 for a token that does not count) times
         rollout_weights (1 without a correction) times the token's loss.
-      old_logprobs, ref_logprobs: (B, R) float32 log-probabilities: before the first update; of the
-        reference policy.
-      routing: {name of taps.ROUTING: (B, L, T, top_k)}, what the rollout's routers chose, to be
-        replayed; {} for the learner's own choice.
+      old_logprobs, ref_logprobs: (B, R) float32 log-probabilities: before the first update; under
+        the reference policy.
+      routing: {name of taps.ROUTING: (B, L, T, top_k)}, results of the rollout's routers to replay;
+        {} for the learner's own routing.
     """
 
     tokens: Array
@@ -91,20 +91,21 @@ class Batch:
 
     @property
     def lengths(self) -> Array:
-        """(B,) int32, tokens of prompt and response together."""
+        """(B,) int32, number of tokens of prompt and response together."""
         return self.prompt_lengths + self.mask.sum(1).astype(jnp.int32)
 
 
 def make_batch(
     tokens, prompt_lengths, targets, mask, temperature, advantages=None, **fields
 ) -> Batch:
-    """A batch on the host.
+    """Returns a batch on the host.
 
     Args:
       tokens, prompt_lengths, targets, temperature: see `Batch`.
       mask: (B, R), bool or 0 and 1.
       advantages: (B, R), or (B,) for all tokens of a response; None for 1.
-      **fields: other fields. Without them: the mean over all tokens, no correction, zeros.
+      **fields: further fields of `Batch`. Defaults: weights of the mean over all tokens, no
+        correction, log-probabilities of 0, no routing.
     """
     ones = np.ones(targets.shape, np.float32)
     values = ones if advantages is None else np.asarray(advantages, np.float32)
@@ -132,11 +133,11 @@ class TrainState:
     Attributes:
       params: float32 master parameters.
       opt_state: optax state of the current phase (SFT or RL).
-      scaling_state: states of stateful scaling policies, by site; {} while every scale is dynamic.
+      scaling_state: states of stateful scaling policies, by site; {} if every scale is dynamic.
       kv_scales: calibrated scales of q, k and v; None unless a recipe asks for them.
-      step: () int32, finished updates of SFT, or finished RL steps.
+      step: () int32, number of finished SFT updates or RL steps.
       rng: key data (uint32) of the rollout key; each step folds its number into it.
-      data_state: () int32, batches taken from the phase's stream.
+      data_state: () int32, number of batches taken from the phase's stream.
     """
 
     params: dict
@@ -149,7 +150,7 @@ class TrainState:
 
 
 def policy_of(state: TrainState) -> dict[str, Any]:
-    """The fields of a state that a policy's log-probabilities depend on."""
+    """Returns the fields of a state that its policy's log-probabilities depend on."""
     return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
 
 
@@ -161,15 +162,15 @@ def new_state(
     scaling_state: dict | None = None,
     kv_scales: KVScales | None = None,
 ) -> TrainState:
-    """The state at the start of a phase.
+    """Returns the state at the start of a phase.
 
     Args:
       params: float32 masters.
-      optimizer: of the phase.
+      optimizer: optimiser of the phase.
       rng: key data; see `TrainState`.
-      recipe: of the learner.
-      scaling_state: of an earlier phase; None for new states.
-      kv_scales: for recipes with calibrated scales.
+      recipe: recipe of the learner.
+      scaling_state: states at the end of an earlier phase; None for new states.
+      kv_scales: scales for recipes with calibrated scales.
     """
     if scaling_state is None:
         scaling_state = init_scaling(params, recipe)
@@ -182,9 +183,9 @@ class LossConfig:
     """Static choices of the loss.
 
     Attributes:
-      token_loss: of rl/losses.py. Supervised fine-tuning is `reinforce` with advantages of 1.
-      kl, kl_coef: estimator of the divergence from the reference policy, of rl/kl.py, and its
-        weight; None leaves it out.
+      token_loss: a loss of rl/losses.py; supervised fine-tuning is `reinforce` with advantages 1.
+      kl, kl_coef: estimator (rl/kl.py) and weight of the divergence from the reference policy;
+        None leaves the divergence out.
       router_aux_coef: weight of `load_balance_loss`; 0 leaves it out.
     """
 
@@ -197,7 +198,7 @@ class LossConfig:
 def _hidden(
     params, batch: Batch, model, recipe, rope, kv_scales, parallel, **more
 ) -> ForwardOutput:
-    """`forward` of a batch's sequences up to the output head; `more` are keywords of it."""
+    """Runs `forward`, with keywords `more`, on a batch's sequences up to the output head."""
     sequences = {"lengths": batch.lengths, "rope": rope, "kv_scales": kv_scales}
     return forward(
         params, batch.tokens, model, recipe, **sequences, parallel=parallel, output="hidden", **more
@@ -217,10 +218,9 @@ def response_logprobs(
     taps: tuple[str, ...] = (),
     swaps: dict[str, Swap] | None = None,
 ) -> tuple[jax.Array, jax.Array, dict]:
-    """(logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
+    """Returns (logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
 
-    Arguments are those of `forward`. What `batch.routing` holds takes the place of the routers'
-    own results.
+    Arguments are those of `forward`. `batch.routing` replaces the routers' results.
     """
     everywhere = jnp.ones(model.num_hidden_layers, bool)
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
@@ -238,7 +238,7 @@ def response_logprobs(
 
 
 def keep_if(wanted: jax.Array, after, before):
-    """`after` if () bool `wanted`, else `before`."""
+    """Returns the tree `after` if () bool `wanted`, else the tree `before`."""
     return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), after, before)
 
 
@@ -247,7 +247,7 @@ def make_score(
 ) -> Callable:
     """Returns the jitted ``score(params, scaling_state, kv_scales, batch, rope) -> logp (B, R)``.
 
-    Serves old and reference log-probabilities.
+    It computes old and reference log-probabilities.
     """
     recipe = get_recipe(recipe)
 
@@ -270,9 +270,9 @@ def count_experts(
     kv_scales: KVScales | None,
     parallel: Parallel = ONE_DEVICE,
 ) -> jax.Array:
-    """(S, E) int32: how many tokens of a batch each expert gets, as its forward pass finds.
+    """Returns (S, E) int32, the number of a batch's tokens that each expert gets.
 
-    A replayed choice (`batch.routing`) is counted directly; without one, a forward pass is run.
+    Replayed routing (`batch.routing`) is counted directly; without it, a forward pass is run.
 
     Args:
       weights: `quantize_params` of the masters.
@@ -287,7 +287,7 @@ def count_experts(
 
 
 def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
-    """What the probes counted: {operand class: {site: {count: (L,) or (L, E)}}}."""
+    """Returns the counts of the probes: {operand class: {site: {count: (L,) or (L, E)}}}."""
     health: dict = {}
     for operand in ("activation", "gradient"):
         for site, probe in probes.items():
@@ -299,14 +299,14 @@ def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
 
 
 def _add(one, other):
-    """Sum of two micro-batches' results; probes are merged."""
+    """Adds two micro-batches' results; probes are merged."""
     (value, grads, probes, sums), (value2, grads2, probes2, sums2) = one, other
     value, grads, sums = jax.tree.map(jnp.add, (value, grads, sums), (value2, grads2, sums2))
     return value, grads, merge_probes(probes, probes2), sums
 
 
 def _join_parts(x: jax.Array, axis: int) -> jax.Array:
-    """Micro-batches' results (parts, ...), row r in part r % parts, with their rows in order."""
+    """Joins micro-batches' results (parts, ...), row r in part r % parts, with rows in order."""
     x = jnp.moveaxis(x, 0, axis + 1)
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
@@ -316,9 +316,9 @@ class Gradients:
     """Gradients of one batch, and the state of the scaling policies after it.
 
     Attributes:
-      params: gradients, shaped as the parameters, float32.
-      changes: () bool, whether the update is made: all is finite, and a token counts.
-      scaling_state: after the batch; unchanged where the update is not made.
+      params: float32 gradients, shaped as the parameters.
+      changes: () bool, whether to make the update: loss and gradients are finite, a token counts.
+      scaling_state: states after the batch; unchanged if the update is not made.
     """
 
     params: Any
@@ -337,25 +337,25 @@ def make_gradients(
     health: bool = False,
     taps: tuple[str, ...] = (),
 ) -> Callable:
-    """Returns ``gradients(state, batch, rope) -> (Gradients, logp, metrics)``, not jitted; of the
-    state it does not read the optimiser's.
+    """Returns ``gradients(state, batch, rope) -> (Gradients, logp, metrics)``, not jitted; it does
+    not read `state.opt_state`.
 
     Args:
       model, recipe: shapes and numerics.
       loss: static choices of the loss.
       parallel: the devices that share the work.
-      micro_batches: the batch is split into this many parts along B, gradients are added. With
-        `router_aux_coef` and more than one part, experts' tokens are counted over all parts
-        before, which costs a forward pass unless the routing is replayed.
-      remat: of `forward`.
+      micro_batches: number of parts into which the batch is split along B; gradients are added.
+        With `router_aux_coef` and more than one part, experts' tokens are first counted over all
+        parts, which costs a forward pass unless the routing is replayed.
+      remat: argument of `forward`.
       health: also count what quantisation lost, by operand class, site and layer.
       taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
 
-    `logp` (B, R) float32 is what this step's own forward computed, before its update. `metrics`
-    are scalars: loss, grad_norm, router_aux_loss (with its coefficient, which is not in it),
-    checksum (uint32 of the bytes that the forward used), good (bool: loss and gradients finite),
-    bad_layer (first layer with a non-finite output, else -1); 'tokens': {entropy, kl (with a
-    divergence), and the statistics of the token loss: (B, R) float32}; with experts
+    `logp` (B, R) float32 is computed by this step's own forward pass, before its update. `metrics`
+    are scalars: loss, grad_norm, router_aux_loss (if its coefficient is above 0, and not multiplied
+    by it), checksum (uint32 of the bytes that the forward pass used), good (bool: loss and
+    grad_norm are finite), bad_layer (first layer with a non-finite output, else -1); 'tokens':
+    {entropy, kl (with a divergence), and the token loss's statistics: (B, R) float32}; with experts
     'expert_tokens': (S, E) int32 (`ForwardOutput.aux`); with health 'health': {'activations' |
     'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}; with taps 'taps': {name: (L, B,
     T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}.
@@ -397,7 +397,7 @@ def make_gradients(
         if micro_batches == 1:
             total, (tokens, finite, tapped) = run(batch)
         else:
-            # Row r goes to part r % micro_batches: so each device keeps its own rows.
+            # Row r goes to part r % micro_batches, so that each device keeps its rows.
             parts = jax.tree.map(
                 lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), batch
             )
@@ -406,8 +406,8 @@ def make_gradients(
                 found = count_experts(weights, part, model, recipe, rope, state.kv_scales, parallel)
                 return total + found, None
 
-            # The balance loss of each micro-batch is weighted by the share of the update's tokens
-            # that an expert gets: it must be known before the first of them.
+            # The balance loss of each micro-batch is weighted by an expert's share of the update's
+            # tokens, which must be known before the first micro-batch.
             loads = None
             if loss.router_aux_coef > 0:
                 shape = model.num_hidden_layers - model.dense_layers, model.num_experts
@@ -451,7 +451,7 @@ def make_gradients(
 
 
 def norm_of_gradients(implementation: str) -> Callable[[Any], jax.Array]:
-    """The function of a tree to its global norm, () float32; ``exact`` adds in one order."""
+    """Returns a function from a tree to its global norm, () float32; `exact` fixes the order."""
     return tree_norm if implementation == "exact" else optax.tree.norm
 
 
@@ -469,8 +469,8 @@ def make_train_step(
 
     Args:
       model, recipe, loss: as for `make_gradients`, which describes `logp` and `metrics`.
-      optimizer: of `make_optimizer`.
-      donate: give the state's memory to the new state; False leaves the old one usable.
+      optimizer: result of `make_optimizer`.
+      donate: give the state's memory to the new state; False leaves the old state usable.
       shardings: keywords for jit on a mesh.
       options: keywords of `make_gradients`.
 

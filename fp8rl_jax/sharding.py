@@ -1,4 +1,4 @@
-"""Sharding is a table: logical axis -> mesh axis.
+"""Meshes, and the table that shards parameters: logical axis -> mesh axis.
 
 A single device runs the same program on a mesh of size 1.
 
@@ -14,9 +14,9 @@ is by columns: every device multiplies its rows by its columns of each matrix, i
 log-probabilities are those of a single device (tested).
 
 Storage: a parameter's input features are sharded over `fsdp`, its output features over `tensor`;
-experts over `expert`, and over `fsdp` too where both divide their number, without splitting one.
-The sampler's weights are replicated over `data` and `fsdp`; experts are sharded over `expert`,
-other weights over `tensor` if the product is.
+experts over `expert`, and also over `fsdp` if the product of both sizes divides their number; no
+expert is split. The sampler's weights are replicated over `data` and `fsdp`; its experts are
+sharded over `expert`, its other weights over `tensor` if their products are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TYPES = (AxisType.Auto,) * len(MESH_AXES)
 BATCH_AXES = ("data", "fsdp", "expert")  # devices that split the rows of a batch
 # Logical axis of a parameter (models/arrays.py) -> choices of mesh axes; `stored_over` takes the
 # choice with the most devices that divides the axis. 'embed' and 'wide' are the input and output
-# features of a layer. Experts and heads are not split: a block of 128 that is split could not be
+# features of a layer. No expert or head is split: a block of 128 on two devices could not be
 # quantised where it is stored.
 RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "embed": (("fsdp",),),
@@ -48,7 +48,7 @@ RULES: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
-    """Devices along every axis; None for as many devices as the axes ask for."""
+    """Returns the size of every mesh axis; `devices` None takes as many as the axes ask for."""
     sizes = [axes[name] for name in MESH_AXES]
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise UserError(f"mesh {axes}: sizes are at least 1, and at most one of them is -1")
@@ -67,7 +67,7 @@ def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
 
 
 def make_mesh(axes: dict[str, int]) -> Mesh:
-    """A mesh over all devices; one axis may be -1 for all devices that the other axes leave.
+    """Returns a mesh over all devices; an axis of -1 takes all devices that the other axes leave.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
@@ -78,7 +78,7 @@ def make_mesh(axes: dict[str, int]) -> Mesh:
 
 
 def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractMesh:
-    """The mesh of `devices` devices that need not exist; by default an axis of -1 has one.
+    """Returns a mesh of `devices` devices that need not exist; by default an axis of -1 has size 1.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
@@ -87,34 +87,34 @@ def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractM
 
 
 def between_hosts(mesh: Mesh, axis: str, hosts: Sequence[str]) -> bool:
-    """Whether devices along an axis are on several machines; `hosts`: of every process."""
+    """Whether devices along an axis are on several machines; `hosts`: the host of each process."""
     place = np.vectorize(lambda device: hosts[device.process_index])(mesh.devices)
     along = np.moveaxis(place, mesh.axis_names.index(axis), 0)
     return bool((along != along[:1]).any())
 
 
 def batch_divisor(mesh: Mesh | AbstractMesh) -> int:
-    """Number of devices that share the rows of a batch."""
+    """Returns the number of devices that share the rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device has the array."""
+    """Returns the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    """Rows of a batch, which run along `axis`, over `data`, `fsdp` and `expert`."""
+    """Returns the sharding of batch rows, along `axis`, over `data`, `fsdp` and `expert`."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH_AXES))
 
 
 def named(mesh: Mesh | AbstractMesh, specs):
-    """NamedSharding of every PartitionSpec of a tree."""
+    """Returns a tree of PartitionSpecs as NamedShardings."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def laid_out(shapes, shardings):
-    """ShapeDtypeStructs with shardings: one for all arrays, or a tree of them."""
+    """Returns ShapeDtypeStructs of `shapes` with `shardings`: one for all arrays, or a tree."""
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, shapes)
     return jax.tree.map(
@@ -123,7 +123,7 @@ def laid_out(shapes, shardings):
 
 
 def stored_over(logical: str, size: int, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
-    """The mesh axes over which an axis of a parameter is sharded; None if it is replicated."""
+    """Returns the mesh axes over which a parameter's axis is sharded; None if replicated."""
 
     def devices(axes: tuple[str, ...]) -> int:
         return math.prod(mesh.shape[name] for name in axes)

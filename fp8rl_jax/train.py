@@ -1,10 +1,10 @@
 """The main job: supervised fine-tuning, then RL with one forward function in rollout and learner.
 
-preflight        everything that can be refused before anything compiles
-restore          the newest checkpoint, or the parameters at the start
+preflight        checks, most of them before anything compiles
+restore          the newest checkpoint, or the initial parameters
 sft              training/sft.py
 rl               training/rl.py, whose docstring draws a step
-report
+report           report.html in the run directory
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fp8rl_jax.training.sft import load_cached, run_sft, save_cached
 
 @dataclasses.dataclass
 class Outcome:
-    """How a run ended: `finished`, or the signal that stopped it; and its report, if written."""
+    """The end of a run: `finished`, or the signal that stopped it; and its report, if written."""
 
     finished: bool
     stopped_by: str | None
@@ -52,12 +52,13 @@ def train(
     """Runs fine-tuning and RL in `config.run.dir`, and writes the report.
 
     Args:
-      config: of `load_config`.
+      config: result of `load_config`.
       resume: continue from the newest checkpoint, bit for bit.
-      stop: asked after each step; the name of what stops the run, which then saves and ends.
+      stop: function called after each step; if it returns a name, that of what stops the run, the
+        run saves its state and ends.
 
     Raises:
-      UserError: something that the user can fix.
+      UserError: an error that the user can fix.
       RewardError: every call of a reward failed; the state after the last finished step is saved.
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
       DriftError: drift appeared and zero drift is required; the state after that step is saved.
@@ -76,10 +77,10 @@ def train(
 
 
 def _self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck | None:
-    """Tries the promise where the run relies on it; `note` is called before anything compiles.
+    """Checks zero drift if the run relies on it; `note` is called before anything compiles.
 
     Raises:
-      UserError: it is not kept here, and the configuration requires it.
+      UserError: there is drift here, and the configuration requires zero drift.
     """
     config = runtime.config
     if not (config.precision.self_check and runtime.zero_drift):
@@ -94,7 +95,7 @@ def _self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck | No
 
 
 def _execute(run: Run, resume: bool) -> Outcome:
-    """The phases of a run, from its newest checkpoint on."""
+    """Runs the phases of a run from its newest checkpoint on."""
     config = run.runtime.config
     monitor = DriftMonitor(run.runtime, run.directory, run.display.note, run.interrupted)
     with contextlib.closing(run):
@@ -116,7 +117,7 @@ def _execute(run: Run, resume: bool) -> Outcome:
 
 
 def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> TrainState:
-    """The newest checkpoint's state, or the state at the start; opens the logs."""
+    """Returns the newest checkpoint's state, or the initial state; opens the logs."""
     config, engine = run.runtime.config, run.runtime.engine
     number = run.checkpoints.latest()
     if number is None:
@@ -163,8 +164,8 @@ def _describe(run: Run) -> None:
 
 
 def _sft(run: Run, state: TrainState) -> TrainState:
-    """Supervised fine-tuning, from the cache if its result is there; then the start of RL, unless
-    the run must stop before."""
+    """Fine-tunes, or loads the cached result; returns the state at the start of RL, or that at
+    which the run must stop."""
     cached = load_cached(run.runtime, state, run.logs) if int(state.step) == 0 else None
     if cached is not None:
         run.display.note("supervised fine-tuning found in the cache")

@@ -9,10 +9,10 @@
       |-- qarray.py         bytes with scales, one for each block, and their product
       |     `-- scaling.py  amax -> scale
       v
-    dot_general.py          the same for modules of Flax (linen.py, nnx.py: with states)
+    dot_general.py          the same for Flax modules (linen.py, nnx.py keep its states)
 
 Read rule.py first, then qarray.py. kv.py quantises what attention stores, varying.py is for
-shard_map, table.py prints recipes. Knows arrays, and nothing of models. Not done: second
+shard_map, table.py prints recipes. The package knows arrays, not models. Not done: second
 derivatives, and products other than those of linear layers (attention is in kernels/).
 """
 

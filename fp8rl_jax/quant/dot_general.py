@@ -1,4 +1,4 @@
-"""The rule of linear layers as a `dot_general` that Flax modules take.
+"""Makes a `dot_general` for Flax modules that follows a recipe.
 
 It reshapes its operands to matrices and calls `matmul`, which models of this library call directly.
 First derivatives only, in reverse mode (rule.py).
@@ -37,8 +37,8 @@ def make_dot_general(
 
     Args:
       recipe: a Recipe or its name.
-      state: for recipes with stateful policies: of `init_site`, for this one call site.
-      probe: of `init_probe(..., weight=True)`; its cotangent is what the call observed.
+      state: result of `init_site` for this call site; needed by recipes with stateful policies.
+      probe: result of `init_probe(..., weight=True)`; its cotangent is what the call observed.
       devices: number of devices over which XLA divides the left operand's rows; 1 under a
         shard_map.
 
@@ -60,14 +60,14 @@ def make_dot_general(
 
 
 def matrix_shape(shape: tuple[int, ...], dimension_numbers) -> tuple[int, ...]:
-    """(batch axes..., K, N): the matrices that a right operand of this shape is taken as."""
+    """Returns the shape (batch axes..., K, N) of a right operand as matrices."""
     (_, contract), (_, batch) = dimension_numbers
     free = [size for axis, size in enumerate(shape) if axis not in (*contract, *batch)]
     depth = math.prod(shape[a] for a in contract)
     return (*(shape[a] for a in batch), depth, math.prod(free))
 
 
-# So that a call outside of a jit compiles one program, not one for each of its operations.
+# Jitted so that a call outside jit compiles one program, not one per operation.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _follow(recipe: Recipe, devices: int, dimensions, dtype, lhs, rhs, state, probe):
     quantised = is_weight(rhs)
@@ -103,6 +103,6 @@ def _follow(recipe: Recipe, devices: int, dimensions, dtype, lhs, rhs, state, pr
 
 
 def keep_dtypes(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """For Flax's `promote_dtype=`: passes inputs and (quantised) kernels through unchanged."""
+    """Returns inputs and (quantised) kernels unchanged; for Flax's `promote_dtype=`."""
     del dtype, inexact
     return list(args)

@@ -30,7 +30,7 @@ class KVScales:
     Attributes:
       q, k, v: (L,) float32, ``value ~ stored * scale``; NaN before the first calibration, so that
         a missing scale can never pass for 1.0.
-      step: () int32, RL steps that the calibrated weights had seen; -1 before the first.
+      step: () int32, RL steps finished when the weights were calibrated; -1 before the first.
     """
 
     q: jax.Array
@@ -39,21 +39,21 @@ class KVScales:
     step: jax.Array
 
     def layer_scales(self) -> dict[str, jax.Array]:
-        """{'q' | 'k' | 'v': (L,)}, the form that a scan over layers takes."""
+        """Returns {'q' | 'k' | 'v': (L,)}, the form that a scan over layers takes."""
         return {"q": self.q, "k": self.k, "v": self.v}
 
 
 def missing_scales(layers: int) -> KVScales:
-    """Scales before the first calibration: NaN."""
+    """Returns the scales before the first calibration: NaN."""
     # Three arrays: a train state is donated, and one buffer cannot be donated twice.
     q, k, v = (jnp.full((layers,), jnp.nan, jnp.float32) for _ in range(3))
     return KVScales(q, k, v, jnp.int32(-1))
 
 
 def calibrated_scales(amax: dict[str, jax.Array], margin: float, step: jax.Array) -> KVScales:
-    """Scales from per-layer amaxes (L,) of q, k and v: ``amax * margin / 448``.
+    """Returns scales from per-layer amaxes (L,) of q, k and v: ``amax * margin / 448``.
 
-    An amax of 0 counts as 1; one that is NaN or infinite gives NaN.
+    An amax of 0 counts as 1; a NaN or infinite amax gives NaN.
     """
 
     def scale(a: jax.Array) -> jax.Array:
@@ -67,16 +67,16 @@ def calibrated_scales(amax: dict[str, jax.Array], margin: float, step: jax.Array
 def quantize_kv(
     x: jax.Array, recipe: Recipe, scale: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Keys, values or queries as attention reads them.
+    """Converts keys, values or queries to the form that attention reads.
 
     Args:
       x: (..., H, Dh), after QK-norm and RoPE.
-      recipe: the side's recipe; with `kv_quantized` the result is FP8.
+      recipe: recipe of the rollout or the learner; with `kv_quantized` the result is FP8.
       scale: () float32, this layer's calibrated scale, for recipes with kv='calibrated'.
 
     Returns:
-      (stored, scale): E4M3 and its float32 scale, (..., H) or the () given; or the compute dtype
-      and None.
+      (stored, scale): E4M3, and float32 scales (..., H) or the given (); without `kv_quantized`
+      x in the compute dtype, and None.
 
     Raises:
       ValueError: the recipe is calibrated and no scale is given.
@@ -98,7 +98,7 @@ def quantize_kv(
 def kv_health(
     x: jax.Array, stored: jax.Array, scale: jax.Array, recipe: Recipe
 ) -> dict[str, jax.Array]:
-    """`block_health` of stored keys, values or queries; arguments and results of `quantize_kv`."""
+    """Returns `block_health` of the results (stored, scale) of `quantize_kv` for `x`."""
     if scale.ndim == 0:
         whole = jnp.broadcast_to(scale, (1,) * x.ndim)
         return block_health(x, QArray(stored, whole, (-1,) * x.ndim))

@@ -29,13 +29,13 @@ from fp8rl_jax.quant.operands import SiteScaling, init_probe, init_site, update_
 from fp8rl_jax.quant.recipe import Recipe, get_recipe
 
 SCALING, PROBES = "fp8_scaling", "fp8_probes"
-_NAME = "site"  # of the variable in either collection
+_NAME = "site"  # the variable's name in both collections
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What collection `fp8_scaling` holds of a layer: the states of its policies, and the recipe
+    """A layer's entry in collection `fp8_scaling`: the states of its policies, and the recipe
     that they belong to."""
 
     site: SiteScaling
@@ -43,7 +43,7 @@ class Scaling:
 
 
 class Fp8DotGeneral(nn.Module):
-    """For `dot_general_cls=` of `nn.Dense`, `nn.DenseGeneral` and modules built of them.
+    """FP8 product of a layer: `dot_general_cls=` of `nn.Dense`, `nn.DenseGeneral` and the like.
 
     Attributes:
       recipe: a Recipe or its name.
@@ -55,12 +55,12 @@ class Fp8DotGeneral(nn.Module):
     def __call__(
         self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None
     ) -> jax.Array:
-        """`make_dot_general(recipe)` with the states of this layer.
+        """Multiplies as `make_dot_general(recipe)` does, with the states of this layer.
 
         Without the collection `fp8_probes`, as for inference, nothing is observed.
 
         Raises:
-          ScopeCollectionNotFound: the recipe keeps a state, and `fp8_scaling` is not there.
+          ScopeCollectionNotFound: the recipe keeps a state, and `fp8_scaling` is missing.
         """
         recipe = get_recipe(self.recipe)
         site = probe = None
@@ -76,12 +76,12 @@ class Fp8DotGeneral(nn.Module):
 
 
 def update_scaling(scaling: Any, seen: Any) -> Any:
-    """Collection `fp8_scaling` after an optimiser step.
+    """Returns the collection `fp8_scaling` updated by an optimiser step's observations.
 
     Args:
       scaling: the collection that the step used.
-      seen: the step's gradient with respect to the collection `fp8_probes`; of micro-batches their
-        `merge_probes`.
+      seen: the step's gradient with respect to the collection `fp8_probes`; `merge_probes` combines
+        those of micro-batches.
     """
 
     def advance(of_layer: Scaling, probe) -> Scaling:

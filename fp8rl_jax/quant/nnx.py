@@ -29,16 +29,16 @@ from fp8rl_jax.quant.recipe import Recipe, get_recipe
 
 
 class Scaling(nnx.Variable):
-    """States of a layer's policies: a `SiteScaling`."""
+    """Variable with the states of a layer's policies: a `SiteScaling`."""
 
 
 class Probe(nnx.Variable):
-    """Zeros whose gradient is what a layer observed: a `SiteProbe`."""
+    """Variable of zeros whose gradient is what a layer observed: a `SiteProbe`."""
 
 
 class Fp8DotGeneral(nnx.Module):
-    """For `dot_general=` of `nnx.Linear`, `nnx.LinearGeneral` and modules built of them; make one
-    for each layer."""
+    """FP8 product of a layer: `dot_general=` of `nnx.Linear`, `nnx.LinearGeneral` and the like.
+    Every layer needs an instance of its own."""
 
     def __init__(self, recipe: Recipe | str = "fp8", weight_shape: tuple[int, ...] | None = None):
         """
@@ -48,7 +48,7 @@ class Fp8DotGeneral(nnx.Module):
             has any; needed if the recipe keeps a state.
 
         Raises:
-          UserError: it is needed and missing.
+          UserError: weight_shape is needed and missing.
         """
         self.recipe = get_recipe(recipe)
         if self.recipe.stateful:
@@ -61,7 +61,7 @@ class Fp8DotGeneral(nnx.Module):
             self.probe = Probe(init_probe(self.recipe, weight_shape, health=False, weight=True))
 
     def __call__(self, lhs, rhs, dimension_numbers, **options) -> jax.Array:
-        """`make_dot_general(recipe)` with the states of this layer."""
+        """Multiplies as `make_dot_general(recipe)` does, with the states of this layer."""
         site = probe = None
         if self.recipe.stateful:
             site, probe = self.scaling.get_value(), self.probe.get_value()
@@ -69,11 +69,12 @@ class Fp8DotGeneral(nnx.Module):
 
 
 def update_scaling(model: nnx.Module, seen: nnx.State) -> None:
-    """Moves the states of all layers of a model on, after an optimiser step.
+    """Updates the states of all layers of a model, in place, after an optimiser step.
 
     Args:
-      model: whose layers were used in the step.
-      seen: the step's gradient with respect to all `Probe`; of micro-batches their `merge_probes`.
+      model: module whose layers the step used.
+      seen: the step's gradient with respect to all `Probe`; for micro-batches, `merge_probes` of
+        their gradients.
     """
     probes = dict(nnx.to_flat_state(seen))
     for path, module in nnx.iter_modules(model):

@@ -14,8 +14,8 @@
 `quantize_operand` defines the result for every recipe. Where the GPU kernels know an operand
 (DeepSeek-V3's blocks under dynamic scales) they compute the same bytes and scales in one launch
 instead of four, and write the operands of a weight gradient in the order in which its product reads
-them. A norm or a gate in front of linear layers can do it in its own launch (`fuses_quantisation`)
-and returns both forms of its result, an `Activation`.
+them. The kernel of a norm or a gate in front of linear layers can quantise its result as well
+(`fuses_quantisation`); it then returns both forms, an `Activation`.
 
 A *site* is one use of one weight. Its `SiteScaling` is frozen during an optimiser step and is an
 argument of the forward pass. Its `SiteProbe` is an argument too, all zeros, and its **cotangent**
@@ -23,9 +23,9 @@ is what the site observed: the amax of each operand (for the policies) and count
 quantisation lost (for the health metrics). Observations therefore pass through scan, remat and
 shard_map as gradients do, which is also the only way to observe output gradients.
 
-JAX adds cotangents where a value is used twice: every use needs its own site. Micro-batches are
-combined by `merge_probes` (amaxes by maximum, counts by sum); over a mesh, jit reduces the amax of
-a sharded array over all devices.
+JAX adds cotangents where a value is used twice: every use needs its own site. `merge_probes`
+combines micro-batches (amaxes by maximum, counts by sum); over a mesh, jit reduces the amax of a
+sharded array over all devices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fp8rl_jax.quant.recipe import BF16, FLOAT32, Operand, Recipe
 COUNTS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
 # Operand of a recipe -> its name in metrics.
 OPERAND_CLASSES = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
-# A quantised operand, and the amax of each block in float32; None where nothing reads it.
+# A quantised operand, and the float32 amax of each block or, if nothing reads it, None.
 Quantized = tuple[QArray, jax.Array | None]
 _ROW, _COLUMN = (1, K_BLOCK), (K_BLOCK, 1)
 
@@ -59,8 +59,8 @@ class OperandScaling:
     """State of one operand's policy at one site (or stacked over layers).
 
     Attributes:
-      state: the policy's own state.
-      age: int32, optimiser steps since an amax was seen that is finite and above zero.
+      state: the policy's state (`ScalingPolicy.init`).
+      age: int32, optimiser steps since the last amax that was finite and above zero.
     """
 
     state: object
@@ -83,8 +83,8 @@ class OperandProbe:
     """Zeros whose cotangent is an observation.
 
     Attributes:
-      amax: float32, shaped as the scales; None if no policy asks for it.
-      counts: (4,) float32, as `COUNTS`; None with health off.
+      amax: float32, shaped as the scales; None if the policy keeps no state.
+      counts: (4,) float32, in the order of `COUNTS`; None with health off.
     """
 
     amax: jax.Array | None = None
@@ -102,30 +102,30 @@ class SiteProbe:
 
     @property
     def amaxes(self) -> dict[str, jax.Array]:
-        """{operand: the amax observed}, as `update_site` takes it."""
+        """{operand: observed amax}, an argument of `update_site`."""
         probes = {name: getattr(self, name) for name in OPERAND_CLASSES}
         return {n: p.amax for n, p in probes.items() if p is not None and p.amax is not None}
 
 
 def stacked(function, stacks: int):
-    """`function` mapped over `stacks` leading axes."""
+    """Returns `function` mapped over `stacks` leading axes."""
     for _ in range(stacks):
         function = jax.vmap(function)
     return function
 
 
 def _scale_shape(name: str, operand: Operand, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the scales of an operand of ``(M, K) @ (K, N)``, with 1 for M."""
+    """Returns the shape of an operand's scales in ``(M, K) @ (K, N)`` with M = 1."""
     depth, width = weight_shape[-2:]
     shapes = {"weight": (depth, width), "activation": (1, depth), "gradient": (1, width)}
     return scale_shape(shapes[name], operand.block)
 
 
 def init_site(recipe: Recipe, weight_shape: tuple[int, ...]) -> SiteScaling | None:
-    """States of a site at the start; None if no policy of the recipe keeps any.
+    """Returns the initial states of a site; None if no policy of the recipe keeps any.
 
     Args:
-      recipe: of this site (`Recipe.for_module`).
+      recipe: numerics of this site (`Recipe.for_module`).
       weight_shape: (..., K, N); axes in front are stacks (layers), each with its own state.
     """
     stack = weight_shape[:-2]
@@ -142,13 +142,13 @@ def init_site(recipe: Recipe, weight_shape: tuple[int, ...]) -> SiteScaling | No
 def init_probe(
     recipe: Recipe, weight_shape: tuple[int, ...], health: bool, weight: bool = False
 ) -> SiteProbe | None:
-    """Zeros that collect a site's observations; None if there is nothing to observe.
+    """Returns zeros that collect a site's observations; None if there is nothing to observe.
 
     Args:
       recipe, weight_shape: as for `init_site`.
       health: also count what quantisation lost.
-      weight: also observe the weight (where it is quantised by the matmul itself; a refit that
-        quantises beforehand observes it there).
+      weight: also observe the weight: for weights that the matmul quantises. A refit quantises
+        them beforehand and observes them there.
     """
     stack = weight_shape[:-2]
     probes = {}
@@ -166,7 +166,7 @@ def init_probe(
 def observe(
     x: jax.Array, q: QArray, amax: jax.Array | None, operand: Operand, probe: OperandProbe
 ) -> OperandProbe:
-    """The cotangent of `probe`: what it asks for of an operand `x` that was quantised to `q`."""
+    """Returns the cotangent of `probe`: the amax and counts of operand `x`, quantised to `q`."""
     counts = None
     if probe.counts is not None:
         health = block_health(x, q, saturable=not scaling.never_saturates(operand.policy))
@@ -175,7 +175,7 @@ def observe(
 
 
 def merge_probes(one, other):
-    """Observations of two micro-batches: amaxes by maximum (NaN stays), counts by sum."""
+    """Combines observations of two micro-batches: amaxes by maximum (NaN stays), counts by sum."""
 
     def merge(a, b) -> OperandProbe:
         amax = None if a.amax is None else scaling.find_amax(jnp.stack([a.amax, b.amax]), 0)
@@ -185,12 +185,12 @@ def merge_probes(one, other):
 
 
 def update_site(recipe: Recipe, site: SiteScaling, amax: dict[str, jax.Array]) -> SiteScaling:
-    """The states after an optimiser step.
+    """Returns the states after an optimiser step.
 
     Args:
-      recipe: of this site.
+      recipe: numerics of this site.
       site: the states that the step used, possibly stacked.
-      amax: {operand name: what the step observed}, for every operand with a state.
+      amax: {operand: amax that the step observed}, for every operand with a state.
     """
 
     states = {}
@@ -211,7 +211,7 @@ def update_site(recipe: Recipe, site: SiteScaling, amax: dict[str, jax.Array]) -
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """An activation, and its quantised form where the operation that made it quantised it, too.
+    """An activation, with its quantised form if the operation that made it has quantised it.
 
     Attributes:
       value: (..., K). Receives the gradient, and wgrad's operand is made from it.
@@ -227,12 +227,12 @@ class Activation:
         return self.value.shape
 
     def matrix(self) -> Activation:
-        """The value as (M, K)."""
+        """Returns the activation with its value as (M, K)."""
         return Activation(self.value.reshape(-1, self.shape[-1]), self.q)
 
 
 def as_activation(x: jax.Array | Activation) -> Activation:
-    """`x` as an Activation."""
+    """Returns `x` as an Activation."""
     return x if isinstance(x, Activation) else Activation(x)
 
 
@@ -265,31 +265,31 @@ class BoundWeight:
 
     @property
     def T(self) -> BoundWeight:
-        """Transpose of a two-dimensional weight (a tied output head)."""
+        """Transpose of a matrix (a tied output head), without scaling and probe."""
         return BoundWeight(self.value.mT, None if self.master is None else self.master.mT)
 
 
-# What a linear layer takes as its weight. All give the same bits on one platform.
+# The forms of a linear layer's weight. All give the same bits on one platform.
 Weight = jax.Array | QArray | BoundWeight
 
 
 def is_weight(x) -> bool:
-    """Whether a node of a parameter tree is one weight of several arrays, for `is_leaf=`."""
+    """Whether a node of a parameter tree is a weight made of several arrays; for `is_leaf=`."""
     return isinstance(x, QArray | BoundWeight)
 
 
 def bind(w: Weight) -> BoundWeight:
-    """`w` as a BoundWeight."""
+    """Returns `w` as a BoundWeight."""
     return w if isinstance(w, BoundWeight) else BoundWeight(w)
 
 
 def plain_value(w: QArray | jax.Array) -> jax.Array:
-    """A weight as an array: dequantised if it is a QArray."""
+    """Returns a weight as an array, dequantised if it is a QArray."""
     return w.dequantize() if isinstance(w, QArray) else w
 
 
 def take_layer(tree, layer: jax.Array):
-    """Entry `layer` of every array's first axis: a layer, or an expert."""
+    """Returns entry `layer` of every array's first axis (layers or experts)."""
 
     def take(x: jax.Array) -> jax.Array:
         return lax.dynamic_index_in_dim(x, layer, 0, keepdims=False)
@@ -301,7 +301,7 @@ def take_layer(tree, layer: jax.Array):
 
 
 def compute_value(x: jax.Array, recipe: Recipe) -> jax.Array:
-    """`x` in the recipe's compute dtype (rounded to bf16, or in float32)."""
+    """Returns `x` in the recipe's compute dtype (rounded to bf16, or in float32)."""
     return x.astype(jnp.float32) if recipe.compute_dtype == FLOAT32 else round_bf16(x)
 
 
@@ -331,13 +331,13 @@ def quantize_operand(
 def quantize_weight(
     w: jax.Array, recipe: Recipe, scaling: SiteScaling | None = None
 ) -> tuple[QArray, jax.Array]:
-    """Rounds a weight (..., K, N) to bf16 and quantises it; returns it and the amax per block."""
+    """Rounds a weight (..., K, N) to bf16 and quantises it; returns QArray and amaxes."""
     assert recipe.weight is not None
     return quantize_operand(w, recipe.weight, None if scaling is None else scaling.weight)
 
 
 def kernel_settings(operand: Operand) -> dict[str, Any] | None:
-    """{'dtype', 'power_of_two'} for the kernels; None for an operand that no kernel knows."""
+    """Returns {'dtype', 'power_of_two'} for the kernels; None if no kernel supports the operand."""
     powers = {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
     if operand.policy not in powers or operand.block not in (_ROW, _COLUMN):
         return None
@@ -347,7 +347,7 @@ def kernel_settings(operand: Operand) -> dict[str, Any] | None:
 def fuses_quantisation(recipe: Recipe) -> bool:
     """Whether the kernel of a norm or a gate can quantise its result as a linear layer would.
 
-    It quantises the value in the compute dtype, which must be what the layer rounds to.
+    Such a kernel quantises the value in the compute dtype; the layer must round to the same dtype.
     """
     operand = recipe.activation
     if operand is None or resolve(recipe.kernels) == "reference":
@@ -359,16 +359,16 @@ def fuses_quantisation(recipe: Recipe) -> bool:
 def quantize_activation(
     x: jax.Array, operand: Operand, current: OperandScaling | None, implementation: str
 ) -> Quantized:
-    """`quantize_operand`, by a GPU kernel where there is one.
+    """Quantises as `quantize_operand` does, with a GPU kernel where one supports the operand.
 
     Args:
       x: (..., rows, columns), activations or output gradients; axes in front are stacks, with
         blocks of their own.
       operand, current: as for `quantize_operand`.
-      implementation: of `Recipe.kernels`.
+      implementation: value of `Recipe.kernels`.
 
     Returns:
-      QArray, and the amax of each block where the policy keeps a state.
+      QArray, and the amax of each block; None where a kernel may run: its policies keep no state.
     """
     settings = kernel_settings(operand)
     whole_blocks = operand.block == _ROW or x.ndim == 2 or x.shape[-2] % K_BLOCK == 0

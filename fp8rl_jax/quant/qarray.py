@@ -40,7 +40,7 @@ from fp8rl_jax.kernels.reference.matmul import wide_type
 from fp8rl_jax.quant import scaling
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-# Halfway to the value that would follow the largest one: beyond, rounding to nearest overflows.
+# The largest value plus half a step: above it, rounding to nearest overflows.
 _ROUNDING_LIMIT = {E4M3: 464.0, E5M2: 61440.0}
 # Bits of the largest finite value; inf and NaN are above them.
 _LARGEST_CODE = {E4M3: np.uint8(0x7E), E5M2: np.uint8(0x7B)}
@@ -74,11 +74,11 @@ class QArray:
 
     @property
     def mT(self) -> QArray:
-        """Matrices transposed; square blocks need no requantising."""
+        """The transposed matrices: bytes, scales and block shape; nothing is requantised."""
         return QArray(self.qvalue.mT, self.scale.mT, self.block_shape[::-1])
 
     def spread_scale(self) -> jax.Array:
-        """The scale of every element, in a shape that broadcasts to that of `qvalue`."""
+        """Returns the scale of every element, in a shape that broadcasts to that of `qvalue`."""
         scale = self.scale
         for axis, size in enumerate(self.shape):
             if scale.shape[axis] in (1, size):
@@ -88,15 +88,15 @@ class QArray:
         return scale
 
     def widened(self) -> QArray:
-        """The same numbers in the type in which a CPU multiplies FP8, bf16 or float32.
+        """Returns the same numbers in the type in which this CPU multiplies FP8 (`wide_type`).
 
         Each product of FP8 converts its operands, which takes longer than a product of a few rows.
-        The conversion is exact, so doing it beforehand, once, changes no bit.
+        The conversion is exact, so converting once beforehand changes no bit.
         """
         return dataclasses.replace(self, qvalue=widened(self.qvalue, wide_type(self.qvalue.dtype)))
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
-        """``qvalue * scale`` in float32, cast to `dtype`. Shape: that of `qvalue`."""
+        """Returns ``qvalue * scale`` in float32, cast to `dtype`, in the shape of `qvalue`."""
         return (widened(self.qvalue, jnp.float32) * self.spread_scale()).astype(dtype)
 
 
@@ -111,7 +111,7 @@ def saturating_cast(x: jax.Array, dtype) -> jax.Array:
 
 
 def cast_at_scale(x: jax.Array, s: jax.Array, dtype) -> jax.Array:
-    """`saturating_cast` of x * s for an s that does not come from x itself, all float32.
+    """Returns `saturating_cast` of float32 x * s, for an s that does not follow from x's amax.
 
     An element that is NaN or infinite becomes NaN alone: its neighbours must not depend on it.
     """
@@ -119,7 +119,7 @@ def cast_at_scale(x: jax.Array, s: jax.Array, dtype) -> jax.Array:
 
 
 def _resolve(shape: tuple[int, ...], block_shape: Sequence[int]) -> tuple[int, ...]:
-    """Block size per axis, with stacks in front as 1 and -1 as the whole axis."""
+    """Returns the block size of every axis: 1 for stacks in front, the axis's size for -1."""
     if len(block_shape) > len(shape):
         raise ValueError(
             f"block_shape {tuple(block_shape)} has more axes than the array {shape}; "
@@ -133,7 +133,7 @@ def _resolve(shape: tuple[int, ...], block_shape: Sequence[int]) -> tuple[int, .
 
 
 def _blocked(x: jax.Array, blocks: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Pads with zeros and splits each axis into (count, block); zeros never change an amax."""
+    """Pads with zeros, which never change an amax, and splits each axis into (count, block)."""
     counts = tuple(-(-n // b) for n, b in zip(x.shape, blocks, strict=True))
     widths = [(0, c * b - n) for n, b, c in zip(x.shape, blocks, counts, strict=True)]
     x = jnp.pad(x, widths) if any(w for _, w in widths) else x
@@ -174,15 +174,15 @@ def quantize_with(
     policy: scaling.ScalingPolicy,
     state: scaling.State = (),
 ) -> tuple[QArray, jax.Array]:
-    """`quantize` under any scaling policy.
+    """Quantises `x` with scales from any scaling policy.
 
     Where a scale does not come from the block itself (static, delayed, a user's), an element that
     is NaN or infinite becomes NaN alone: its neighbours must not depend on it.
 
     Args:
       x, block_shape, dtype: as for `quantize`.
-      policy: of `scaling`.
-      state: its state, for as many scales as `x` has blocks.
+      policy: a policy of quant/scaling.py, or a user's.
+      state: the policy's state, for one scale per block of `x`.
 
     Returns:
       The QArray, and the amax of each block: float32, shaped as the scale.
@@ -191,7 +191,7 @@ def quantize_with(
     padded, counts = _blocked(x.astype(jnp.float32), blocks)
     inner = tuple(range(1, padded.ndim, 2))
     amax = scaling.find_amax(padded, inner).reshape(counts)
-    # Without the barrier XLA folds the two quotients 448/amax and 1/s, and 54% of scales are off.
+    # Without the barrier XLA folds the quotients 448/amax and 1/s, and 54% of scales are wrong.
     s = stored(lax.optimization_barrier(policy.scale(state, amax, fp8_max(dtype))))
     spread = s.reshape(tuple(n for count in counts for n in (count, 1)))
     if scaling.never_saturates(policy):
@@ -204,21 +204,21 @@ def quantize_with(
 
 
 def scale_shape(shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, ...]:
-    """Shape of the scales of an array of `shape`: ceil(n / block) per axis."""
+    """Returns the shape of the scales of an array of `shape`: ceil(n / block) per axis."""
     blocks = _resolve(tuple(shape), block_shape)
     return tuple(-(-n // b) for n, b in zip(shape, blocks, strict=True))
 
 
 def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, jax.Array]:
-    """Counts of what quantisation lost, as float32 scalars (summed by the caller).
+    """Counts what quantisation lost, as float32 scalars (summed by the caller).
 
     `saturated`: finite elements with ``|x| / scale`` beyond the last value that rounds to the
     maximum (464 for E4M3, 61440 for E5M2), `underflowed`: non-zero elements stored as zero,
     `elements`, `nonfinite_blocks` (blocks whose scale is not finite, or that hold an element stored
     as NaN).
 
-    With `saturable=False` the first count is 0 without looking: a scale that follows from the
-    block's own amax saturates nothing. `q` must not be `widened`.
+    With `saturable=False` the first count is 0 without a check: a scale that follows from the
+    block's amax saturates nothing. `q` must not be `widened`.
     """
     stored = lax.bitcast_convert_type(q.qvalue, jnp.uint8) & np.uint8(0x7F)
     lost = (x != 0) & (stored == 0)
@@ -251,7 +251,7 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
 
 
 def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> jax.Array:
-    """Scales per `block` along an axis of `length` -> one per `per` elements of it."""
+    """Repeats the scales of an axis of `length`, one per `block` elements, to one per `per`."""
     count = -(-length // per)
     if scale.shape[axis] == count and (block == per or block == -1):
         return scale
@@ -265,10 +265,10 @@ def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> j
 def scaled_matmul(
     x: QArray, w: QArray, implementation: str = "auto", dtype=jnp.float32, devices: int = 1
 ) -> jax.Array:
-    """(M, K) times (K, N), both quantised -> (M, N) in `dtype`, in canonical order.
+    """Multiplies quantised (M, K) and (K, N) in canonical order; returns (M, N) in `dtype`.
 
-    Scales that are constant over 128 of K multiply each block's partial sum. Finer ones (1x32)
-    are multiplied into the operands first: exact for powers of two, which is what MXFP8 has.
+    Scales that are constant over 128 of K multiply each block's partial sum. Finer scales (1x32)
+    are multiplied into the operands first: exact for powers of two, as MXFP8 has.
     `devices` as for `block_matmul`.
     """
     multiply = functools.partial(

@@ -40,11 +40,11 @@ class Operand:
     Attributes:
       dtype: E4M3 or E5M2.
       block: block of a 2-D operand, -1 for a whole axis. Weights: (K, N). Activations and
-        gradients: (row, contraction); for wgrad, which contracts over rows, the same reversed.
-      policy: where the scale comes from.
+        gradients: (row, contraction); for wgrad, which contracts over rows, the reverse.
+      policy: scaling policy, which gives the scales.
 
     Raises:
-      UserError: no FP8 format, or no block.
+      UserError: dtype is no FP8 format, or block is not a pair of valid sizes.
     """
 
     dtype: jnp.dtype = E4M3
@@ -61,12 +61,12 @@ class Operand:
 
     @property
     def has_square_blocks(self) -> bool:
-        """Whether the bytes of the transpose are the transposed bytes: square blocks."""
+        """Whether blocks are square: the transpose then needs no requantising."""
         return self.block[0] == self.block[1]
 
     @property
     def transposed(self) -> Operand:
-        """The same operand for a GEMM that contracts over its other axis."""
+        """This operand for a GEMM over its other axis: blocks reversed, unless it keeps a state."""
         return self if self.policy.stateful else dataclasses.replace(self, block=self.block[::-1])
 
     @property
@@ -79,8 +79,8 @@ class Operand:
 class Recipe:
     """Numerics of one side (rollout or learner).
 
-    `print(recipe)` shows what it does to every GEMM. One of your own is a call with other
-    operands, or a named one with some of its fields replaced::
+    `print(recipe)` shows what it does to every GEMM. To make your own, call `Recipe` with other
+    operands, or replace fields of a named recipe::
 
         mine = Recipe("mine", activation=Operand(block=(1, 64)), gradient=None)
         headroom = get_recipe("fp8_delayed").with_policies(gradient=delayed(history=16, margin=1))
@@ -96,8 +96,8 @@ class Recipe:
       fake: quantise, dequantise to bf16, and multiply in bf16, instead of an FP8 product.
       kv: 'none' stores K and V in the compute dtype; 'dynamic' in E4M3 with one scale per (token,
         kv head); 'calibrated' in E4M3 with one scale per layer and tensor, measured beforehand.
-      kv_policy: where 'dynamic' scales come from; keeps no state.
-      fp8_attention: q too is E4M3 (with dynamic or calibrated scales as `kv` says).
+      kv_policy: scaling policy, without state, of 'dynamic' scales.
+      fp8_attention: whether q, too, is E4M3 (with dynamic or calibrated scales as `kv` says).
       first_layers, last_layers: numbers of first and last layers whose linear layers run in bf16.
       bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
       kernels: implementation of products: 'auto' (Triton kernels on a GPU, the jnp reference
@@ -198,10 +198,10 @@ class Recipe:
         return self.activation is None or self.activation.row_local
 
     def with_policies(self, **policies: scaling.ScalingPolicy) -> Recipe:
-        """The same with other scaling policies.
+        """Returns the recipe with other scaling policies.
 
         Args:
-          policies: of 'weight', 'activation' or 'gradient'.
+          policies: a ScalingPolicy for 'weight', 'activation' or 'gradient'.
 
         Raises:
           UserError: the recipe does not quantise such an operand, or its blocks do not suit the
@@ -222,20 +222,20 @@ class Recipe:
         return dataclasses.replace(self, **operands)
 
     def unquantized(self) -> Recipe:
-        """The same with linear layers in the compute dtype."""
+        """Returns the recipe with linear layers in the compute dtype."""
         return dataclasses.replace(self, weight=None, activation=None, gradient=None, fake=False)
 
     def for_module(self, name: str) -> Recipe:
-        """The recipe of the linear layer `name`: this one, or `unquantized`."""
+        """Returns the recipe of the linear layer `name`: this one, or `unquantized`."""
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.bf16_modules):
             return self.unquantized()
         return self
 
     def layer_segments(self, layers: int) -> list[tuple[str, slice, Recipe]]:
-        """Runs of layers under one recipe: (name in the parameter tree, layers, recipe).
+        """Returns runs of layers with one recipe: (name in the parameter tree, slice, recipe).
 
         Raises:
-          UserError: more layers are named than there are.
+          UserError: first_layers + last_layers is more than the model's `layers`.
         """
         first, last = self.first_layers, self.last_layers
         if not self.quantized or first + last == 0:
@@ -300,7 +300,7 @@ _RECIPES = {
     )
 }
 _ALIASES = {"fp8": "fp8_blockwise"}
-# What each name is, in one line of at most 78 characters; an entry for every `recipe_names`.
+# A line of at most 78 characters for each of `recipe_names`.
 DESCRIPTIONS = {
     "fp8_blockwise": "DeepSeek-V3: weights 128x128, activations and gradients 1x128, E4M3",
     "fp8_blockwise_pow2": "fp8_blockwise with scales that are powers of two",
@@ -317,7 +317,7 @@ _BLOCK_NAMES = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
 
 
 def recipe_names() -> list[str]:
-    """Every name that `get_recipe` takes, aliases included."""
+    """Returns every name that `get_recipe` takes, aliases included."""
     return [*_RECIPES, *_ALIASES]
 
 
@@ -350,22 +350,23 @@ def get_recipe(recipe: Recipe | str) -> Recipe:
 
 @functools.cache
 def _load(text: str) -> Recipe:
-    """Called once a name: policies are compared by identity, and both sides name one recipe."""
+    """Loads a user's recipe once per name: rollout and learner then share its policies, which are
+    compared by identity."""
     return user_code.call(text, "recipe", Recipe)
 
 
 def _cells(operand: Operand) -> tuple[str, str, str]:
-    """Format, block and policy of an operand."""
+    """Returns format, block and policy of an operand as text."""
     sizes = "x".join("all" if n == -1 else str(n) for n in operand.block)
     block = _BLOCK_NAMES.get(operand.block, sizes)
     return ("E4M3" if operand.dtype == E4M3 else "E5M2"), block, operand.policy.name
 
 
 def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
-    """What every GEMM's operands are: rows with gemm, operand, format, block, policy, note.
+    """Returns a row for every operand of every GEMM: gemm, operand, format, block, policy, note.
 
-    Blocks are rows x columns of the operand as it is stored: x (tokens, in), w (in, out), dy
-    (tokens, out); 'tensor', 'row' and 'column' for those that span a whole axis.
+    Blocks are rows x columns of the stored operand: x (tokens, in), w (in, out), dy (tokens, out);
+    'tensor', 'row' and 'column' name blocks that span an axis.
     """
     recipe = get_recipe(recipe)
     x, w, dy = recipe.activation, recipe.weight, recipe.gradient
@@ -406,7 +407,7 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
-    """{property: what holds}, in the order of printing."""
+    """Returns {property: its value as text}, in the order of printing."""
     compute = "float32" if recipe.compute_dtype == FLOAT32 else "bf16"
     product = "real: FP8 operands, a float32 partial sum per 128 of the contraction"
     if recipe.fake:

@@ -1,6 +1,6 @@
 """The rule of a linear layer: FP8 in the forward pass and in both gradients, by a custom VJP.
 
-The default recipe's operands (`recipes.gemm_table` prints those of any other):
+The default recipe's operands (`gemm_table` lists those of any recipe):
 
 =====  ======================================  ==========================================
 GEMM   lhs                                     rhs
@@ -14,29 +14,29 @@ wgrad requantises from the bf16 value, never from the row-quantised bytes: quant
 about twice the error. Every operand is rounded to bf16 here, so that no caller can forget it.
 
 Kept between forward and backward: x as wgrad will read it (FP8, one byte an element and its scales;
-under per-tensor scales the very bytes of fprop), and references to the weight's bytes. No bf16 copy
-of x and no second copy of the weight. Weight blocks that are not square (per channel, 1x32) are
-quantised again for dgrad, from the bf16 value.
+under per-tensor scales the same bytes as in fprop), and references to the weight's bytes. No bf16
+copy of x and no second copy of the weight. Weight blocks that are not square (per channel, 1x32)
+are quantised again for dgrad, from the bf16 value.
 
-A weight may come as a plain array (quantised here: drop-in for any Flax module), as a QArray
-(rollout: the bytes are all there is) or as a `BoundWeight`. All give the same bits.
+A weight may come as a plain array (quantised here: drop-in for any Flax module), as a QArray (in
+the rollout, which has no masters) or as a `BoundWeight`. All give the same bits.
 
 fprop sums in canonical order. Gradients make no bitwise promise, so on a CPU they multiply
-dequantised operands at once: equal to the blockwise sum up to float32 rounding, and about twice as
-fast.
+dequantised operands in a single sum: equal to the blockwise sum up to float32 rounding, and about
+twice as fast.
 
-With *experts*, rows come in tiles of a fixed size, sorted by expert, one expert a tile: (tiles, R,
-K) with (tiles,) int32, E or more where a tile has no rows. The rule is the same: every tile has
-scales of its own, and wgrad quantises along the tokens of a tile, so tiles of 128 rows give it the
-blocks of a dense layer. All shapes are static, and no row's bits depend on how many rows its expert
-got: a tile is one product of its expert's matrix. A tile without rows gives zeros at run time,
-whatever it holds, and adds nothing; rows of zeros (padding) give zeros and move no gradient. Tiles
+With *experts*, x is (tiles, R, K): tiles of R rows, sorted by expert, and all rows of a tile belong
+to one expert, its entry in `experts` (tiles,) int32 (E or more: a tile without rows). The rule is
+the same: every tile has separate scales, and wgrad quantises along the tokens of a tile, so tiles
+of 128 rows give it the blocks of a dense layer. All shapes are static, and no row's bits depend on
+how many rows its expert got: a tile is one product with its expert's matrix. A tile without rows
+gives zeros, whatever it holds, and adds nothing to gradients; nor do rows of zeros (padding). Tiles
 run one after another; on a GPU grouped kernels take them all in one launch where the recipe allows
 it (`has_grouped_kernels`). Both give a row of fprop the bits of a dense product. (`lax.ragged_dot`
 is not used: its bits depend on the sizes of the groups.)
 
-Not done: forward-mode differentiation and second derivatives; both raise. Rounding has no
-derivative of its own, so a derivative of a gradient would be that of another function.
+Not done: forward-mode differentiation and second derivatives; both raise. Rounding has no useful
+derivative, so the derivative of a gradient would be that of another function.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ from fp8rl_jax.quant.varying import varying_vjp
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """How the left operand of a product is divided over devices.
+    """How the left operand x of a product is divided over devices.
 
     Attributes:
-      devices: number of devices over which XLA divides its rows; 1 under a shard_map.
+      devices: number of devices over which XLA divides x's rows; 1 under a shard_map.
       gather: the shard_map's mesh axis over which K of x is divided; None if each device has all
         of K.
     """
@@ -100,24 +100,24 @@ class Rows:
     gather: str | None = None
 
 
-Matrix = QArray | jax.Array  # of a product: quantised, or values in the compute dtype
-Experts = jax.Array | None  # of the tiles of rows, (tiles,) int32; None for one matrix of rows
+Matrix = QArray | jax.Array  # a product's operand: quantised, or in the compute dtype
+Experts = jax.Array | None  # (tiles,) int32, each tile's expert; None for one matrix of rows
 
 
 def matmul(
     recipe: Recipe, x: jax.Array | Activation, w: Weight, rows: Rows = Rows(), dtype=jnp.float32
 ) -> jax.Array:
-    """(M, K) times (K, N) under a recipe, in canonical order -> (M, N) in `dtype`.
+    """Multiplies (M, K) by (K, N) under a recipe, in canonical order; returns (M, N) in `dtype`.
 
     The sum is float32 and is rounded once.
 
     Gradients: dx in x's dtype, dw in the dtype of the parameter (float32 for a master). Under
-    shard_map the gradient of an operand that all devices share is summed over them, and what a
-    probe observed is combined (amaxes by maximum).
+    shard_map the gradient of an operand that all devices share is summed over them, and a probe's
+    observations are combined (amaxes by maximum, counts by sum).
 
-    With `rows.gather` x is this device's part of K: (M, K / n). It is quantised where it is stored
-    and gathered as bytes. Only the part is kept for the backward pass; dx is summed over the axis,
-    in float32, and this device's part is returned.
+    With `rows.gather` x holds this device's part of K: (M, K / n). Each device quantises its part,
+    and the bytes are gathered. The backward pass keeps the part only; it sums dx over the axis in
+    float32 and returns this device's part.
     """
     return _product(recipe, rows, dtype, as_activation(x), bind(w), None)
 
@@ -130,21 +130,21 @@ def grouped_matmul(
     devices: int = 1,
     dtype=jnp.float32,
 ) -> jax.Array:
-    """Every tile of rows times the matrix of its expert.
+    """Multiplies every tile of rows by the matrix of its expert.
 
     Args:
-      recipe: numerics.
+      recipe: numerics of the product.
       x: (tiles, R, K); a quantised form has the same shape.
       w: (E, K, N): an array, a QArray, or a BoundWeight whose arrays all have the E axis in front
         (`init_site` and `init_probe` of the shape (E, K, N) make such states).
-      experts: (tiles,) int32, ascending for wgrad's GPU kernel; E or more where a tile has no rows:
-        it gives zeros, and moves and observes nothing.
+      experts: (tiles,) int32, ascending for wgrad's GPU kernel; E or more for a tile without rows,
+        which gives zeros and adds nothing to gradients and observations.
       devices: number of devices over which XLA divides the rows R.
-      dtype: of the result, float32 or bf16.
+      dtype: dtype of the result, float32 or bf16.
 
     Returns:
-      (tiles, R, N) in `dtype`. Gradients as for `matmul`; a probe sees its expert's tiles combined,
-      amaxes by maximum and counts by sum.
+      (tiles, R, N) in `dtype`. Gradients as for `matmul`; an expert's probe combines the tiles of
+      that expert, amaxes by maximum and counts by sum.
     """
     experts = jnp.asarray(experts)
     return _product(recipe, Rows(devices), dtype, as_activation(x), bind(w), experts)
@@ -154,14 +154,14 @@ def grouped_matmul(
 def _product(
     recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> jax.Array:
-    """`matmul`, or with experts `grouped_matmul`, of operands in one form."""
+    """Computes `matmul`, or with experts `grouped_matmul`, with its custom VJP."""
     return _primal(recipe, rows, dtype, x, w, experts)[0]
 
 
 def _primal(
     recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, jax.Array, Quantized | None, Quantized | None]:
-    """The product, x in the compute dtype, and the quantised operands if they are quantised."""
+    """Returns the product, x in the compute dtype, and the quantised x and w (None in bf16)."""
     value = compute_value(x.value, recipe)
     multiply = functools.partial(fprop, recipe, experts=experts, dtype=dtype, devices=rows.devices)
     if recipe.activation is None:
@@ -181,7 +181,7 @@ def _primal(
 
 
 def _gathered(x, axis: str | None):
-    """All columns of a matrix from each device's part of them; `x` without an axis."""
+    """All-gathers a matrix's columns over a mesh axis; returns `x` itself without an axis."""
     if axis is None:
         return x
     gather = functools.partial(lax.all_gather, axis_name=axis, axis=1, tiled=True)
@@ -192,7 +192,7 @@ def _gathered(x, axis: str | None):
 
 
 def _of_tiles(state: OperandScaling | None, experts: Experts) -> OperandScaling | None:
-    """The state of each tile's expert; `state` without experts."""
+    """Returns the state of each tile's expert; `state` itself without experts."""
     if experts is None:
         return state
     return jax.tree.map(lambda leaf: leaf.at[experts].get(mode="clip"), state)
@@ -201,7 +201,7 @@ def _of_tiles(state: OperandScaling | None, experts: Experts) -> OperandScaling 
 def _observed(
     x: jax.Array, quantized: Quantized, operand: Operand, probe: OperandProbe, experts: Experts
 ) -> OperandProbe:
-    """Runs `observe`; with experts on every tile, and combines the results by expert."""
+    """Runs `observe`; with experts, runs it on every tile and combines the results by expert."""
     q, amax = quantized
     if experts is None:
         return observe(x, q, amax, operand, probe)
@@ -217,25 +217,25 @@ def _observed(
     return OperandProbe(amax, counts)
 
 
-_STATIC = {"static": True}  # no array
+_STATIC = {"static": True}  # a field without arrays
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residual:
-    """What the backward pass needs.
+    """Values that the forward pass keeps for the backward pass.
 
     Attributes:
       x: wgrad's left operand, quantised if wgrad is, as `keep` returns it.
-      weight: the weight that dgrad reads, transposed there: quantised, or an array that is
-        rounded or quantised again. Never a copy: an argument, or the bytes of fprop.
-      experts: of the tiles, or None.
+      weight: the weight, which dgrad transposes: quantised, or an array that dgrad rounds or
+        quantises again. Never a copy: an argument, or the bytes of fprop.
+      experts: (tiles,) int32, each tile's expert, or None.
       gradient: state of the gradient's policy, and the gradient's probe.
-      seen: the probe's cotangent, without that of the gradient; None without a probe.
-      x_dtype: of the argument.
-      parameter_dtype: of the array that receives the weight's gradient; None for bytes without a
-        master.
-      has_master: whether that array is a master; otherwise it is the value.
+      seen: observations of activation and weight; None without a probe.
+      x_dtype: dtype of the argument x.
+      parameter_dtype: dtype of the array that receives the weight's gradient; None for bytes
+        without a master.
+      has_master: whether that array is the master; otherwise it is the weight's value.
     """
 
     x: QArray | jax.Array
@@ -250,7 +250,7 @@ class _Residual:
 
 @jax.custom_jvp
 def _first_order(x: jax.Array) -> jax.Array:
-    """Returns `x`; raises NotImplementedError when a second derivative is asked for."""
+    """Returns `x`; raises NotImplementedError if it is differentiated a second time."""
     return x
 
 
@@ -265,7 +265,7 @@ def _first_order_jvp(primals, tangents):
 def _forward(
     recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, _Residual]:
-    # The guard makes a copy, so what is kept of the arguments has not passed through it.
+    # `_first_order` makes copies, so the residual keeps the arguments themselves.
     guarded_x, guarded_w = jax.tree.map(_first_order, (x, w))
     y, value, quantized, weights = _primal(recipe, rows, dtype, guarded_x, guarded_w, experts)
     parameter = w.value if w.master is None else w.master
@@ -299,7 +299,7 @@ def _forward(
 def _observe_forward(
     recipe: Recipe, w, probe: SiteProbe, x: jax.Array, rows: Quantized, weights: Quantized, experts
 ) -> SiteProbe:
-    """What the probes of activation and weight ask for."""
+    """Returns the observations that the probes of activation and weight ask for."""
     assert recipe.activation is not None and recipe.weight is not None
     activation = weight = None
     if probe.activation is not None:
@@ -313,7 +313,7 @@ def _observe_forward(
 def _backward(
     recipe: Recipe, lhs: Rows, dtype, residual: _Residual, dy: jax.Array
 ) -> tuple[Activation, BoundWeight, None]:
-    """Cotangents of x and w, the latter with the site's observations."""
+    """Returns the cotangents of x and w; w's holds the site's observations."""
     del dtype
     gather = lhs.gather
     dy, experts = compute_value(dy, recipe), residual.experts
@@ -340,7 +340,7 @@ def _backward(
     if gather is not None:
         dx = lax.psum_scatter(dx, gather, scatter_dimension=1, tiled=True)
         dx = dx.astype(residual.x_dtype)
-    dw = None  # in the place of a cotangent: zeros
+    dw = None  # as a cotangent: zeros
     if residual.parameter_dtype is not None:
         dw = wgrad(recipe, x, columns, experts, weight.shape[0]).astype(residual.parameter_dtype)
     value, master = (None, dw) if residual.has_master else (dw, None)
@@ -354,7 +354,7 @@ _product.defvjp(_forward, _backward)
 
 
 def _values(recipe: Recipe, *operands: Matrix) -> list[jax.Array]:
-    """Dequantised operands; of a recipe that imitates FP8 in bf16, rounded to bf16."""
+    """Dequantises operands; under a `fake` recipe also rounds them to bf16."""
     values = [plain_value(operand) for operand in operands]
     return [round_bf16(value) for value in values] if recipe.fake else values
 
@@ -362,7 +362,7 @@ def _values(recipe: Recipe, *operands: Matrix) -> list[jax.Array]:
 def _multiply(
     recipe: Recipe, x: Matrix, w: Matrix, dtype=jnp.float32, devices: int = 1
 ) -> jax.Array:
-    """(M, K) times (K, N) -> (M, N) in `dtype`, in canonical order."""
+    """Multiplies (M, K) by (K, N) in canonical order; returns (M, N) in `dtype`."""
     if isinstance(x, QArray) and isinstance(w, QArray) and not recipe.fake:
         return scaled_matmul(x, w, recipe.kernels, dtype, devices)
     return block_matmul(
@@ -371,7 +371,7 @@ def _multiply(
 
 
 def _multiply_for_gradient(recipe: Recipe, x: Matrix, w: Matrix) -> jax.Array:
-    """(M, K) times (K, N) -> (M, N) float32, in the order that is fastest."""
+    """Multiplies (M, K) by (K, N) in the fastest order; returns (M, N) float32."""
 
     def plain(x, w):
         return matmul_at_once(*_values(recipe, x, w), recipe.kernels)
@@ -380,15 +380,15 @@ def _multiply_for_gradient(recipe: Recipe, x: Matrix, w: Matrix) -> jax.Array:
 
 
 def has_grouped_kernels(recipe: Recipe) -> bool:
-    """Whether the grouped GPU kernels know the operands of a recipe: values in the compute dtype,
-    or DeepSeek-V3's blocks."""
+    """Whether the grouped GPU kernels support a recipe's operands: values in the compute dtype, or
+    DeepSeek-V3's blocks."""
     blocks = {"weight": (K_BLOCK, K_BLOCK), "activation": (1, K_BLOCK), "gradient": (1, K_BLOCK)}
     operands = recipe.operands.items()
     return not recipe.quantized or all(x.block == blocks[name] for name, x in operands)
 
 
 def _by_kernel(name: str, recipe: Recipe, x: Matrix, w: Matrix, *others, **keywords):
-    """A grouped kernel of kernels/gpu/matmul.py: ``(x, w, *others, x_scale, w_scale)``."""
+    """Calls a kernel of kernels/gpu/matmul.py: ``name(x, w, *others, x_scale, w_scale)``."""
     kernel = getattr(gpu_kernels().matmul, name)
     if isinstance(x, QArray) and isinstance(w, QArray) and not recipe.fake:
         return kernel(x.qvalue, w.qvalue, *others, x.scale, w.scale, **keywords)
@@ -405,8 +405,8 @@ def _of_experts(
     columns: int,
     dtype,
 ) -> jax.Array:
-    """``at_once(x, w, experts)`` by a grouped kernel, elsewhere ``product(tile, matrix of its
-    expert)`` of one tile after another: (tiles, R, columns) in `dtype`."""
+    """Multiplies tiles by their experts' matrices: by ``at_once(x, w, experts)``, a grouped kernel,
+    where supported, else by ``product(tile, matrix)`` tile by tile; (tiles, R, columns)."""
 
     def by_tile(x, w, experts):
         nothing = varying_as(jnp.zeros((x.shape[1], columns), dtype), *jax.tree.leaves(x))
@@ -434,14 +434,14 @@ def fprop(
     dtype=jnp.float32,
     devices: int = 1,
 ) -> jax.Array:
-    """``x w``, in canonical order; the sum is float32 and is rounded once.
+    """Returns ``x w``, summed in float32 in canonical order and rounded once.
 
     Args:
-      recipe: whose operands they are.
+      recipe: recipe of the operands.
       x: (M, K); (tiles, R, K) with experts.
       w: (K, N); (E, K, N) with experts.
       experts: (tiles,) int32, or None.
-      dtype: of the result, float32 or bf16.
+      dtype: dtype of the result, float32 or bf16.
       devices: number of devices over which XLA divides the rows.
 
     Returns:
@@ -458,7 +458,7 @@ def fprop(
 
 
 def dgrad(recipe: Recipe, dy: Matrix, w: Matrix, experts: Experts, dtype) -> jax.Array:
-    """``dy w^T`` in `dtype`: (M, N) and (K, N) -> (M, K); experts as for `fprop`."""
+    """Returns ``dy w^T`` in `dtype`: (M, N) and (K, N) -> (M, K); experts as for `fprop`."""
 
     def multiply(dy, w):
         return _multiply_for_gradient(recipe, dy, w.mT).astype(dtype)
@@ -472,10 +472,10 @@ def dgrad(recipe: Recipe, dy: Matrix, w: Matrix, experts: Experts, dtype) -> jax
 
 
 def wgrad(recipe: Recipe, x: Matrix, dy: Matrix, experts: Experts, count: int) -> jax.Array:
-    """``x^T dy`` in float32: (M, K) and (M, N) -> (K, N).
+    """Returns ``x^T dy`` in float32: (M, K) and (M, N) -> (K, N).
 
     With experts (tiles, R, K) and (tiles, R, N) -> (count, K, N), the tiles of every expert added
-    in ascending order; zeros for an expert without any.
+    in ascending order; zeros for an expert without tiles.
     """
     if experts is None:
         return _multiply_for_gradient(recipe, x.mT, dy)

@@ -4,12 +4,11 @@ A policy is three pure functions, in the manner of an optax transformation::
 
     init(shape) -> state                   state for an array of `shape` scales
     scale(state, amax, fp8_max) -> s       the multiplier used now, float32, shaped as amax
-    update(state, amax) -> state           once per optimiser step, with the largest amax of it
+    update(state, amax) -> state           once per optimiser step, with that step's largest amax
 
-`dynamic` keeps no state and scales by the amax of the very values that it quantises. `delayed`
+`dynamic` keeps no state and scales by the amax of the values that it quantises. `delayed`
 (Micikevicius et al., arXiv:2209.05433; the semantics are TransformerEngine's) scales by amaxes of
-earlier steps: the current step quantises with what was known before it. `static` is a constant.
-`power_of_two` wraps any of them.
+earlier steps only. `static` is a constant. `power_of_two` wraps any of them.
 
 Policies are called inside jit, grad, remat and a scan over layers: they must be built from jax
 operations on their arguments. A policy with state is frozen within an optimiser step, for the
@@ -45,7 +44,7 @@ _INF_BITS, _SIGN_MASK = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScalingPolicy:
-    """Three pure functions; see the module. `name` is what tables show.
+    """A scaling policy: three pure functions (see the module), and the `name` that tables show.
 
     Args of the functions:
       shape: tuple of ints, the scales of one call site (one per block).
@@ -64,7 +63,7 @@ class ScalingPolicy:
 
     @functools.cached_property
     def stateful(self) -> bool:
-        """Whether the policy keeps anything between optimiser steps."""
+        """Whether the policy keeps a state between optimiser steps."""
         return bool(jax.tree.leaves(jax.eval_shape(lambda: self.init((1, 1)))))
 
     @functools.cached_property
@@ -79,10 +78,10 @@ class ScalingPolicy:
 
 
 def find_amax(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """Largest absolute value in float32; NaN wins over inf, inf over every number.
+    """Returns the largest absolute value in float32; NaN wins over inf, inf over every number.
 
-    Taken on the integer bits: exact, independent of order, and NaN cannot get lost (XLA:CPU drops
-    it in a float32 maximum of absolute values).
+    The maximum is taken on the integer bits: exact, independent of order, and NaN cannot get lost
+    (XLA:CPU drops it in a float32 maximum of absolute values).
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & _SIGN_MASK
     if bits.ndim - 1 in {a % bits.ndim for a in ((axis,) if isinstance(axis, int) else axis)}:
@@ -91,7 +90,7 @@ def find_amax(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
 
 
 def is_finite_amax(value: jax.Array) -> jax.Array:
-    """True where an amax (float32, not negative) is neither NaN nor infinite."""
+    """Returns True where an amax (float32, not negative) is neither NaN nor infinite."""
     return lax.bitcast_convert_type(value, jnp.uint32) < _INF_BITS
 
 
@@ -102,9 +101,9 @@ def floor_power_of_two(s: jax.Array) -> jax.Array:
 
 
 def multiplier(amax: jax.Array, fp8_max: float) -> jax.Array:
-    """``fp8_max / amax``, a true quotient: 1 where amax is 0, at most the largest float32.
+    """Returns ``fp8_max / amax``, a true quotient: 1 where amax is 0, at most the largest float32.
 
-    NaN where amax is NaN or infinite: what is not finite must stay visible.
+    NaN where amax is NaN or infinite, so that values that are not finite stay visible.
     """
     s = jnp.float32(fp8_max) / jnp.where(amax == 0, 1.0, amax)
     s = jnp.minimum(s, _FLOAT32_MAX)
@@ -114,7 +113,7 @@ def multiplier(amax: jax.Array, fp8_max: float) -> jax.Array:
 
 @functools.cache
 def dynamic() -> ScalingPolicy:
-    """Current scaling: the amax of the values themselves. No state."""
+    """Returns current scaling: by the amax of the values themselves, without state."""
     return ScalingPolicy(
         init=lambda shape: (),
         scale=lambda state, amax, fp8_max: multiplier(amax, fp8_max),
@@ -125,14 +124,14 @@ def dynamic() -> ScalingPolicy:
 
 @bounded
 def delayed(history: int = 1024, margin: float = 0) -> ScalingPolicy:
-    """Delayed scaling with TransformerEngine's semantics.
+    """Returns delayed scaling with TransformerEngine's semantics.
 
     ``s = fp8_max / a / 2**margin``, a being the largest amax of the last `history` optimiser
-    steps. Where that is zero or not finite the scale stays what it was; an infinite amax therefore
-    freezes it until it leaves the history. The first scale is 1.
+    steps. Where a is zero or not finite the scale does not change; an infinite amax therefore
+    freezes the scale until it leaves the history. The first scale is 1.
 
     Args:
-      history: optimiser steps remembered, at least 1.
+      history: number of optimiser steps remembered, at least 1.
       margin: powers of two of headroom, between -64 and 64.
 
     Raises:
@@ -164,7 +163,7 @@ def _delayed(history: int, margin: float) -> ScalingPolicy:
 
 @bounded
 def static(amax: float) -> ScalingPolicy:
-    """A constant scale that maps `amax` to the largest FP8 value; larger values saturate.
+    """Returns a constant scale that maps `amax` to the largest FP8 value; larger values saturate.
 
     Raises:
       UserError: amax is not between 1e-30 and 1e30.
@@ -184,7 +183,7 @@ def _static(amax: float) -> ScalingPolicy:
 
 @functools.cache
 def power_of_two(policy: ScalingPolicy) -> ScalingPolicy:
-    """`policy` with its multiplier rounded down to a power of two, before anything is quantised."""
+    """Returns `policy` with its multiplier rounded down to a power of two before quantising."""
 
     def scale(state, amax, fp8_max):
         s = policy.scale(state, amax, fp8_max)
@@ -202,7 +201,7 @@ _EXAMPLE = (
 
 @functools.cache
 def get_scaling_policy(text: str) -> ScalingPolicy:
-    """The policy that a config names.
+    """Returns the policy that a config names.
 
     Args:
       text: ``dynamic``, ``delayed`` or ``delayed(history=16, margin=1)``, ``static(amax=8.0)``,
@@ -247,9 +246,9 @@ def _load(text: str) -> ScalingPolicy:
 
 
 def check_scales(policy: ScalingPolicy) -> None:
-    """Raises UserError if a scale of a probe, before or after an update, is not finite and
-    positive. Runs the policy's functions, where `check_policy` traces them; a policy of this module
-    is not tried, which would cost a second."""
+    """Raises UserError if a scale of a trial, before or after an update, is not finite and
+    positive. Runs the policy's functions (`check_policy` only traces them), unless all are of this
+    module: a trial costs a second."""
     functions = (policy.init, policy.scale, policy.update)
     if all(getattr(f, "__module__", None) == __name__ for f in functions):
         return
@@ -285,7 +284,7 @@ def _fails(policy: ScalingPolicy, on: str, error: BaseException) -> UserError:
 
 
 def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
-    """`policy`, after a trace of its three functions on shapes; UserError if they do not fit."""
+    """Traces the three functions on shapes; returns `policy`, or raises UserError on a misfit."""
     amax = jax.ShapeDtypeStruct((3, 2), jnp.float32)
     named = f"scaling policy {policy.name!r}"
     try:
@@ -319,5 +318,5 @@ def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
 
 
 def never_saturates(policy: ScalingPolicy) -> bool:
-    """Whether a scale always follows from the block's own amax, so that nothing is clipped."""
+    """Whether every scale follows from its block's amax, so that nothing is clipped."""
     return policy in (dynamic(), power_of_two(dynamic()))

@@ -1,4 +1,4 @@
-"""Text of fixed width for a recipe: a table, its legend, and facts in two columns.
+"""Formats a recipe as text of fixed width: a table, its legend, and facts in two columns.
 
 The text has no colours, so it reads the same in a terminal, a pipe, a notebook and a file. Text too
 long for its column continues on the next line; nothing is cut.
@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 110
-_POLICY, _GAP = 25, 3  # columns of text: a policy at most, between two cells
+_POLICY, _GAP = 25, 3  # characters: the widest policy cell, and the gap between two cells
 _LEGEND = (
     "fprop: y = x w; dgrad: dx = dy w^T; wgrad: dw = x^T dy",
     "blocks: rows x columns of the operand: x (tokens, in), w (in, out), dy (tokens, out)",
@@ -18,8 +18,8 @@ _LEGEND = (
 
 
 def text_of(title: str, rows: Sequence[dict[str, str]], facts: dict[str, str]) -> str:
-    """Lines of at most `WIDTH` columns: the rows of `gemm_table` below their names, then the
-    facts, {property: what holds}."""
+    """Returns lines of at most `WIDTH` characters: the rows of `gemm_table` below their column
+    names, then the facts, {property: its value}."""
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     widths[-2] = min(widths[-2], _POLICY)
@@ -34,7 +34,7 @@ def text_of(title: str, rows: Sequence[dict[str, str]], facts: dict[str, str]) -
 
 
 def _wrapped(cells, widths, gap: int) -> list[str]:
-    """The lines of a row of cells."""
+    """Returns the lines of a row of cells, each wrapped in its column."""
     wrapped = [textwrap.wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
     height = max(map(len, wrapped))
     columns = [[*lines, *[""] * (height - len(lines))] for lines in wrapped]

@@ -2,9 +2,9 @@
 
 Inside `jax.shard_map` JAX types an array that is equal on all devices (invarying) differently from
 one that differs by device (varying). A custom VJP returns gradients that differ by device, also for
-shared operands. Marking these as varying beforehand lets JAX sum their gradients over the devices,
-as its own rules do: `varying_vjp` is a `jax.custom_vjp` that does. Outside shard_map nothing
-happens.
+shared operands. If shared operands are marked as varying beforehand, JAX sums their gradients over
+the devices, as for its own primitives: `varying_vjp` is a `jax.custom_vjp` that marks them. Outside
+shard_map nothing happens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def axes_of(tree) -> frozenset:
-    """Mesh axes over which arrays of a tree differ."""
+    """Returns the mesh axes over which any array of a tree varies."""
     axes = (jax.typeof(jnp.asarray(x)).manual_axis_type.varying for x in jax.tree.leaves(tree))
     return frozenset().union(*axes)
 
@@ -34,7 +34,7 @@ _pcast = functools.partial(lax.pcast, to="varying")
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _pcast_amax(amax: jax.Array, axes: tuple) -> jax.Array:
-    """A shared probe, marked as varying; its cotangent is the maximum over the devices."""
+    """Marks a shared amax probe as varying; its cotangent is the maximum over the devices."""
     return _pcast(amax, axes)
 
 
@@ -47,17 +47,17 @@ _pcast_amax.defvjp(lambda amax, axes: (_pcast_amax(amax, axes), None), _maximum)
 
 
 def share(*trees):
-    """The arguments, with every array marked as varying over the axes of any of them.
+    """Returns the arguments with every array marked as varying over the union of their axes.
 
-    Gradients of shared arrays are then summed over the devices; what an `OperandProbe` observed is
-    combined: counts by sum, amaxes by maximum.
+    Gradients of shared arrays are then summed over the devices; observations of an `OperandProbe`
+    are combined: counts by sum, amaxes by maximum.
     """
     axes = axes_of(trees)
     return spread(axes, *trees) if axes else trees
 
 
 class varying_vjp(Generic[_T]):
-    """`jax.custom_vjp` of a function whose operands `share` first.
+    """A `jax.custom_vjp` that passes its operands through `share` first.
 
     Used as a decorator: ``@functools.partial(varying_vjp, static=1)``. The first `static` arguments
     are static (`nondiff_argnums`); `defvjp` as for `jax.custom_vjp`.
@@ -75,7 +75,7 @@ class varying_vjp(Generic[_T]):
 
 
 def spread(axes: frozenset, *trees):
-    """The arguments, with every array marked as varying over `axes` (and what it varies over).
+    """Returns the arguments with every array marked as varying over `axes`, too.
 
     bf16 is marked as float32, which changes no value, so that its gradients are summed in float32.
     """
@@ -98,9 +98,9 @@ def spread(axes: frozenset, *trees):
 
 
 def repeat_probe(probe, count: int):
-    """A probe for each of `count` uses in a scan: its arrays with an axis (count, ...) in front.
+    """Returns a probe for `count` uses in a scan: its arrays get an axis (count, ...) in front.
 
-    JAX would add what the uses observe; here amaxes are combined by maximum, counts by sum.
+    JAX would add the observations of all uses; here amaxes are combined by maximum, counts by sum.
     """
     return jax.tree.map(
         lambda node: OperandProbe(
@@ -120,7 +120,7 @@ def _repeat(x: jax.Array, count: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _repeat_amax(amax: jax.Array, count: int) -> jax.Array:
-    """`_repeat`; the cotangent is the maximum of the uses."""
+    """Repeats like `_repeat`; the cotangent is the maximum over the uses."""
     return _repeat(amax, count)
 
 

@@ -1,8 +1,8 @@
 """Advantages: a reward minus a baseline, over a scale. On the host, in float64.
 
 B responses are P prompts with G samples each, prompt-major; R is the number of response slots. A
-reward of nan is that of a response that was not scored: it counts in no mean and no deviation, and
-what a baseline gives it means nothing.
+response that was not scored has reward nan: it counts in no mean and no deviation, and its own
+advantage has no meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Scale = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:
-    """``r - mean of the group`` (GRPO, arXiv:2402.03300, section 4.1.2). (P, G) to (P, G)."""
+    """Returns ``r - mean of the group`` (GRPO, arXiv:2402.03300, section 4.1.2), (P, G)."""
     _require_groups(rewards)
     advantages = rewards - np.nanmean(_scored_groups(rewards), axis=1, keepdims=True)
     # The mean of equal numbers may differ from them in the last bits.
@@ -26,23 +26,23 @@ def group_mean(rewards: np.ndarray) -> np.ndarray:
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """``r - mean of the group's other rewards`` (RLOO, arXiv:2402.14740, equation 8)."""
+    """Returns ``r - mean of the group's other rewards`` (RLOO, arXiv:2402.14740, equation 8)."""
     scored = (~np.isnan(rewards)).sum(axis=1, keepdims=True)
     return group_mean(rewards) * scored / np.maximum(scored - 1, 1)
 
 
 def batch_mean(rewards: np.ndarray) -> np.ndarray:
-    """``r - mean of all rewards of the step``."""
+    """Returns ``r - mean of all rewards of the step``."""
     return np.zeros_like(rewards) if equal_rewards(rewards) else rewards - np.nanmean(rewards)
 
 
 def no_baseline(rewards: np.ndarray) -> np.ndarray:
-    """The reward itself."""
+    """Returns the reward itself."""
     return rewards.copy()
 
 
 def _scored_groups(rewards: np.ndarray) -> np.ndarray:
-    """The rewards, with 0 in groups of which no response was scored."""
+    """Returns the rewards, with 0 in groups without a scored response."""
     return np.where(np.isnan(rewards).all(axis=1, keepdims=True), 0.0, rewards)
 
 
@@ -52,9 +52,9 @@ def _require_groups(rewards: np.ndarray) -> None:
 
 
 def group_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """``A / (population standard deviation of the group's rewards + 1e-4)`` (GRPO).
+    """Returns ``A / (population standard deviation of the group's rewards + 1e-4)`` (GRPO).
 
-    Peers that divide by the sample standard deviation (ddof 1) have this times sqrt((G - 1) / G).
+    Libraries that divide by the sample standard deviation (ddof 1) get sqrt((G - 1) / G) of this.
     """
     of_groups = np.nanstd(_scored_groups(rewards), axis=1)
     deviation = np.repeat(of_groups + 1e-4, rewards.shape[1])
@@ -62,9 +62,8 @@ def group_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> 
 
 
 def batch_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """``A / (standard deviation of the responses' advantages + 1e-8)`` (Lite PPO,
-    arXiv:2508.08221). A response's advantage is that of its first token;
-    0 where all are equal."""
+    """Returns ``A / (standard deviation of the responses' advantages + 1e-8)`` (Lite PPO,
+    arXiv:2508.08221); 0 if all are equal. A response's advantage is that of its first token."""
     first = np.argmax(mask, axis=1)
     of_rows = advantages[np.arange(len(mask)), first][mask.any(axis=1)]
     if not of_rows.size or equal_rewards(of_rows):
@@ -73,8 +72,8 @@ def batch_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> 
 
 
 def token_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """``(A - mean) / (standard deviation + 1e-8)`` over the step's tokens (REINFORCE++,
-    arXiv:2501.03262); 0 where all are equal."""
+    """Returns ``(A - mean) / (standard deviation + 1e-8)`` over the step's tokens (REINFORCE++,
+    arXiv:2501.03262); 0 if all are equal."""
     of_tokens = advantages[mask]
     if not of_tokens.size or equal_rewards(of_tokens):
         return np.zeros_like(advantages)
@@ -83,7 +82,7 @@ def token_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> 
 
 
 def no_scale(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """The advantage itself."""
+    """Returns the advantage itself, 0 outside the mask."""
     return np.where(mask, advantages, 0.0)
 
 

@@ -1,7 +1,7 @@
 """Aggregations: how the losses of an update's tokens become one number.
 
-The usual ones are linear: a matrix of weights, computed on the host from the mask of all rows of an
-update. Micro-batches and devices then only add.
+An aggregation is linear: a matrix of weights, computed on the host from the mask of all rows of an
+update. Micro-batches and devices then only add weighted losses.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Aggregation = Callable[[np.ndarray, int], np.ndarray]
 
 
 def token_mean(mask: np.ndarray, length: int) -> np.ndarray:
-    """``1 / T`` for each of the T tokens (DAPO, arXiv:2503.14476, equation 8).
+    """Returns weights ``1 / T`` for each of the T tokens (DAPO, arXiv:2503.14476, equation 8).
 
     Args:
       mask: (B, R) bool, the tokens that count.
-      length: tokens that a response may have; not used here.
+      length: number of tokens that a response may have; not used here.
 
     Returns:
       (B, R) float64 weights, 0 outside the mask.
@@ -29,20 +29,20 @@ def token_mean(mask: np.ndarray, length: int) -> np.ndarray:
 
 
 def seq_mean_token_mean(mask: np.ndarray, length: int) -> np.ndarray:
-    """``1 / (N n)`` for a token of a response of n, of N responses with a token (GRPO,
-    arXiv:2402.03300, equation 3)."""
+    """Returns weights ``1 / (N n)`` for a response of n tokens, N being the number of responses
+    with a token (GRPO, arXiv:2402.03300, equation 3)."""
     tokens = mask.sum(axis=1, keepdims=True)
     return mask / np.maximum(tokens, 1) / _sequences(mask)
 
 
 def seq_mean_token_sum(mask: np.ndarray, length: int) -> np.ndarray:
-    """``1 / N`` (RLOO, arXiv:2402.14740)."""
+    """Returns weights ``1 / N`` for N responses with a token (RLOO, arXiv:2402.14740)."""
     return mask / _sequences(mask)
 
 
 @bounded
 def seq_mean_token_sum_norm(mask: np.ndarray, length: int) -> np.ndarray:
-    """``1 / (N length)``, with a constant length (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
+    """Returns weights ``1 / (N length)`` (Dr. GRPO, arXiv:2503.20783, section 3.2)."""
     return mask / (_sequences(mask) * length)
 
 

@@ -1,8 +1,8 @@
-"""An algorithm as a composition of small pure functions, and what it computes before an update.
+"""Composes an algorithm from small pure functions, and computes its part before an update.
 
-All that has no gradient is computed here, on the host, once per step and in this order: penalty
-for length, baseline, scale, divergence in the reward, which tokens are kept, weights of
-corrections. Advantages come before anything is dropped, denominators after.
+Everything without a gradient is computed here, on the host, once per step and in this order:
+penalty for length, baseline, scale, divergence in the reward, tokens to keep, weights of
+corrections. Advantages are computed before tokens are dropped, denominators after.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fp8rl_jax.rl.shaping import overlong_penalty
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """The functions that section `algo` chooses; see its fields.
+    """The functions and settings that section `algo` chooses; see its fields.
 
     Attributes:
-      baseline, scale, aggregation, loss: functions of the modules of the same names.
-      corrections: by name, applied together.
+      baseline, scale, aggregation, loss: functions of advantages.py, aggregation.py, losses.py.
+      corrections: {name: correction}, applied together.
       kl: estimator of the divergence in the loss; None without one.
-      kl_coef, kl_in_reward: its weight, and whether it goes into the reward.
-      length: tokens that a response may have.
-      loss_length: the constant of 'seq_mean_token_sum_norm'.
-      overlong_buffer, overlong_factor: of `overlong_penalty`.
+      kl_coef, kl_in_reward: weight of the divergence, and whether it is part of the reward.
+      length: number of tokens that a response may have.
+      loss_length: constant `length` of 'seq_mean_token_sum_norm'.
+      overlong_buffer, overlong_factor: arguments of `overlong_penalty`.
       mask_truncated: leave out responses that were cut at the length limit.
       dynamic_sampling: sample more questions instead of groups with equal rewards.
     """
@@ -58,17 +58,17 @@ class Algorithm:
         return self.kl_coef > 0
 
     def token_weights(self, keep: np.ndarray) -> np.ndarray:
-        """The aggregation of an update with the tokens `keep` (B, R) bool: float32 weights."""
+        """Returns the aggregation's float32 weights (B, R) of an update's tokens `keep`, bool."""
         return self.aggregation(keep, self.loss_length).astype(np.float32)
 
 
 def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
-    """The algorithm of the section `algo` of a configuration.
+    """Returns the algorithm that the section `algo` of a configuration describes.
 
     Args:
       algo: the section.
-      max_new_tokens: tokens that a response may have.
-      correction: `algo.correction`, with 'auto' decided.
+      max_new_tokens: number of tokens that a response may have.
+      correction: `algo.correction`, with 'auto' resolved.
 
     Raises:
       UserError: a name is unknown or its arguments do not fit.
@@ -111,7 +111,7 @@ class Prepared:
     """Advantages and weights of a step's tokens, (B, R) each.
 
     Attributes:
-      advantages, rollout_weights: float32; weights are those of the corrections.
+      advantages, rollout_weights: float32; rollout_weights come from the corrections.
       keep: bool, the tokens that count.
       metrics: {name: number}.
     """
@@ -132,16 +132,16 @@ def prepare(
     ref_logprobs: np.ndarray,
     keep_groups: np.ndarray | None = None,
 ) -> Prepared:
-    """Advantages and weights of a step's responses.
+    """Computes advantages and weights of a step's responses.
 
     Args:
-      algorithm: of `algorithm_of`.
-      rewards: (P, G) float, of P questions with G responses each; B = P * G. Responses with nan
-        were not scored: they have no advantage, and their tokens do not count.
+      algorithm: result of `algorithm_of`.
+      rewards: (P, G) float, rewards of P questions with G responses each; B = P * G. Responses with
+        nan were not scored: their advantage is 0, and their tokens do not count.
       mask: (B, R) bool, response tokens.
       finished: (B,) bool, False for responses cut at the length limit.
-      old_logprobs, rollout_logprobs, ref_logprobs: (B, R) float32, of the learner before the
-        update, the sampler, and the reference policy (read if the algorithm needs it).
+      old_logprobs, rollout_logprobs, ref_logprobs: (B, R) float32 log-probabilities of the learner
+        before the update, the sampler, and the reference policy (read if the algorithm needs it).
       keep_groups: (P,) bool, groups that count; None for all.
     """
     raw = np.asarray(rewards, np.float64)
@@ -157,7 +157,7 @@ def prepare(
     if algorithm.kl_in_reward and algorithm.kl_coef:
         each = np.where(mask, old_logprobs.astype(np.float64) - ref_logprobs, 0.0)
         divergence = algorithm.kl_coef * np.cumsum(each[:, ::-1], axis=1)[:, ::-1]  # from t on
-    if algorithm.scale is token_std:  # REINFORCE++ normalises what holds the divergence
+    if algorithm.scale is token_std:  # REINFORCE++ subtracts the divergence, then normalises
         advantages = algorithm.scale(advantages - divergence, shaped, mask)
     else:
         advantages = algorithm.scale(advantages, shaped, mask) - np.where(mask, divergence, 0.0)
@@ -192,7 +192,7 @@ def _mean(x: np.ndarray, mask: np.ndarray) -> float:
 
 
 def _weight_metrics(name: str, weights, mask, kept) -> dict[str, float]:
-    """Statistics of one correction's weights over the tokens of the mask."""
+    """Returns statistics of one correction's weights over the tokens of the mask."""
     if not mask.any():
         return {}
     w = weights[mask]

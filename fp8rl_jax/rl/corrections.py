@@ -2,10 +2,10 @@
 
 A correction is a pure function ``(log_ratio, mask, advantages) -> (weights, keep)`` of arrays
 (B, R) on the host: log_ratio D is the learner's log-probability before the first update minus the
-rollout's, in float64. Weights multiply the loss and are constants for the gradient; where `keep` is
-False, a token leaves the loss and its denominators. At zero drift D is 0 and every built-in
-correction returns weights of exactly 1 and keeps all: it does nothing. So bounds of a ratio that
-leave out 1 are refused.
+rollout's, in float64. Weights multiply the loss and are constants for the gradient; a token whose
+`keep` is False leaves the loss and its denominators. At zero drift D is 0, and every built-in
+correction returns weights of exactly 1 and keeps all tokens: it does nothing. Bounds of a ratio
+that exclude 1 are therefore refused.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _kept(keep: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @bounded
 def tis(cap: float = 2.0, low: float = 0.0) -> Correction:
-    """Truncated importance sampling: a token's weight is ``clip(e^D, low, cap)`` (FP8-RL, Miles
-    and verl: cap 2)."""
+    """Weighs a token by ``clip(e^D, low, cap)``: truncated importance sampling (FP8-RL, Miles and
+    verl: cap 2)."""
     return lambda d, mask, advantages: _weighted(np.clip(_ratio(d), low, cap), mask)
 
 
 @bounded
 def seq_tis(cap: float = 5.0) -> Correction:
-    """A response's weight is ``min(exp(sum D), cap)``."""
+    """Weighs all tokens of a response by ``min(exp(sum D), cap)``."""
     return lambda d, mask, advantages: _weighted(
         np.minimum(_ratio(_row_sum(d, mask)), cap) * np.ones(mask.shape), mask
     )
@@ -57,7 +57,7 @@ def seq_tis(cap: float = 5.0) -> Correction:
 
 @bounded
 def icepop(low: float = 0.5, high: float = 5.0) -> Correction:
-    """A token's weight is e^D between the bounds and 0 outside; it stays in the denominators."""
+    """Weighs a token by e^D within the bounds, else by 0; it stays in the denominators."""
 
     def correction(d, mask, advantages):
         ratio = _ratio(d)

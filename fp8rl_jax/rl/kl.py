@@ -1,8 +1,8 @@
 """Estimators of the divergence from a reference policy, per token.
 
-With d = ref - logp (Schulman, "Approximating KL divergence", 2020). As a loss, k3's gradient is
-biased, k1's is 0 in expectation, and k2's is that of the divergence for responses of the policy
-itself; ``k3+`` has k3's value and k2's gradient.
+With d = ref - logp (Schulman, "Approximating KL divergence", 2020). As a loss, k3 has a biased
+gradient, k1 one of expectation 0, and k2 the divergence's own gradient if the responses are the
+policy's; ``k3+`` has k3's value and k2's gradient.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def _difference(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
 
 
 def k1(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
-    """``-d``: unbiased, of either sign.
+    """Returns ``-d``: unbiased, of either sign.
 
     Args:
-      logp, ref_logp: float32, of the same shape; ref_logp is constant.
+      logp, ref_logp: float32 log-probabilities of the same shape; ref_logp is constant.
 
     Returns:
       float32 of that shape, differentiable in logp.
@@ -34,12 +34,12 @@ def k1(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
 
 
 def k2(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
-    """``d^2 / 2``."""
+    """Returns ``d^2 / 2``."""
     return 0.5 * _difference(logp, ref_logp) ** 2
 
 
 def k3(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
-    """``exp(d) - d - 1``: unbiased, never negative."""
+    """Returns ``exp(d) - d - 1``: unbiased, never negative."""
     d = _difference(logp, ref_logp)
     series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120)))
     # Near 0 the definition cancels in float32 and may fall below 0; the series does not.
@@ -47,13 +47,13 @@ def k3(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
 
 
 def absolute(logp: jax.Array, ref_logp: jax.Array) -> jax.Array:
-    """``|d|``, with gradient 0 at 0."""
+    """Returns ``|d|``, with gradient 0 at 0."""
     d = _difference(logp, ref_logp)
     return jax.lax.stop_gradient(jnp.sign(d)) * d
 
 
 def straight_through(estimator: Estimator) -> Estimator:
-    """The estimator's value with k2's gradient, which is that of the divergence on policy."""
+    """Returns an estimator with the given one's value and k2's gradient (see the module)."""
 
     def estimate(logp, ref_logp):
         slope = k2(logp, ref_logp)

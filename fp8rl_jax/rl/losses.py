@@ -2,10 +2,9 @@
 
 A loss is a function ``(logp, old, advantages, mask) -> (loss, stats)`` of arrays (B, R): the
 log-probabilities now (differentiable) and before the first update, float32; advantages, float32,
-constant; mask, bool. `loss` is float32 and exactly 0 outside the mask; what stands there changes
-no bit and gets no gradient. `stats` holds {name: (B, R) float32}: ratio, and 1 in clipped_low,
-clipped_high and clipped_dual where that bound takes the gradient away. The sum over tokens is
-weighted by an aggregation.
+constant; mask, bool. `loss` is float32 and exactly 0 outside the mask, where inputs change no bit
+and get no gradient. `stats` holds {name: (B, R) float32}: ratio, and 1 in clipped_low, clipped_high
+and clipped_dual where that bound removes the gradient. The caller weighs tokens by an aggregation.
 
 At equal log-probabilities every ratio is exactly 1, and the gradients of ppo, gspo, cispo and
 reinforce are the same bits.
@@ -27,12 +26,12 @@ TokenLoss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Arr
 
 
 def _inside(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """x where the mask is set, else 0: never by a product, which keeps NaN and inf."""
+    """Returns x where the mask is set, else 0; not by a product, which would keep NaN and inf."""
     return jnp.where(mask, x, 0.0)
 
 
 def _log_ratio(logp: jax.Array, old: jax.Array, mask: jax.Array) -> jax.Array:
-    """logp - old, clamped to +-20, beyond which no gradient flows; 0 outside the mask."""
+    """Returns logp - old, clamped to +-20, beyond which no gradient flows; 0 outside the mask."""
     return jnp.clip(_inside(logp, mask) - _inside(old, mask), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -41,7 +40,7 @@ def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _clip_stats(ratio, advantages, mask, low: float, high: float) -> Stats:
-    """`low`, `high`: the bounds themselves."""
+    """Returns `stats` of a ratio with the bounds `low` and `high` (not their distance to 1)."""
     stats = {
         "ratio": ratio * mask,
         "clipped_low": ((ratio < low) & (advantages < 0) & mask).astype(jnp.float32),
@@ -58,7 +57,7 @@ def _clipped(ratio, advantages, mask, clip_low: float, clip_high: float):
 
 @bounded
 def ppo(clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> TokenLoss:
-    """``-min(r A, clip(r, 1 - low, 1 + high) A)``, r = exp(logp - old).
+    """Returns the loss ``-min(r A, clip(r, 1 - low, 1 + high) A)``, r = exp(logp - old).
 
     PPO (arXiv:1707.06347, equation 7); `clip_high` above `clip_low` is DAPO's clip-higher
     (arXiv:2503.14476). With `dual_clip` c above 1 the loss of a negative advantage is at most
@@ -80,9 +79,9 @@ def ppo(clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -
 
 @bounded
 def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
-    """PPO's form with the response's ratio ``s = exp(mean(logp - old))`` at every token.
+    """Returns PPO's loss with the response's ratio ``s = exp(mean(logp - old))`` at every token.
 
-    The value is the sequence's ratio and the gradient flows token by token (arXiv:2507.18071,
+    A token's ratio has the value s and the gradient of its own log-probability (arXiv:2507.18071,
     sections 4.1 and 4.3).
     """
 
@@ -98,8 +97,9 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
 
 @bounded
 def cispo(clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
-    """``-stop_gradient(clip(r, 1 - low, 1 + high)) A logp`` (MiniMax-M1, arXiv:2506.13585,
-    equations 4 and 5). The largest weight is 1 + clip_high; TRL's epsilon_high is that sum."""
+    """Returns the loss ``-stop_gradient(clip(r, 1 - low, 1 + high)) A logp`` (MiniMax-M1,
+    arXiv:2506.13585, equations 4 and 5). The largest weight, 1 + clip_high, is TRL's epsilon_high.
+    """
 
     def loss(logp, old, advantages, mask):
         ratio = stop_gradient(jnp.exp(_log_ratio(logp, old, mask)))
@@ -112,7 +112,7 @@ def cispo(clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
 
 
 def reinforce() -> TokenLoss:
-    """``-A logp``; `old` is not used, so the ratio is 1 by definition."""
+    """Returns the loss ``-A logp``; `old` is not used, so the ratio is 1 by definition."""
 
     def loss(logp, old, advantages, mask):
         value = -advantages * _inside(logp, mask)
@@ -123,7 +123,8 @@ def reinforce() -> TokenLoss:
 
 @bounded
 def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
-    """``-A (4 / tau) sigmoid(tau (r - 1))``, tau by the sign of A (arXiv:2511.20347)."""
+    """Returns the loss ``-A (4 / tau) sigmoid(tau (r - 1))``, tau by the sign of A
+    (arXiv:2511.20347)."""
 
     def loss(logp, old, advantages, mask):
         ratio = jnp.exp(_log_ratio(logp, old, mask))
@@ -136,10 +137,10 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
 
 @bounded
 def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
-    """``-A exp(mean of clipped log-ratios)``, the response's value at each of its tokens.
+    """Returns the loss ``-A exp(mean of clipped log-ratios)``, equal at a response's tokens.
 
     With s = 1 for A > 0, else -1, a log-ratio l becomes ``s min(s l, s clip(l, -low, high))``
-    (arXiv:2507.20673). To be aggregated with seq_mean_token_mean.
+    (arXiv:2507.20673). Aggregate it with seq_mean_token_mean.
     """
 
     def loss(logp, old, advantages, mask):

@@ -1,8 +1,8 @@
 """Drift metrics: how far the learner's log-probabilities are from the rollout's.
 
-All are computed on the host in float64 from the float32 values that the two programs returned;
-nothing is rounded or assumed on the way, so a single differing last bit shows. In exponentials a
-difference is clamped to +-20, as in the losses: beyond it e^D says no more, and would overflow.
+All are computed on the host in float64 from the float32 values that the two programs returned,
+without rounding, so a single differing last bit shows. In exponentials a difference is clamped to
++-20, as in the losses: a larger one tells no more, and e^D would overflow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8rl_jax.rl.losses import MAX_LOG_RATIO
 def mismatch_metrics(
     learner_logp: np.ndarray, rollout_logp: np.ndarray, mask: np.ndarray, tis_cap: float = 2.0
 ) -> dict[str, float]:
-    """Metrics of D = learner_logp - rollout_logp over response tokens; d is D within +-20.
+    """Returns metrics of D = learner_logp - rollout_logp over response tokens; d is D within +-20.
 
     ==================================  ================================  ===================
     name                                formula                           also called
@@ -36,12 +36,12 @@ def mismatch_metrics(
     ==================================  ================================  ===================
 
     Args:
-      learner_logp, rollout_logp: (B, T) float32, of the train step and of the decode loop.
-      mask: (B, T) bool.
-      tis_cap: C.
+      learner_logp, rollout_logp: (B, T) float32, results of the train step and the decode loop.
+      mask: (B, T) bool, the tokens to compare.
+      tis_cap: cap C of the importance weights.
 
     Returns:
-      Python floats by name; NaN values make every mean NaN, never zero.
+      Python floats by name; with a NaN among the values every mean is NaN, never zero.
 
     Raises:
       ValueError: no token is left to compare.

@@ -13,7 +13,7 @@ class Preset:
     Attributes:
       source: the paper.
       formula: the loss of a response's token t, and how tokens are aggregated.
-      fields: of section `algo`; all others of `PRESET_FIELDS` are at their defaults.
+      fields: values in section `algo`; other `PRESET_FIELDS` get their defaults.
     """
 
     source: str
@@ -95,7 +95,7 @@ PRESETS: dict[str, Preset] = {
     ),
 }
 
-# What a preset decides: it sets each of these, to its own value or to the default.
+# Fields that a preset sets, to the preset's value or to the default.
 PRESET_FIELDS = (
     "baseline",
     "scale",

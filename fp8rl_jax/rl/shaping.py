@@ -1,4 +1,4 @@
-"""Shaping of rewards, and which groups of them have a gradient. On the host, in float64."""
+"""Shaping of rewards, and which groups of rewards give a gradient. On the host, in float64."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fp8rl_jax.base.errors import UserError
 def overlong_penalty(
     lengths: np.ndarray, max_length: int, buffer: int, factor: float
 ) -> np.ndarray:
-    """0 up to ``max_length - buffer`` tokens, then linear down to ``-factor`` at `max_length`.
+    """Returns 0 up to ``max_length - buffer`` tokens, then falls to ``-factor`` at `max_length`.
 
-    DAPO's soft overlong punishment (arXiv:2503.14476, equation 13).
+    DAPO's soft overlong punishment (arXiv:2503.14476, equation 13), linear in the length.
 
     Args:
-      lengths: (B,) tokens of each response.
-      max_length: tokens that a response may have.
-      buffer: tokens over which the penalty grows; 0 for none.
+      lengths: (B,) number of tokens of each response.
+      max_length: number of tokens that a response may have.
+      buffer: number of tokens over which the penalty grows; 0 for no penalty.
       factor: the largest penalty.
 
     Returns:
@@ -39,11 +39,11 @@ def overlong_penalty(
 
 
 def equal_rewards(rewards: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Whether numbers along an axis (None: all of them) are equal up to float32's rounding: the
-    largest and the smallest are at most 2^-23 of the largest magnitude apart. nan, the reward of
-    a response that was not scored, is left out.
+    """Whether rewards along an axis (None: all) are equal up to float32's rounding: the largest and
+    the smallest differ by at most 2^-23 of the largest magnitude. nan, the reward of a response
+    that was not scored, is left out.
 
-    Rewards are added up in float64 by whoever makes them, and 0.1 + 0.2 is not 0.3 there.
+    Rewards may be float64 sums, where 0.1 + 0.2 is not 0.3.
     """
     scored = ~np.isnan(rewards)
     highest = np.where(scored, rewards, -np.inf).max(axis=axis)
@@ -53,6 +53,6 @@ def equal_rewards(rewards: np.ndarray, axis: int | None = None) -> np.ndarray:
 
 
 def informative_groups(rewards: np.ndarray) -> np.ndarray:
-    """(P,) bool: groups whose rewards are not all equal (`equal_rewards`). The others have no
-    gradient, nor has a group in which fewer than two responses were scored."""
+    """Returns (P,) bool, whether a group's rewards are not all equal (`equal_rewards`). A group of
+    equal rewards, or with fewer than two scored responses, has no gradient."""
     return ~equal_rewards(rewards, axis=1)

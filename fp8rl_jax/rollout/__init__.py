@@ -6,7 +6,7 @@
                               draw: sampling.py; log-probability: models/logprobs.py
 
     sampler.py      one row for each sample until all have ended (read first); `Stream` for chats
-    halves.py       the same on a CPU, as two programs at a time
+    halves.py       the same on a CPU: each half of the batch in its own thread
     continuous.py   a fixed number of slots; a slot is refilled when its response ends
     schedule.py     which request has which slot and pages (page_pool.py), for continuous.py
     cases.py        recipes of `fp8rl plan` and `fp8rl bench`: which parts of a rollout are in FP8

@@ -1,4 +1,4 @@
-"""What of a rollout is in FP8: nothing, linear layers (W8A8), the KV cache, or both."""
+"""Recipes by the parts of a rollout in FP8: none, linear layers (W8A8), the KV cache, or both."""
 
 from __future__ import annotations
 

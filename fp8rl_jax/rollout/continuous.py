@@ -1,20 +1,20 @@
 """Continuous batching: a rollout of any number of samples through a fixed number of slots.
 
-One jitted program: a loop. Each turn gives idle slots to waiting requests, prefills a chunk of one
-prompt and decodes one token of every slot whose prompt is cached. A slot is refilled as soon as its
-response ends, without leaving the program. Keys and values are stored in a pool of pages
-(models/kv_cache.py); schedule.py assigns slots and pages.
+One jitted program: a loop. Each iteration, a *turn*, gives idle slots to waiting requests, prefills
+a chunk of one prompt and decodes one token of every slot whose prompt is cached. A slot is refilled
+as soon as its response ends, without leaving the program. Keys and values are stored in a pool of
+pages (models/kv_cache.py); schedule.py assigns slots and pages.
 
-A prompt is cached without its last token, once for all samples of its group; the last token is the
-first that each sample decodes. Log-probabilities are those of the static sampler, bit for bit: a
-token's bits depend on its own sequence alone, and its random bits on its sample and position, not
+A prompt is cached without its last token, once for all samples of its group; each sample's first
+decode step takes the last token. Log-probabilities equal those of the static sampler, bit for bit:
+a token's bits depend on its own sequence alone, and its random bits on its sample and position, not
 on other sequences of the batch (tests/rollout/test_continuous.py).
 
 The loop also ends after a given number of turns, so that the host can look at finished responses
-while the next part runs. On a mesh every device has its slots, pool and queue, for its share of the
+while the next turns run. On a mesh every device has its slots, pool and queue, for its share of the
 prompts. Devices that share experts (`mesh.expert`) take every turn together, because each needs the
-experts of all: whether there is a turn, and whether it prefills and decodes, follows from the work
-of all of them. Other devices exchange nothing while they run.
+experts of all: the work of all of them decides whether there is another turn, and whether it
+prefills and decodes. Other devices exchange nothing while they run.
 
 Not done: taps; layers sharded by columns (mesh.tensor); moving requests between devices.
 """
@@ -57,12 +57,12 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """Sizes of the batch and of the pool of pages, fixed when the program compiles.
+    """Sizes of the batch and of the page pool, fixed when the program compiles.
 
     Attributes:
-      slots: B, sequences that decode at a time.
-      pages: P, pages of 64 tokens that they share; `models.least_pages` at least.
-      prefill_chunk: tokens at most that a turn prefills, of one prompt.
+      slots: B, number of sequences that decode at a time.
+      pages: P, number of pages of 64 tokens that all slots share; at least `models.least_pages`.
+      prefill_chunk: largest number of tokens, of one prompt, that a turn prefills.
     """
 
     slots: int
@@ -72,15 +72,15 @@ class Batching:
 
 @flax.struct.dataclass
 class BatchState:
-    """Where a rollout stands: everything that a turn changes.
+    """The state of a rollout: everything that a turn changes.
 
     Attributes:
-      pool: `PagedCache.runs`; the tables are the schedule's.
+      pool: keys and values (`PagedCache.runs`); the page tables are in `schedule`.
       schedule: which request has which slot and pages.
-      tokens: (M, S) int32, each request's prompt and, right behind it, its response.
-      logprobs: (M, R) float32.
+      tokens: (M, S) int32, each request's prompt, directly followed by its response.
+      logprobs: (M, R) float32, of the tokens drawn.
       finished: (M,) bool, whether a response ended with an end-of-sequence token.
-      turns, drawn, prefilled: (1,) int32, turns of the loop, tokens drawn, and tokens prefilled.
+      turns, drawn, prefilled: (1,) int32, numbers of turns, tokens drawn and tokens prefilled.
     """
 
     pool: tuple[Stored, ...]
@@ -94,7 +94,7 @@ class BatchState:
 
 
 def _once_if(wanted: jax.Array, run: Callable[[_T], _T], state: _T) -> _T:
-    """`run(state)` if `wanted` () bool, else `state`, as a loop of at most one turn.
+    """Returns `run(state)` if `wanted` () bool, else `state`, by a loop of at most one iteration.
 
     XLA:GPU updates the pool in place in a loop; the branches of `lax.cond` return copies.
     """
@@ -107,20 +107,20 @@ def _once_if(wanted: jax.Array, run: Callable[[_T], _T], state: _T) -> _T:
 
 @dataclasses.dataclass(frozen=True)
 class ContinuousLoop:
-    """The turns of one model, recipe and setting, to be traced."""
+    """Functions to trace: the parts of the loop for one model, recipe and sampler config."""
 
     loop: Loop
     batching: Batching
 
     def _of_group(self, count: jax.Array) -> jax.Array:
-        """Sums () int32 counts over the devices that share experts and take turns together."""
+        """Sums a () int32 count over the devices that share experts and take turns together."""
         parallel = self.loop.parallel
         if parallel.mesh is None or parallel.mesh.shape[EXPERT] == 1:
             return count
         return lax.psum(count, EXPERT)
 
     def begin(self, prompts: jax.Array, requests: Requests) -> BatchState:
-        """The state before the first turn: all requests wait. prompts (Q, Tp), right-padded."""
+        """Returns the state before the first turn; prompts (Q, Tp) are right-padded."""
         loop, batching = self.loop, self.batching
         new, group = loop.sampler.max_new_tokens, loop.sampler.group_size
         tokens = jnp.repeat(jnp.pad(prompts, ((0, 0), (0, new))), group, axis=0)
@@ -153,12 +153,12 @@ class ContinuousLoop:
         )
 
     def unfinished(self, state: BatchState) -> jax.Array:
-        """() int32 requests that are not done."""
+        """Returns the () int32 number of requests that are not done."""
         return self._of_group((state.schedule.status != schedule.DONE).sum())
 
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
-        """Admission, a chunk of prefill, and one token of every slot that can decode, unless more
-        slots than these still prefill."""
+        """Admits requests, prefills a chunk, and decodes one token of every slot that can decode;
+        skips decoding while more slots still prefill than can decode."""
         plan, source, target = schedule.admit(state.schedule)
         pool = self._copy(state.pool, source, target)
         state = dataclasses.replace(state, pool=pool, schedule=plan, turns=state.turns + 1)
@@ -166,16 +166,16 @@ class ContinuousLoop:
         waiting = self._of_group(state.schedule.prefilling.sum())
         state = _once_if(waiting > 0, prefill, state)
         plan = state.schedule
-        # Skip decoding while most slots prefill.
+
         worth = self._of_group(plan.decoding.sum() - plan.prefilling.sum()) >= 0
         return _once_if(worth, functools.partial(self._decode, prepared, requests), state)
 
     def _copy(
         self, pool: tuple[Stored, ...], source: jax.Array, target: jax.Array
     ) -> tuple[Stored, ...]:
-        """Copies pages `source` (B,) to pages `target` in all layers; 0 stands for none.
+        """Copies pages `source` (B,) to pages `target` (B,) in all layers; 0 stands for no page.
 
-        One page at a time: all at once would need memory for a further page of every slot.
+        Copies one page at a time: copying all at once would need an extra page for every slot.
         """
 
         def one(stored, slot: jax.Array):
@@ -212,7 +212,7 @@ class ContinuousLoop:
         return out.hidden, out.cache.runs
 
     def _prefill(self, prepared, requests, state: BatchState) -> BatchState:
-        """The next chunk of the first slot that must prefill."""
+        """Prefills the next chunk of the first slot that must prefill."""
         plan = state.schedule
         prompt_slots = state.tokens.shape[1] - self.loop.sampler.max_new_tokens
         chunk = min(self.batching.prefill_chunk, prompt_slots)
@@ -220,7 +220,7 @@ class ContinuousLoop:
         table = jnp.pad(plan.table, ((0, 1), (0, 0)))[slots]
         start = jnp.append(plan.cached, 0)[slots]
         positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
-        # Positions behind a chunk's tokens are written again before they are read, or are page 0's.
+        # Positions after a chunk's tokens are rewritten before they are read, or are in page 0.
         positions = jnp.minimum(positions, plan.table.shape[1] * PAGE - 1)
         request = jnp.maximum(jnp.append(plan.request, 0)[slots], 0)
         column = jnp.minimum(positions, state.tokens.shape[1] - 1)
@@ -260,7 +260,7 @@ class ContinuousLoop:
         )
 
     def result(self, requests: Requests, state: BatchState) -> Rollout:
-        """The tokens drawn so far, as the static sampler returns them."""
+        """Returns the tokens drawn so far, in the form of the static sampler's result."""
         sampler = self.loop.sampler
         start = jnp.repeat(requests.lengths, sampler.group_size)[:, None]
         index = jnp.arange(sampler.max_new_tokens)
@@ -272,12 +272,13 @@ class ContinuousLoop:
 
 @flax.struct.dataclass
 class Progress:
-    """A rollout after some turns.
+    """The progress of a rollout after some turns.
 
     Attributes:
       rollout: the tokens drawn so far.
       done: (M,) bool, whether a response is complete.
-      turns, drawn, prefilled, preemptions: (D,) int32 of each device, see `BatchState`, `Schedule`.
+      turns, drawn, prefilled, preemptions: (D,) int32, a count per device; see `BatchState` and
+        `Schedule`.
     """
 
     rollout: Rollout
@@ -293,10 +294,10 @@ _ALL_TURNS = 2**30
 
 
 class ContinuousSampler:
-    """The sampler of `make_sampler`, by continuous batching; same arguments, same bits.
+    """The sampler of `make_sampler` with continuous batching; same arguments, same bits.
 
     Attributes:
-      progress: of the last call, after its last turn.
+      progress: the last call's progress after its last turn.
     """
 
     progress: Progress
@@ -314,9 +315,9 @@ class ContinuousSampler:
         """
         Args:
           model, recipe, sampler: as for `make_sampler`, without taps and cache_slots.
-          batching: sizes; slots and pages are those of all devices together.
+          batching: sizes; slots and pages are totals over all devices.
           mesh: devices that share prompts, slots and pages; None for one device.
-          part: turns between two calls of `watch`.
+          part: number of turns between two calls of `watch`.
 
         Raises:
           ValueError: taps, or sizes that the devices cannot share equally.
@@ -397,11 +398,11 @@ class ContinuousSampler:
         rope,
         watch: Watch | None = None,
     ) -> Rollout:
-        """Samples; arguments as those of `make_sampler`'s result.
+        """Samples responses; takes the arguments of `make_sampler`'s result, and `watch`.
 
         Args:
-          watch: called on the host with a `Progress` after every `part` turns, while the device
-            runs the next ones, and at the end.
+          watch: function called on the host with a `Progress` after every `part` turns, while the
+            device runs the next ones, and at the end.
         """
         weights = self._prepare(weights)
         limits = jnp.minimum(limits, self._most)
@@ -422,7 +423,7 @@ class ContinuousSampler:
     def trace(
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
     ) -> jax.stages.Traced:
-        """Traces the loop of a call with these arguments, or with their shapes."""
+        """Traces the loop's program for the arguments of a call, or for their shapes."""
         requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
         state = jax.eval_shape(self._begin, prompts, requests)
         turns = jax.ShapeDtypeStruct((), jnp.int32)
@@ -430,11 +431,12 @@ class ContinuousSampler:
         return self._advance.trace(*arguments)  # type: ignore[attr-defined]
 
     def metrics(self) -> dict[str, float]:
-        """How the last call used its slots.
+        """Returns how the last call used its slots.
 
         Returns:
-          rollout_slots_used: share of slots and turns that drew a token; rollout_preemptions: how
-          often a response lost its pages and was computed anew; rollout_prefilled: tokens.
+          rollout_slots_used: share of slots that drew a token, over all turns; rollout_preemptions:
+          number of times that a response lost its pages and was recomputed; rollout_prefilled:
+          number of tokens prefilled.
         """
         progress, slots = processes.fetch(self.progress), self._slots
         return {

@@ -1,12 +1,12 @@
-"""The static sampler on two CPU cores: one program for half of the prompts, run by two threads.
+"""The static sampler on two CPU cores: two threads run one program, each on half of the prompts.
 
-A decode step is many operations of a tenth of a millisecond, too small for XLA:CPU to share among
-cores. Two executions of one program on one device do run side by side, if different threads call
-them; two that one thread dispatches run one after the other. A row's bits depend on its own
-sequence alone, so two halves give the bits of one program (tests/rollout/test_halves.py). A half
-also stops as soon as its own responses have ended.
+A decode step is many operations of a tenth of a millisecond, too small for XLA:CPU to split over
+cores. Two executions of a program on one device run in parallel if two threads call them; if one
+thread calls both, they run one after the other. A row's bits depend on its own sequence alone, so
+two halves give the bits of one program (tests/rollout/test_halves.py). A half also stops as soon as
+its responses have ended.
 
-Programs are compiled in the caller's thread: JAX keeps some settings by thread.
+Programs are compiled in the caller's thread: some of JAX's settings are thread-local.
 
 Not done: more than two parts; halves of a mesh of several devices, which uses all cores already.
 """
@@ -25,11 +25,11 @@ from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout.sampler import Loop, Rollout, SamplerConfig, make_sampler
 
-_LEAST_ROWS = 8  # of a half; fewer take about as long as twice as many
+_LEAST_ROWS = 8  # rows of a half; fewer rows take about as long as twice as many
 
 
 def parts_of(prompts: int, group_size: int, cores: int) -> int:
-    """Number of programs that sample the prompts on a CPU: 1 or 2."""
+    """Returns the number of programs that sample the prompts on a CPU: 1 or 2."""
     halves = cores >= 2 and prompts % 2 == 0 and prompts // 2 * group_size >= _LEAST_ROWS
     return 2 if halves else 1
 
@@ -37,14 +37,14 @@ def parts_of(prompts: int, group_size: int, cores: int) -> int:
 class HalvedSampler:
     """The sampler of `make_sampler` for one device: same arguments, same bits.
 
-    It runs two halves on a CPU where `parts_of` says so, else one program for all prompts. An error
+    It runs two halves on a CPU if `parts_of` returns 2, else one program for all prompts. An error
     in a thread is raised in the caller's thread.
     """
 
     def __init__(self, model: ModelConfig, recipe: Recipe | str, sampler: SamplerConfig):
         """
         Raises:
-          ValueError: `sampler` asks for taps, which are not joined.
+          ValueError: `sampler` asks for taps, which are not supported.
         """
         if sampler.taps:
             raise ValueError("a sampler in halves records no taps")
@@ -58,7 +58,7 @@ class HalvedSampler:
     def __call__(
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
     ) -> Rollout:
-        """Samples; arguments as those of `make_sampler`'s result."""
+        """Samples responses; takes the arguments of `make_sampler`'s result."""
         parts = parts_of(len(prompts), self._group, self._cores)
         if parts == 1:
             return self._program(
@@ -83,7 +83,7 @@ class HalvedSampler:
     def trace(
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
     ) -> jax.stages.Traced:
-        """The traced program of a call with these arguments, or with their shapes."""
+        """Traces the program for the arguments of a call, or for their shapes."""
         parts = parts_of(prompts.shape[0], self._group, self._cores)
 
         def cut(x) -> jax.ShapeDtypeStruct:
@@ -94,7 +94,7 @@ class HalvedSampler:
         return self._program.trace(*arguments)  # type: ignore[attr-defined]
 
     def _compile(self, arguments: tuple) -> Callable[..., Rollout]:
-        """The program for arguments of such shapes."""
+        """Returns the compiled program for arguments of these shapes and dtypes."""
         leaves, tree = jax.tree.flatten(arguments)
         shapes = tree, *((np.shape(x), x.dtype) for x in leaves)
         if shapes not in self._compiled:

@@ -1,15 +1,15 @@
-"""Refit: learner parameters -> rollout parameters, in one jitted call per policy update; and the
-calibration of static KV scales before it.
+"""Refit: converts learner parameters to rollout weights, in one jitted call per policy update; and
+the calibration of static KV scales before it.
 
-It calls `quantize_params`, as the learner's forward pass does, and adds a checksum of the result.
-The train step reports the checksum of the bytes that its forward pass used; equality proves that
-the sampler holds the trained weights (`refit_checksum_ok`).
+The refit calls `quantize_params`, as the learner's forward pass does, and adds a checksum of the
+result. The train step reports the checksum of the bytes that its forward pass used; equality proves
+that the sampler holds the trained weights (`refit_checksum_ok`).
 
 Calibrated KV scales are one per layer and tensor. After each update the new weights run once over
-that step's prompts and responses; the largest q, k and v (after QK-norm and RoPE) of every layer
-give ``scale = amax * margin / 448``. NeMo RL's scheme for an FP8 KV cache. The scales are part of
-the train state: the sampler and the learner's next step use the same ones. The calibrating forward
-pass stores K and V with dynamic scales: it must not depend on the scales that it replaces.
+that step's prompts and responses; the amaxes of q, k and v (after QK-norm and RoPE) of every layer
+give ``scale = amax * margin / 448``, NeMo RL's scheme for an FP8 KV cache. The scales are part of
+the train state: the sampler and the learner's next step use the same scales. The calibrating
+forward pass stores K and V with dynamic scales: it must not depend on the scales that it replaces.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def make_refit(
     """Returns ``refit(params, scaling_state, kv_scales) -> (weights, checksum, health)``, jitted.
 
     `weights` is the tree that the sampler takes, with the frozen states of activation policies and
-    calibrated KV scales; `checksum` is a uint32 over all its bytes. `health` is `weight_health`, {}
-    with health=False.
+    calibrated KV scales; `checksum` is a uint32 over all its bytes. `health` is the result of
+    `weight_health`, {} with health=False.
     """
 
     def refit(params, scaling_state=None, kv_scales=None):
@@ -62,11 +62,10 @@ def make_calibrate(
 
     Args:
       model, recipe, parallel: shapes, the rollout's numerics, and the devices.
-      margin: headroom, at least 1.
+      margin: headroom factor, at least 1.
 
-    The function takes float32 masters and their scaling states; tokens (B, T) int32, right-padded;
-    lengths (B,) int32, padding does not count; step () int32, kept in the result. It returns
-    `KVScales`.
+    `calibrate` takes float32 masters and their scaling states; tokens (B, T) int32, right-padded;
+    lengths (B,) int32, without padding; step () int32, stored in the result. It returns `KVScales`.
     """
     recipe = dataclasses.replace(get_recipe(recipe), kv="dynamic", fp8_attention=False)
 
@@ -90,8 +89,8 @@ def make_calibrate(
 
 
 def is_fresh(scales: KVScales | None, step: int) -> bool:
-    """Whether `scales` (if any) were calibrated on the weights of RL step `step`.
+    """Whether `scales` (if any) were calibrated on the weights after RL step `step`.
 
-    Sampling with older ones could clip keys and values without any error.
+    Sampling with older scales could clip keys and values without any error.
     """
     return scales is None or int(scales.step) == step

@@ -7,7 +7,7 @@
                                          +--> Loop.decode_step: one more token <--------+ repeated
 
 One program for a batch of prompts times `group_size` samples. It calls the same `forward` and the
-same log-probability as the learner, and records each token's log-probability when it is drawn.
+same log-probability function as the learner, and records each token's log-probability when drawn.
 Finished sequences keep their row until every sequence has ended or reached its limit.
 
 Not done here: replacing finished sequences by waiting ones (rollout/continuous.py does it).
@@ -58,9 +58,9 @@ class SamplerConfig:
       eos_ids: end-of-sequence ids; the id is part of the response. An empty tuple: responses never
         end early.
       pad_id: token that fills the slots after the end.
-      top_k: 0 for all tokens.
-      top_p: 1.0 for all tokens.
-      cache_slots: slots per sequence, rounded up to pages; 0 for prompt length + R.
+      top_k: number of most likely tokens to draw from; 0 for all tokens.
+      top_p: probability mass to draw from; 1.0 for all tokens.
+      cache_slots: slots per sequence, rounded up to pages; 0 for prompt slots + R.
       taps: names of intermediate values to return as well (models/taps.py, and 'logits').
     """
 
@@ -85,10 +85,11 @@ class Rollout:
       finished: (B,) bool, True if the response ended with an end-of-sequence token, False if it was
         truncated.
       taps: {name: (L, B, Tp + R, ...), or (B, Tp + R, ...) outside the layers}, slot == position;
-        'logits': (B, R, V) float32. The last token drawn was not run, so its values are missing.
+        'logits': (B, R, V) float32. The last token drawn was not run through the model, so it has
+        no taps.
     """
 
-    tokens: Any  # jax.Array on the devices, numpy on the host; so are mask, logprobs and finished
+    tokens: Any  # jax.Array or, on the host, numpy; the same holds for mask, logprobs, finished
     mask: Any
     logprobs: Any
     finished: Any
@@ -108,12 +109,12 @@ class LoopState:
 
 @flax.struct.dataclass
 class Requests:
-    """The inputs of a sample besides weights and prompt tokens.
+    """The inputs of a rollout besides weights and prompt tokens.
 
     Attributes:
-      lengths: (P,) int32, of the prompts.
+      lengths: (P,) int32, lengths of the prompts.
       key: random key of this step.
-      sample_ids: (B,) int32, choose the random bits.
+      sample_ids: (B,) int32, numbers of the samples, which select their random bits.
       temperature: (B,) float32, 0 for greedy.
       limits: (B,) int32, maximal number of tokens of each response.
       rope: tables of `rope_tables`, at least Tp + R rows.
@@ -133,7 +134,7 @@ class Prepared:
 
     Attributes:
       weights: the tree, without calibrated scales; on a CPU converted by `for_decoding`.
-      head: of `output_head`.
+      head: result of `output_head`.
       kv_scales: calibrated scales, or None.
     """
 
@@ -143,17 +144,16 @@ class Prepared:
 
 
 def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
-    """Whether each token (B,) is one of `eos_ids`: (B,) bool."""
+    """Returns (B,) bool, whether each token (B,) is one of `eos_ids`."""
     found = [token == eos for eos in eos_ids]
     return functools.reduce(jnp.logical_or, found) if found else jnp.zeros(token.shape, bool)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Prefill and decode steps of one model, recipe and setting, to be traced.
+    """Functions to trace: prefill and decode steps of one model, recipe and sampler config.
 
-    `make_sampler` (a rollout in one program) and `make_stream` (in several) are made of these
-    functions.
+    `make_sampler` (a rollout in one program) and `make_stream` (in several programs) call them.
     """
 
     model: ModelConfig
@@ -173,8 +173,8 @@ class Loop:
         return self.on_cpu and small and self.parallel.tensor == 1
 
     def prepare(self, weights) -> Prepared:
-        """Separates the scales and the output head from the weights, and converts the rest if
-        `converts`. Returns weights that `prepare_once` has prepared unchanged.
+        """Separates KV scales and output head from the weights, and converts the rest if
+        `converts`. Weights that are prepared already are returned unchanged.
         """
         if isinstance(weights, Prepared):
             return weights
@@ -186,22 +186,22 @@ class Loop:
         return Prepared(weights, head, kv_scales)
 
     def prepare_once(self) -> Callable[[Any], Any]:
-        """Returns `prepare` as a program, for a rollout in several programs, if it `converts`.
+        """Returns `prepare` as a separate program if it `converts`, else the identity.
 
-        Otherwise it returns a function that leaves the weights unchanged, and each program calls
-        `prepare`: a separate program would return copies of all weights, and not in the layouts of
-        `kernel_formats`.
+        With the identity each program of a rollout calls `prepare` itself: a separate program would
+        return copies of all weights, and not in the layouts of `kernel_formats`.
         """
         return exact_jit(self.prepare) if self.converts else lambda weights: weights
 
     def _start(self, requests: Requests) -> jax.Array:
-        """Position of each response's first token, (B,) int32."""
+        """Returns the (B,) int32 position of each response's first token."""
         return jnp.repeat(requests.lengths, self.sampler.group_size)
 
     def draw(
         self, prepared: Prepared, hidden: jax.Array, keys: jax.Array, temperature: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(tokens (M,), their log-probabilities (M,), logits (M, V)) after hidden states (M, D)."""
+        """Draws tokens (M,) from hidden states (M, D); returns them, their log-probabilities (M,)
+        and logits (M, V)."""
         logits = head_logits(hidden, prepared.head, self.recipe, self.parallel)
         scaled = scaled_logits(logits, temperature)
         token = sample_token(scaled, keys, temperature, self.sampler.top_k, self.sampler.top_p)
@@ -274,8 +274,8 @@ class Loop:
         return LoopState(zero, drawn[0], done, cache, rollout)
 
     def _begin_taps(self, prefill: dict[str, jax.Array], slots: int) -> dict[str, jax.Array]:
-        """Buffers (..., P * G, slots, ...) that start with the prompts' values (..., P, Tp, ...);
-        slot == position, as in the KV cache and the learner's sequences."""
+        """Returns buffers (..., P * G, slots, ...) that begin with the prompts' values
+        (..., P, Tp, ...); slot == position, as in the KV cache and the learner's sequences."""
         taps = {}
         for name, x in prefill.items():
             batch = batch_axis(name)
@@ -286,7 +286,7 @@ class Loop:
         return taps
 
     def _write_taps(self, taps: dict, new: dict, positions: jax.Array) -> dict[str, jax.Array]:
-        """`taps` with a decode step's values (T = 1) at `positions` (B,)."""
+        """Returns `taps` with a decode step's values (T = 1) written at `positions` (B,)."""
         rows = jnp.arange(positions.shape[0])
         written = {
             name: taps[name].at[rows, positions].set(x[:, 0])
@@ -297,11 +297,11 @@ class Loop:
         return taps | written
 
     def cond_fn(self, state: LoopState) -> jax.Array:
-        """Whether a response slot is left and some response is not complete."""
+        """Returns whether a response slot is left and some response is not complete."""
         return (state.index + 1 < self.sampler.max_new_tokens) & ~state.done.all()
 
     def decode_step(self, prepared: Prepared, requests: Requests, state: LoopState) -> LoopState:
-        """One more token of every row."""
+        """Draws one more token for every row."""
         start = self._start(requests)
         out = forward(
             prepared.weights,
@@ -336,7 +336,7 @@ def make_sampler(
     """Returns the jitted sampler. Its results have the sharding of its arguments.
 
     Args:
-      model: shapes.
+      model: shapes of the model.
       recipe: numerics of the rollout.
       sampler: settings that are fixed at compile time.
       parallel: the devices that share a rollout.
@@ -360,10 +360,10 @@ def make_sampler(
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A rollout in several programs, each of a few tokens, so that text can be shown meanwhile.
+    """A rollout in several calls, each of a few tokens, so that text can be shown in between.
 
-    Weights are prepared once, before them. Results are bit-equal to those of `make_sampler`
-    (tests/rollout/test_stream.py).
+    Weights are prepared once, before the first call. Results are bit-equal to those of
+    `make_sampler` (tests/rollout/test_stream.py).
 
     Attributes:
       prepare: ``prepare(weights) -> prepared``, with weights from refit; see `Loop.prepare_once`.
@@ -384,7 +384,7 @@ def make_stream(
     parallel: Parallel = ONE_DEVICE,
     chunk: int = 16,
 ) -> Stream:
-    """The sampler of `make_sampler` as a `Stream` of programs of at most `chunk` tokens."""
+    """Returns the sampler of `make_sampler` as a `Stream` of calls of at most `chunk` tokens."""
     loop = Loop(model, get_recipe(recipe), sampler, parallel)
 
     def begin(weights, prompts: jax.Array, requests: Requests) -> LoopState:

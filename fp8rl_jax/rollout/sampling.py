@@ -1,17 +1,17 @@
-"""Choice of the next token: temperature, top-k, top-p, greedy. Random bits follow the sample.
+"""Draws the next token: temperature, top-k, top-p, greedy. Random bits depend on the sample alone.
 
-``key = fold_in(fold_in(fold_in(run_key, step), sample_id), position)``: which row, batch or device
-has the sample changes nothing. Top-k and top-p mask tokens for the choice alone; the recorded
+``key = fold_in(fold_in(fold_in(run_key, step), sample_id), position)``: the row, batch or device of
+a sample changes nothing. Top-k and top-p mask tokens for the draw only; the recorded
 log-probability is over the full vocabulary (models/logprobs.py).
 
 Tokens are drawn by inverting the cumulative distribution, with two uniform numbers a row: one
 chooses a block of tokens, the other a token of the block. Noise for every token of the vocabulary
 (the Gumbel-max trick) would take more time on a CPU than a small model's layers. All sums are
-additions of slices in an order that is written out here, so that a row's choice does not depend on
-how many others there are; XLA's own reductions and cumulative sums promise no order.
+additions of slices in an order fixed here, so that a row's token does not depend on the number of
+rows; XLA's own reductions and cumulative sums promise no order.
 
-Resolution: a uniform number is one of 2^24 multiples of 2^-24, and sums are of float32. A block of
-probability q is therefore chosen with q + e, |e| about 2^-24 (6e-8), and so is a token within its
+Resolution: a uniform number is a multiple of 2^-24, and sums are float32. A block of probability q
+is therefore chosen with probability q + e, |e| about 2^-24 (6e-8), and so is a token within its
 block: the relative error of a token's probability is about 2^-24 over that of its block. A block of
 a probability far below 2^-24 may never be chosen.
 
@@ -30,19 +30,19 @@ from jax import lax
 
 from fp8rl_jax.kernels import EXP_LANES, folded, max_last
 
-_BLOCK = 64  # tokens of a block at most, of vocabularies that are large
+_BLOCK = 64  # largest number of tokens in a block
 _STRIDE = 8  # terms added at a time in cumulative sums
 
 
 def sample_keys(key: jax.Array, sample_ids: jax.Array, positions: jax.Array) -> jax.Array:
-    """One key per row from a step's key, sample ids (B,) and positions (B,)."""
+    """Returns one key per row from a step's key, sample ids (B,) and positions (B,)."""
     return jax.vmap(lambda i, p: jax.random.fold_in(jax.random.fold_in(key, i), p))(
         sample_ids, positions
     )
 
 
 def mask_top_k(logits: jax.Array, top_k: int) -> jax.Array:
-    """Keeps the k largest logits of each row, and all that equal the k-th; the rest become -inf."""
+    """Keeps each row's k largest logits and all that equal the k-th; the rest become -inf."""
     threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
     return jnp.where(logits >= threshold, logits, -jnp.inf)
 
@@ -52,9 +52,8 @@ def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
     as likely as the last of these.
 
     Nucleus sampling (Holtzman et al., arXiv:1904.09751). The most likely token always stays. The
-    set is the smallest one but for two things: equal logits stay or go together, so that no order
-    of equal tokens decides; and a sum of float32 that is rounded to just below `top_p` lets one
-    more token in.
+    set is the smallest possible, with two exceptions: equal logits stay or go together, so that
+    their order does not matter; and a float32 sum rounded to just below `top_p` lets one more in.
     """
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probability = jax.nn.softmax(ordered, axis=-1)
@@ -64,14 +63,14 @@ def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
 
 
 def _first(found: jax.Array) -> jax.Array:
-    """(B,) int32 index of the first True of found (B, N); 0 where there is none."""
+    """Returns the (B,) int32 index of the first True of found (B, N); 0 in a row without True."""
     width = found.shape[1]
     place = jnp.where(found, jnp.arange(width, dtype=jnp.int32), width)
     return folded(place, jnp.minimum).min(axis=1) % width
 
 
 def _cumulative(x: jax.Array) -> jax.Array:
-    """Cumulative sums of x (B, N) float32 along a row, in steps that widen by `_STRIDE`."""
+    """Returns cumulative sums of x (B, N) float32 along a row, in steps that widen by `_STRIDE`."""
     width, span = x.shape[1], 1
     while span < width:
         reach = (_STRIDE - 1) * span
@@ -79,17 +78,17 @@ def _cumulative(x: jax.Array) -> jax.Array:
         x = functools.reduce(
             operator.add, [behind[:, n : n + width] for n in range(reach, -1, -span)]
         )
-        x = lax.optimization_barrier(x)  # the next step would compute this one for every term
+        x = lax.optimization_barrier(x)  # else the next step recomputes this one for every term
         span *= _STRIDE
     return x
 
 
 def invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """The first entry of each row whose cumulative sum exceeds a share of the row's total.
+    """Returns each row's first entry whose cumulative sum exceeds a share of the row's total.
 
-    An entry of weight 0 is never taken: cumulative sums are rounded differently from entry to
-    entry, so such an entry may seem to add something, and is left out. The entry with the largest
-    cumulative sum counts as exceeding any share.
+    An entry of weight 0 is never taken, though its cumulative sum may be larger than the one before
+    it: entries' sums are rounded differently. The entry with the largest cumulative sum counts as
+    exceeding any share.
 
     Args:
       weights: (B, N) float32, at least 0.
@@ -106,7 +105,7 @@ def invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """A token of each row, by its unnormalised probability.
+    """Draws a token of each row by unnormalised probabilities.
 
     Token t is in block ``t % blocks``, so that the sums of all blocks are additions of slices.
 
@@ -115,7 +114,7 @@ def draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
       uniforms: (B, 2) float32 in [0, 1), for the block and for the token within it.
 
     Returns:
-      (B,) int32; a token whose weight is above 0, or 0 where none is, or one is NaN.
+      (B,) int32; a token whose weight is above 0; 0 if a row has no such weight, or NaN.
     """
     rows, width = weights.shape
     blocks = -(-width // _BLOCK)
@@ -131,14 +130,14 @@ def draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
 def sample_token(
     scaled: jax.Array, keys: jax.Array, temperature: jax.Array, top_k: int, top_p: float
 ) -> jax.Array:
-    """Next token of each row.
+    """Draws the next token of each row.
 
     Args:
-      scaled: (B, W) logits over temperature.
+      scaled: (B, W) logits divided by the temperature.
       keys: (B,) random keys.
-      temperature: (B,); 0 takes the most likely token, of several the first.
-      top_k: keep this many tokens, 0 for all.
-      top_p: keep this much probability, 1.0 for all.
+      temperature: (B,); 0 takes the most likely token, the first one of equals.
+      top_k: number of tokens to keep, 0 for all.
+      top_p: probability mass to keep, 1.0 for all.
 
     Returns:
       (B,) int32; 0 for a row with NaN.
@@ -151,7 +150,7 @@ def sample_token(
     masked = jnp.pad(masked, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     weights = lax.optimization_barrier(jnp.exp(masked - top))
     bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
-    # Multiples of 2^-24 below 1; those of `jax.random.uniform` are of 2^-23.
+    # Multiples of 2^-24 below 1; `jax.random.uniform` gives multiples of 2^-23.
     uniforms = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     drawn = draw(weights, uniforms)
     return jnp.where(temperature == 0, _first(scaled == top), drawn)

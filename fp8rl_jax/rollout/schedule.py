@@ -1,17 +1,18 @@
-"""Which request sits in which slot, and on which pages: continuous batching's book-keeping.
+"""Assigns requests to slots and pages: the scheduler of continuous batching.
 
 Requests are samples, prompt-major: request m is sample m % G of prompt m // G. A slot is a row of
 the decode batch. Everything is arrays and pure functions, so that it runs inside the rollout's
 program; nothing here knows a model.
 
 * **Order.** Waiting requests are taken in the order of their numbers. The first sample of a prompt
-  prefills its pages. They stay allocated while other samples of that prompt wait (`ready`); those
-  share the full pages and copy the last, partly filled one before writing to it.
+  prefills the prompt's pages. They stay allocated while siblings, other samples of that prompt,
+  wait (`ready`); siblings share the full pages and copy the last, partly filled page before writing
+  to it.
 * **Running out.** When a sequence needs a page and none is free, a prompt whose pages no sequence
-  reads gives them up, then the running request with the highest number: it waits again with its
-  tokens, whose keys and values are recomputed later. Its tokens do not change, because a token's
-  bits depend on nothing but its sequence. The lowest running request is never preempted, so
-  everything ends, given `models.least_pages`.
+  reads gives them up; if there is none, the running request with the highest number is preempted:
+  it waits again with its tokens, whose keys and values are recomputed later. Its tokens do not
+  change, because a token's bits depend on its sequence alone. The lowest running request is never
+  preempted, so all requests end, given `models.least_pages`.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ WAITING, RUNNING, DONE = 0, 1, 2
 
 @flax.struct.dataclass
 class Schedule:
-    """Slots, pages and requests: B slots, M = Q * G requests of Q prompts, P pages, N a sequence.
+    """The state of B slots, M = Q * G requests of Q prompts, and P pages, at most N per sequence.
 
     Attributes:
-      refs: (P,) int32, see page_pool.py.
-      table: (B, N) int32, pages of each slot's sequence; 0 for none.
-      request: (B,) int32, of each slot; -1 for an idle one.
-      cached: (B,) int32, tokens of the sequence whose keys and values are stored.
-      lengths: (M,) int32, tokens known of each request: its prompt, and what it has drawn.
+      refs: (P,) int32, reference counts of the pages; see page_pool.py.
+      table: (B, N) int32, pages of each slot's sequence; 0 for no page.
+      request: (B,) int32, request of each slot; -1 for an idle slot.
+      cached: (B,) int32, number of tokens of a slot's sequence whose keys and values are stored.
+      lengths: (M,) int32, number of known tokens of each request: its prompt and tokens drawn.
       status: (M,) int32: WAITING, RUNNING or DONE.
-      prompt_lengths: (Q,) int32.
-      prompt_pages: (Q, N) int32, pages that a ready prompt keeps; 0 for none.
-      ready: (Q,) bool.
-      preemptions: (1,) int32, how often a running request had to wait again.
+      prompt_lengths: (Q,) int32, tokens of each prompt.
+      prompt_pages: (Q, N) int32, pages that a ready prompt keeps; 0 for no page.
+      ready: (Q,) bool, whether a prompt's pages are filled and kept for waiting siblings.
+      preemptions: (1,) int32, number of preemptions of running requests.
     """
 
     refs: jax.Array
@@ -73,28 +74,28 @@ class Schedule:
 
     @property
     def known(self) -> jax.Array:
-        """(B,) int32, tokens known of each slot's request."""
+        """(B,) int32, number of known tokens of each slot's request."""
         return self.lengths[jnp.maximum(self.request, 0)]
 
     @property
     def decoding(self) -> jax.Array:
-        """(B,) bool: all tokens but the last one are cached, and the next step draws one."""
+        """(B,) bool: all tokens but the last are cached, so the next step draws one."""
         return self.occupied & (self.cached == self.known - 1)
 
     @property
     def prefilling(self) -> jax.Array:
-        """(B,) bool: some more tokens must be cached first."""
+        """(B,) bool: more tokens must be cached before the slot can decode."""
         return self.occupied & (self.cached < self.known - 1)
 
     def rows(self, slots: jax.Array) -> jax.Array:
-        """(B,) request of each slot where `slots` is True; else M, which a scatter drops."""
+        """Returns (B,) request of each slot where `slots` is True; else M, which scatters drop."""
         return jnp.where(slots, self.request, self.status.shape[0])
 
 
 def new_schedule(
     prompt_lengths: jax.Array, done: jax.Array, *, slots: int, pages: int, tokens: int
 ) -> Schedule:
-    """All requests waiting but those that are `done` (M,) bool; prompt_lengths (Q,) int32."""
+    """Returns a schedule of waiting requests; those of `done` (M,) bool are done from the start."""
     (prompts,), (requests,), width = prompt_lengths.shape, done.shape, pages_of(tokens)
     return Schedule(
         refs=page_pool.new_pool(pages),
@@ -111,25 +112,25 @@ def new_schedule(
 
 
 def _first(keys: jax.Array, real: jax.Array) -> jax.Array:
-    """(B,) bool: the real entries that are the first with their key."""
+    """Returns (B,) bool: those `real` entries that are the first real ones with their key."""
     same = (keys[:, None] == keys[None, :]) & real[:, None] & real[None, :]
     return real & ~jnp.tril(same, -1).any(axis=1)
 
 
 def _mark(indices: jax.Array, chosen: jax.Array, size: int) -> jax.Array:
-    """(size,) bool: True at the chosen indices."""
+    """Returns (size,) bool, True at the chosen indices."""
     place = jnp.where(chosen, indices, size)
     return jnp.zeros((size,), bool).at[place].set(True, mode="drop")
 
 
 def _prompt_pages(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(full pages, all pages) that siblings share: those of a prompt without its last token, which
-    each sibling decodes."""
+    """Returns the numbers (full pages, all pages) that siblings share: those of a prompt without
+    its last token, which each sibling decodes."""
     return (lengths - 1) // PAGE, pages_of(lengths - 1)
 
 
 def _evict(s: Schedule, prompts: jax.Array) -> Schedule:
-    """Ready prompts that are True in (Q,) give up their pages."""
+    """Releases the pages of those ready prompts that are True in `prompts` (Q,)."""
     pages = jnp.where((prompts & s.ready)[:, None], s.prompt_pages, 0)
     return dataclasses.replace(
         s,
@@ -140,7 +141,7 @@ def _evict(s: Schedule, prompts: jax.Array) -> Schedule:
 
 
 def _leave(s: Schedule, slots: jax.Array, status: int) -> Schedule:
-    """Slots that are True in (B,) give up their pages; their requests get a status."""
+    """Frees the slots (and pages) that are True in `slots` (B,); sets their requests' status."""
     pages = jnp.where(slots[:, None], s.table, 0)
     return dataclasses.replace(
         s,
@@ -153,12 +154,12 @@ def _leave(s: Schedule, slots: jax.Array, status: int) -> Schedule:
 
 
 def end(s: Schedule, slots: jax.Array) -> Schedule:
-    """The requests of slots that are True in (B,) are done."""
+    """Ends the requests of slots that are True in `slots` (B,)."""
     return _leave(s, slots, DONE)
 
 
 def share_prompts(s: Schedule) -> Schedule:
-    """Prompts whose pages are filled keep them as long as siblings wait."""
+    """Lets prompts whose pages are filled keep them as long as siblings wait."""
     prompts = s.ready.shape[0]
     wanted = (s.status == WAITING).reshape(prompts, -1).any(axis=1)
     s = _evict(s, s.ready & ~wanted)
@@ -180,7 +181,7 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     """Gives idle slots to waiting requests.
 
     Returns:
-      (schedule, source, target): pages to copy, (B,) int32 each, 0 to 0 for none.
+      (schedule, source, target): source and target (B,) int32 are pages to copy; 0 for none.
     """
     none = jnp.zeros_like(s.request)
     may_admit = (~s.occupied).any() & (s.status == WAITING).any()
@@ -188,7 +189,7 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
 
 
 def _admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
-    """`admit` if a slot is idle and a request waits, or prompts keep pages.
+    """Admits requests if a slot is idle and a request waits, or prompts keep pages; see `admit`.
 
     Each idle slot considers one of the first waiting requests. The slot stays idle if another slot
     is filling the pages of this request's prompt, or if too few pages are free: it takes the pages
@@ -240,7 +241,7 @@ def _admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
 
 
 def _needs(s: Schedule) -> jax.Array:
-    """(B,) bool: whether the token to decode falls on a page that the slot does not have yet."""
+    """Returns (B,) bool, whether the token to decode falls on a page that the slot lacks."""
     page = jnp.minimum(s.cached // PAGE, s.table.shape[1] - 1)
     return s.decoding & (jnp.take_along_axis(s.table, page[:, None], axis=1)[:, 0] == 0)
 
@@ -274,20 +275,20 @@ def make_room(s: Schedule) -> Schedule:
 
 
 def to_prefill(s: Schedule, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """(slot (1,), number of tokens (1,)) of the chunk to prefill: the first slot that must; B and 0
-    where there is none."""
+    """Returns slot (1,) and number of tokens (1,) of the chunk to prefill, that of the first slot
+    that must prefill; B and 0 if no slot must."""
     slots = page_pool.first_true(s.prefilling, 1, otherwise=s.request.shape[0])
     left = jnp.append(s.known - 1 - s.cached, 0)[slots]
     return slots, jnp.minimum(left, chunk)
 
 
 def prefilled(s: Schedule, slots: jax.Array, counts: jax.Array) -> Schedule:
-    """`counts` more tokens of `slots` are cached, as `to_prefill` said."""
+    """Records that `counts` more tokens of `slots` (results of `to_prefill`) are cached."""
     return dataclasses.replace(s, cached=s.cached.at[slots].add(counts, mode="drop"))
 
 
 def decoded(s: Schedule) -> Schedule:
-    """Every decoding slot has cached its last token and drawn one more."""
+    """Records that every decoding slot has cached its last token and drawn one more."""
     drew = s.decoding
     return dataclasses.replace(
         s, cached=s.cached + drew, lengths=s.lengths.at[s.rows(drew)].add(1, mode="drop")

@@ -1,4 +1,4 @@
-"""A run: its phases, and what they keep in its directory.
+"""A run: its phases, and the files that they keep in its directory.
 
 ::
 
@@ -14,6 +14,6 @@
 Read first: rl.py, whose docstring draws a step; engine.py (`Engine`); runtime.py. `train` runs the
 phases in order.
 
-Not done: asynchronous rollouts (each part of a step waits for the one before), and several engines
-in a run, though one process can hold two.
+Not done: asynchronous rollouts (each part of a step waits for the part before it), and several
+engines in a run, though one process can hold two.
 """

@@ -10,14 +10,14 @@ CORRECT = 0.5  # a response is correct if its reward is above this
 
 
 def pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
-    """Probability that one of k samples is correct, for each question.
+    """Returns the probability that one of k samples is correct, for each question.
 
     ``1 - C(n - c, k) / C(n, k)`` with c of n samples correct, unbiased (Chen et al.,
-    arXiv:2107.03374, equation 1); as the product of ``1 - k / i`` for i from n - c + 1 to n.
+    arXiv:2107.03374, equation 1); the quotient is the product of ``1 - k / i``, i = n - c + 1 .. n.
 
     Args:
-      correct: (Q, n) bool.
-      k: at most n.
+      correct: (Q, n) bool, whether each sample is correct.
+      k: number of samples, at most n.
 
     Returns:
       (Q,) float64.
@@ -31,7 +31,7 @@ def pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
 
 
 def standard_error(values: np.ndarray) -> float:
-    """The standard error of the mean of (Q,) values, one a question: its samples are one cluster.
+    """Returns the standard error of the mean of (Q,) values, one per question (a cluster).
 
     ``std / sqrt(Q)`` with the sample standard deviation; 0 for one question.
     """
@@ -39,13 +39,13 @@ def standard_error(values: np.ndarray) -> float:
 
 
 def majority(rewards: np.ndarray, answers: Sequence[str | None]) -> np.ndarray:
-    """Whether the most frequent answer of each question is correct; of equally frequent ones, the
-    first that was given counts.
+    """Returns whether the most frequent answer of each question is correct; among equally frequent
+    answers, the one given first counts.
 
     Args:
-      rewards: (Q, n).
-      answers: of Q * n responses, those of a question side by side; None of a response that has
-        none, which is never the most frequent.
+      rewards: (Q, n) rewards of n responses per question.
+      answers: answers of Q * n responses, question by question; None, for a response without an
+        answer, is never the most frequent.
 
     Returns:
       (Q,) bool.
@@ -64,10 +64,10 @@ def majority(rewards: np.ndarray, answers: Sequence[str | None]) -> np.ndarray:
 
 
 def sample_metrics(rewards: np.ndarray, answers: Sequence[str | None] | None) -> dict[str, float]:
-    """The record's figures of n samples per question.
+    """Returns an evaluation record's metrics of n samples per question.
 
-    pass@k for k = 1, 2, 4, .. and n, each with `_se`; maj@n if there are several samples and their
-    `answers` are known.
+    pass@k for k = 1, 2, 4, .. and n, and maj@n for several samples with known `answers`; each with
+    its standard error, NAME_se.
     """
     n, correct = rewards.shape[1], rewards > CORRECT
     found: dict[str, np.ndarray] = {}

@@ -1,9 +1,9 @@
-"""A configuration's train step and decode step for devices that need not be there.
+"""Compiles a configuration's programs for devices that need not exist.
 
 The programs are those of a run (`Runtime`), from shapes alone: no parameter is made, and nothing
-can be run. `h200.h200_mesh` describes devices that JAX's CUDA plugin compiles for. A decoder is a
-loop over its layers, so a large model is compiled with few layers and extrapolated: memory is
-linear in their number.
+is run. `h200.h200_mesh` describes devices that JAX's CUDA plugin compiles for. A decoder is a loop
+over its layers, so a large model is compiled with few layers and extrapolated: memory is linear in
+the number of layers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
 from fp8rl_jax.training.runtime import Runtime
 
-LARGE = 40e9  # parameters: above it few layers are compiled
-_FEW = (2, 4)  # layers beside the first dense ones
+LARGE = 40e9  # parameters of a model above which few layers are compiled
+_FEW = (2, 4)  # numbers of layers to compile besides those with other rules
 
 
 def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None) -> Runtime:
-    """What a run on the GPUs of `mesh` compiles its programs from, with a tokenizer that is not
-    used.
+    """Returns the `Runtime` of a run on the GPUs of `mesh`, with a tokenizer that is not used.
 
     Args:
-      resolved: with its vocabulary.
-      mesh: of devices that need not be there.
-      layers: of the model; its own number if left out.
+      resolved: configuration with its vocabulary.
+      mesh: devices that need not exist.
+      layers: number of layers of the model; None for the configured number.
     """
 
     def on_gpu(recipe: Recipe) -> Recipe:
@@ -60,7 +59,7 @@ def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None)
 
 
 def _rope(runtime: Runtime) -> Any:
-    """Shapes of the tables of rotary frequencies, of prompts and responses at their longest."""
+    """Returns the shapes of the rotary tables for the longest prompt and response."""
     rollout = runtime.config.rollout
     positions = rollout.max_prompt_tokens + rollout.max_new_tokens
     tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, positions))))
@@ -68,7 +67,7 @@ def _rope(runtime: Runtime) -> Any:
 
 
 def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
-    """Shapes of a rollout's requests: so many samples of so many prompts, of any length."""
+    """Returns the shapes of a rollout's requests: `samples` samples of `prompts` prompts."""
 
     def requests(rope):
         ids, ones = jnp.zeros(samples, jnp.int32), jnp.ones(samples, jnp.int32)
@@ -81,7 +80,7 @@ def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
 
 
 def _train_arguments(runtime: Runtime, rows: int) -> tuple:
-    """Shapes of a state of the RL phase, a batch of so many rows, and the rotary tables."""
+    """Returns the shapes of an RL train state, a batch of `rows` rows, and the rotary tables."""
     state = runtime.layout.state_shapes(runtime.engine.rl_optimizer[0])
     rollout, ones = runtime.config.rollout, np.ones(rows, np.int32)
     targets = np.zeros((rows, rollout.max_new_tokens), np.int32)
@@ -91,7 +90,7 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
 
 
 def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
-    """The train step of RL on one minibatch: gradients and the optimiser's update."""
+    """Traces the train step of RL on one minibatch: gradients and the optimiser's update."""
     config = runtime.config
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     arguments = _train_arguments(runtime, rows // config.algo.num_minibatches)
@@ -99,9 +98,9 @@ def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
 
 
 def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
-    """The programs of an RL step, traced and not compiled: 'rollout', 'train step' and 'score'.
+    """Traces the programs of an RL step: 'rollout', 'train step' and 'score'; compiles nothing.
 
-    Nothing that the learner replays of a rollout's routing is in them.
+    The learner's programs have no inputs for replayed routing.
     """
     rollout = runtime.config.rollout
     rows = rollout.prompts_per_step * rollout.group_size
@@ -120,7 +119,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 
 
 def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
-    """One token of every sequence that decodes at a time, with KV caches of the greatest length."""
+    """Traces a decode step: one token of every concurrent sequence, with full-length KV caches."""
     rollout, mesh = runtime.config.rollout, runtime.mesh
     rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
@@ -148,12 +147,12 @@ def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What XLA planned for a program on each device.
+    """XLA's memory plan and collectives of a program, on each device.
 
     Attributes:
-      arguments, temporary: bytes; results that take no argument's place count as temporary.
-      collectives: {'all-gather u8': how many stand in the program}.
-      layers: that were compiled, where the bytes are extrapolated from them; () for all.
+      arguments, temporary: bytes; results that reuse no argument's memory count as temporary.
+      collectives: {'all-gather u8': number of such operations in the program}.
+      layers: numbers of layers that were compiled, if bytes are extrapolated from them; else ().
     """
 
     arguments: float
@@ -163,7 +162,7 @@ class Compiled:
 
     @property
     def needed(self) -> float:
-        """Bytes of arguments and temporary arrays together."""
+        """Total bytes of arguments and temporary arrays."""
         return self.arguments + self.temporary
 
 
@@ -176,7 +175,7 @@ def _compile(traced: jax.stages.Traced) -> Compiled:
 
 
 def compile_for_h200(trace: Callable[[Runtime], jax.stages.Traced], planned: Planned) -> Compiled:
-    """A program of the planned config for H200s, all layers; extrapolated for a large model.
+    """Compiles a program of the planned config for H200s; extrapolates to a large model's layers.
 
     Args:
       trace: `trace_train_step` or `trace_decode_step`.
@@ -188,7 +187,7 @@ def compile_for_h200(trace: Callable[[Runtime], jax.stages.Traced], planned: Pla
     resolved, model = planned.resolved, planned.resolved.model
     mesh = h200.h200_mesh(dict(planned.mesh.shape), planned.hosts)
     recipes = (resolved.learner_recipe, resolved.rollout_recipe)
-    # All layers under other rules than most are compiled.
+    # Layers that differ from most (dense, or in bf16) are all compiled.
     first = max(model.dense_layers, *(recipe.first_layers for recipe in recipes))
     kept = first + max(recipe.last_layers for recipe in recipes)
     layers = tuple(kept + few for few in _FEW)

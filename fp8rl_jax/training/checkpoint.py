@@ -1,12 +1,12 @@
 """Checkpoints of a run through orbax: complete or absent, verified when read.
 
-A checkpoint is the `TrainState` and a small JSON with the phase, the step, the position of
-the data, the sizes of the run's log files and a checksum of every byte of the state. Orbax writes
-into a temporary directory and renames it, so a killed run leaves complete checkpoints only. The
-first checkpoint of a directory is read back at once.
+A checkpoint is the `TrainState` and a small JSON with the phase, the step, the sizes of the run's
+log files and checksums of every byte of the state. Orbax writes into a temporary directory and
+renames it, so a killed run leaves complete checkpoints only. The first checkpoint of a directory is
+read back at once.
 
 Orbax and tensorstore take some names for patterns or addresses (`[lr=1e-4]`, `a\\b`, `gs:`), and
-then a checkpoint is written that nothing can read. They see a directory by its open descriptor.
+would write a checkpoint that nothing can read. They get a path by the directory's open descriptor.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from fp8rl_jax.training.offload import is_on_host, to_device
 from fp8rl_jax.training.run_directory import STORE_ERRORS
 
 _MISREAD = re.compile(r"[*?\[\]\\:]")
-_PART_BYTES = 2**28  # of arrays that are read back together
-_OTHER_WRITES = 3.0  # seconds until writes in flight have ended, after one has failed
+_PART_BYTES = 2**28  # largest size of arrays that are read back together
+_OTHER_WRITES = 3.0  # seconds to wait for writes in flight after one has failed
 
 
 class _OtherState(ValueError):
-    """The state that was saved has other arrays than the one asked for."""
+    """The saved state has other arrays than the state to restore."""
 
 
 class Checkpoints:
     """The checkpoints of one directory, by increasing number.
 
     Args:
-      directory: made if it is not there.
-      keep: how many of the newest ones stay.
-      own: nothing else writes there, so what killed processes have left is removed: checkpoints
-        that were not complete, and those above `keep`.
+      directory: directory, made if it does not exist.
+      keep: number of newest checkpoints to keep.
+      own: whether nothing else writes there; then leftovers of killed processes are removed:
+        incomplete checkpoints, and old ones beyond `keep`.
 
     Raises:
       UserError: the directory cannot be made or opened.
@@ -83,19 +83,19 @@ class Checkpoints:
             cleanup_tmp_directories=own,
         )
         self._manager = ocp.CheckpointManager(self._path, options=options)
-        processes.barrier("the checkpoints are known")  # before one is deleted
+        processes.barrier("the checkpoints are known")  # to all, before one is deleted
         for number in sorted(self._manager.all_steps())[:-keep] if own else ():
             self._manager.delete(number)
 
     def latest(self) -> int | None:
-        """Number of the newest complete checkpoint."""
+        """Returns the number of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
     def save(self, number: int, state: Any, meta: dict[str, Any]) -> None:
-        """Writes a checkpoint; one that exists under that number is left alone.
+        """Writes a checkpoint, unless one of that number exists.
 
         Raises:
-          UserError: it is the first one there, and what was written cannot be read.
+          UserError: it is the directory's first checkpoint, and cannot be read back.
           OSError: it cannot be written.
         """
         there = self._manager.all_steps()
@@ -117,10 +117,10 @@ class Checkpoints:
             processes.everywhere(lambda: self._read_back(number, state, sums))
 
     def _read_back(self, number: int, state: Any, sums: list[int]) -> None:
-        """Restores what was just saved, some arrays at a time, and compares checksums.
+        """Restores the checkpoint just saved, some arrays at a time, and compares checksums.
 
         Raises:
-          UserError: it cannot be read, or has other bytes.
+          UserError: the checkpoint cannot be read, or has other bytes.
         """
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         how = ocp.checkpoint_utils.construct_restore_args(shapes)
@@ -143,7 +143,7 @@ class Checkpoints:
             ) from None
 
     def read_meta(self, number: int) -> dict[str, Any]:
-        """The JSON beside a checkpoint's arrays."""
+        """Returns a checkpoint's metadata: the JSON next to its arrays; UserError if damaged."""
         try:
             args = ocp.args.Composite(meta=ocp.args.JsonRestore())
             meta = self._manager.restore(number, args=args)["meta"]
@@ -154,10 +154,10 @@ class Checkpoints:
             raise self._unreadable(number, error) from None
 
     def restore(self, number: int, like: Any) -> Any:
-        """The state of a checkpoint, shaped and sharded as `like` (ShapeDtypeStructs or arrays).
+        """Returns a checkpoint's state, shaped and sharded as `like` (ShapeDtypeStructs or arrays).
 
         Raises:
-          UserError: it is truncated, damaged, or of another model.
+          UserError: the checkpoint is truncated, damaged, or of another model.
         """
         meta = self.read_meta(number)
         try:
@@ -173,17 +173,17 @@ class Checkpoints:
             raise self._unreadable(number, error) from None
 
     def read_params(self, number: int, like: Any) -> Callable[[Path], np.ndarray]:
-        """``read(path)``: the parameters of a checkpoint one by one, into the host's memory.
+        """Returns ``read(path)``, which reads one parameter of a checkpoint into host memory.
 
         Args:
-          number: of the checkpoint.
-          like: a TrainState of the same shapes (ShapeDtypeStructs will do).
+          number: number of the checkpoint.
+          like: a TrainState of the same shapes, or its ShapeDtypeStructs.
 
         Returns:
-          A function of a parameter's path within `params`. Each is compared with its checksum.
+          A function of a parameter's path within `params`; it checks the parameter's checksum.
 
         Raises:
-          UserError: as for `restore`; what is said of one parameter, when it is read.
+          UserError: as for `restore`; damage of a parameter is found when it is read.
         """
         meta, keys = self.read_meta(number), {}
         if meta.get("structure") != _structure(like):
@@ -212,7 +212,7 @@ class Checkpoints:
         return read
 
     def _unreadable(self, number: int, error: Exception) -> UserError:
-        """The sentence for a checkpoint that cannot be read, or is damaged."""
+        """Returns the error for a checkpoint that cannot be read, or is damaged."""
         path = self._directory / str(number)
         if isinstance(error, _OtherState):
             return UserError(
@@ -230,7 +230,7 @@ class Checkpoints:
         return UserError(f"{path} is no complete checkpoint of this run ({named}); {back}")
 
     def _said(self, error: Exception) -> str:
-        """An error's type and the beginning of its text, which names the directory."""
+        """Returns an error's type and the beginning of its text, with the directory's real name."""
         text = str(error).replace(str(self._path), str(self._directory))
         return f"{type(error).__name__}: {' '.join(text.split())[:160]}"
 
@@ -240,10 +240,10 @@ class Checkpoints:
 
 
 def _nameless(directory: pathlib.Path, descriptor: int) -> pathlib.Path:
-    """A path to an open directory in which its name does not occur.
+    """Returns a path to an open directory that does not contain the directory's name.
 
     Raises:
-      UserError: the system has none, and the name is one that orbax may misread.
+      UserError: the system has no such path, and orbax may misread the name.
     """
     path = pathlib.Path(f"/proc/self/fd/{descriptor}")
     if path.is_dir():
@@ -257,7 +257,7 @@ def _nameless(directory: pathlib.Path, descriptor: int) -> pathlib.Path:
 
 
 def _parts(leaves: list) -> Iterator[list[int]]:
-    """Indices of arrays that are read together: of a few hundred megabytes, or one."""
+    """Yields indices of arrays to read together: at most `_PART_BYTES` in all, or one array."""
     part, size = list[int](), 0
     for index, leaf in enumerate(leaves):
         nbytes = int(np.prod(leaf.shape)) * leaf.dtype.itemsize
@@ -271,9 +271,9 @@ def _parts(leaves: list) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _one_error() -> Iterator[None]:
-    """A save that fails raises one error; what is printed and logged meanwhile is dropped then.
+    """Makes a failing save raise a single error, and drops what it prints and logs.
 
-    Of many writes that fail together orbax and asyncio would log each, and threads of tensorstore
+    When many writes fail together, orbax and asyncio log each of them, and threads of tensorstore
     print that the event loop is closed.
     """
     before = logging.root.manager.disable
@@ -298,7 +298,7 @@ def _one_error() -> Iterator[None]:
 
 
 def _obstacle(path: pathlib.Path) -> OSError | None:
-    """The error that reading the files of a directory raises, if any."""
+    """Reads all files of a directory; returns the error that this raises, or None."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -309,7 +309,7 @@ def _obstacle(path: pathlib.Path) -> OSError | None:
                 with open(os.path.join(root, name), "rb") as file:
                     while file.read(1 << 24):
                         pass
-    except FileNotFoundError:  # not out of reach, but not there
+    except FileNotFoundError:  # a missing file is damage, not an obstacle to reading
         return None
     except OSError as error:
         return error
@@ -317,14 +317,14 @@ def _obstacle(path: pathlib.Path) -> OSError | None:
 
 
 def _structure(state: Any) -> str:
-    """Hash of a state's paths, shapes and dtypes."""
+    """Returns a hash of a state's paths, shapes and dtypes."""
     leaves = zip(_names(state), jax.tree.leaves(state), strict=True)
     shapes = [f"{name} {x.shape} {x.dtype}" for name, x in leaves]
     return hashlib.sha256("\n".join(shapes).encode()).hexdigest()
 
 
 def _checked(meta: dict[str, Any]) -> dict[str, Any]:
-    """The metadata; ValueError if a value that a run reads is missing or has another type."""
+    """Returns the metadata; ValueError if a value that a run reads has another type."""
     offsets = meta.get("offsets", {})
     numbers = [meta.get("step", 0), *(offsets.values() if isinstance(offsets, dict) else [None])]
     if meta.get("phase", "rl") not in ("sft", "rl") or any(
@@ -335,7 +335,7 @@ def _checked(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(meta: dict[str, Any]) -> str:
-    """Hash of the metadata without its digest."""
+    """Returns a hash of the metadata without its digest."""
     content = {key: value for key, value in meta.items() if key != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -346,10 +346,10 @@ def _names(state: Any) -> list[str]:
 
 
 def _on_cpu():
-    """A context for programs on a CPU, if JAX has one beside its accelerators."""
+    """Returns a context that runs programs on a CPU, if JAX has a CPU backend."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # JAX_PLATFORMS names others alone
+    except RuntimeError:  # JAX_PLATFORMS does not name the CPU
         return contextlib.nullcontext()
 
 
@@ -359,8 +359,8 @@ def _programs():
 
 
 def _array_checksums(state: Any) -> list[int]:
-    """`models.array_checksums` as Python ints. Arrays in a host's memory come to the device one
-    after the other."""
+    """Returns `models.array_checksums` as Python ints. Arrays in host memory are moved to the
+    device one at a time."""
     run, _ = _programs()
     leaves = jax.tree.leaves(state)
     away = [x for x in leaves if is_on_host(x)]
@@ -370,6 +370,6 @@ def _array_checksums(state: Any) -> list[int]:
 
 
 def state_checksum(state: Any, sums: list[int] | None = None) -> int:
-    """`models.checksum` of a state as a Python int; `sums` are its `_array_checksums`, if known."""
+    """Returns `models.checksum` of a state as an int; `sums`: its `_array_checksums`, if known."""
     _, run = _programs()
     return int(np.asarray(run([np.uint32(one) for one in sums or _array_checksums(state)])))

@@ -1,9 +1,9 @@
-"""Counters of the device as metrics: what quantisation lost, by operand class and with the worst
-layer named; ages of scales; and how evenly the routers use their experts.
+"""Turns the device's counters into metrics: quantisation losses by operand class, with the worst
+layer; ages of scales; and how evenly the routers use their experts.
 
 Losses are counted per site and layer (and expert) by the train step's probes (activations and
-gradients, in the very pass that trains), by the refit (weights) and by the KV cache's quantiser.
-Padding tokens are part of the activations that are counted.
+gradients, in the pass that trains), by the refit (weights) and by the KV cache's quantiser.
+Padding tokens count as activations.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ def add_counts(parts: list[dict[str, Counts]]) -> dict[str, Counts]:
 
 
 def first_layers(model: ModelConfig, recipe: Recipe) -> dict[str, int]:
-    """{name of a stack of equal layers under `recipe`: number of its first layer}."""
+    """Returns {name of a stack of equal layers under `recipe`: number of its first layer}."""
     runs = layer_groups(layer_stacks(model), recipe)
     return {run.name: run.layers.start for run in runs}
 
 
 def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, float | str]:
-    """Metrics of {operand class: {site: {count: (L,), of experts (L, E)}}}.
+    """Returns the metrics of quantisation losses.
 
-    ``fp8_saturated_frac/CLASS``, ``fp8_underflow_frac/CLASS`` are shares of the elements,
+    ``fp8_saturated_frac/CLASS`` and ``fp8_underflow_frac/CLASS`` are shares of the elements,
     ``fp8_nonfinite_blocks/CLASS`` is a number of blocks, and ``fp8_worst_layer/CLASS`` names the
-    layer (and the expert, or the head of a latent's matrices) with most of all that (a block that
-    is not finite counts before any share); it is left out where nothing was lost.
+    layer (and the expert, or the head of a latent's matrices) with the largest loss (a non-finite
+    block outweighs any share); it is left out if nothing was lost.
 
     Args:
-      health: the counts.
-      first: of `first_layers`; the KV cache counts over all layers.
+      health: counts {operand class: {site: {count: (L,), of experts (L, E)}}}.
+      first: result of `first_layers`; layers of the KV cache are numbered over the whole model.
     """
     record: dict[str, float | str] = {}
     for name, sites in health.items():
@@ -72,7 +72,7 @@ def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, 
 def age_metrics(
     scaling_state: dict[str, SiteScaling], kv_scales: KVScales | None, step: int
 ) -> dict[str, int]:
-    """``scale_age/CLASS``: optimiser steps since a scale saw an amax, the oldest of the class.
+    """Returns ``scale_age/CLASS``: most optimiser steps since any scale of the class saw an amax.
 
     For the KV cache: RL steps since its calibration. Dynamic scales have no age.
     """
@@ -88,15 +88,15 @@ def age_metrics(
 
 
 def load_metrics(expert_tokens: np.ndarray, first_layer: int) -> dict[str, float | str]:
-    """Metrics of a step's tokens per expert.
+    """Returns the metrics of a step's tokens per expert.
 
-    ``expert_load_max`` is the largest load of an expert over the mean of its layer, in the worst
-    layer, which ``expert_load_worst`` names with the expert; ``expert_load_max_mean`` its mean over
-    layers; ``expert_load_entropy`` the mean over layers of the load's entropy over ln(E), 1 when
-    balanced; ``experts_unused_frac`` the share of experts that got no token.
+    A layer's peak is the largest load of an expert over the layer's mean load. ``expert_load_max``
+    is the largest peak, ``expert_load_worst`` names its layer and expert; ``expert_load_max_mean``
+    is the mean peak; ``expert_load_entropy`` the mean over layers of the loads' entropy over ln(E),
+    1 when balanced; ``experts_unused_frac`` the share of experts without a token.
 
     Args:
-      expert_tokens: (S, E) tokens of each expert, of the S layers that have experts.
+      expert_tokens: (S, E) tokens of each expert in the S layers that have experts.
       first_layer: number of the first of these layers.
     """
     tokens = np.asarray(expert_tokens, np.float64)

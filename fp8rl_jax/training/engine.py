@@ -1,8 +1,8 @@
 """The programs of RL: sample, score, update, refit. `Engine` lists them, `JaxEngine` compiles them.
 
-An engine is made of a configuration and a layout, so one process can have two, on two meshes. Its
-methods take a state or rollout weights, and return new ones and arrays on the host. Each program
-is compiled once.
+An engine is made from a configuration and a layout, so one process can have two, on two meshes. Its
+methods take a state or rollout weights, and return a new state or weights, and arrays on the host.
+Each program is compiled once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Served:
       weights: the tree that the sampler takes; None after `release`.
       checksum: () uint32 over all its bytes.
       health: counts of quantisation losses by site and layer; {} without `precision.health`.
-      version: () int32, the step whose weights these are.
+      version: () int32, the step of the state that the weights were made from.
     """
 
     weights: Any
@@ -65,7 +65,7 @@ class Served:
     version: jax.Array
 
     def release(self) -> None:
-        """Gives up the weights, wherever this object is held: an update needs their memory."""
+        """Drops the weights for every holder of this object: an update needs their memory."""
         self.weights = None
 
 
@@ -75,10 +75,10 @@ class Prompts:
 
     Attributes:
       tokens: (P, Tp) int32, right-padded; lengths: (P,) int32.
-      key: of the step.
+      key: random key of the step.
       temperature: (B,) float32, 0 for greedy.
-      first_ids: (P,) int32: the number of each prompt's first sample. Key, number and
-        position decide a sample's random bits.
+      first_ids: (P,) int32, number of each prompt's first sample. Key, sample number and position
+        determine the random bits of a token.
     """
 
     tokens: np.ndarray
@@ -89,13 +89,13 @@ class Prompts:
 
     @classmethod
     def numbered(cls, tokens, lengths, key, temperature, first: int = 0) -> Prompts:
-        """Prompts whose samples are numbered from `first` on."""
+        """Returns prompts whose samples are numbered from `first` on."""
         group = len(temperature) // len(lengths)
         return cls(tokens, lengths, key, temperature, first + group * np.arange(len(lengths)))
 
     @property
     def sample_ids(self) -> np.ndarray:
-        """(B,) int32."""
+        """(B,) int32, numbers of the samples."""
         group = len(self.temperature) // len(self.lengths)
         return np.add.outer(self.first_ids, np.arange(group)).reshape(-1).astype(np.int32)
 
@@ -105,45 +105,45 @@ class Engine(Protocol):
 
     @property
     def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:
-        """`optimizer_of_phase` of RL: what `update` applies, and its learning rate by update."""
+        """The optimiser that `update` applies, and its schedule (update -> learning rate)."""
 
     def sample(self, weights, prompts: Prompts, watch: Watch | None = None) -> Rollout:
-        """Responses to prompts: the rollout on the host, its taps where they are.
+        """Samples responses to prompts; returns the rollout on the host, its taps on the devices.
 
         Args:
-          weights: of `refit`.
-          prompts: P a multiple of the devices that share a batch.
-          watch: called with finished responses during a rollout by continuous batching; other
-            samplers never call it.
+          weights: weights of a refit (`Served.weights`).
+          prompts: prompts, P a multiple of the number of devices that share a batch.
+          watch: function called with finished responses during a rollout by continuous batching;
+            other samplers never call it.
         """
 
     def metrics(self) -> dict[str, float]:
-        """How the last rollout used its slots; {} of a sampler without slots."""
+        """Returns how the last rollout used its slots; {} for a sampler without slots."""
 
     def batch(self, rollout: Rollout, prompts: Prompts) -> Batch:
-        """A rollout as a training batch on the host, its routing on the devices; advantages are 1,
-        old log-probabilities are the sampler's."""
+        """Returns a rollout as a training batch on the host, its routing on the devices; advantages
+        are 1, old log-probabilities are the sampler's."""
 
     def score(self, state: TrainState, batch: Batch) -> np.ndarray:
-        """Log-probabilities (B, R) float32 of a batch's responses under a state, on the host."""
+        """Returns log-probabilities (B, R) float32 of responses under a state, on the host."""
 
     def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
-        """Log-probabilities (B, R) of a batch's responses under the reference policy in `state`."""
+        """Returns log-probabilities (B, R) of responses under the reference policy in `state`."""
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, dict]:
-        """The state after one optimiser update of RL, the log-probabilities (B, R) that its own
-        forward pass computed, and its metrics on the host. The old state is gone; if loss or
-        gradients are not finite (metrics['good']), the new one equals it."""
+        """Returns the state after one optimiser update of RL, the log-probabilities (B, R) that its
+        forward pass computed, and its metrics on the host. `state` is donated; if loss or gradients
+        are not finite (metrics['good'] is False), the new state equals it."""
 
     def advance(self, state: TrainState, step: int, position: int) -> TrainState:
-        """`state` after `step` steps of its phase and `position` batches of its stream."""
+        """Returns `state` with the numbers of finished steps and batches taken from the stream."""
 
     def calibrate(self, state: TrainState, tokens, lengths) -> TrainState:
-        """`state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged where no
-        recipe asks for them."""
+        """Returns `state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged if
+        no recipe asks for them."""
 
     def refit(self, state: TrainState) -> Served:
-        """The sampler's weights of a state."""
+        """Returns the sampler's weights of a state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +153,8 @@ class JaxEngine(Engine):
     Attributes:
       resolved: configuration, model, recipes.
       layout: shapes and shardings.
-      eos_ids, pad_id: of the tokenizer.
-      cache_slots: of each sequence in the KV cache; 0 for prompt + response.
+      eos_ids, pad_id: end-of-sequence ids and padding id of the tokenizer.
+      cache_slots: slots of each sequence in the KV cache; 0 for prompt + response.
     """
 
     resolved: Resolved
@@ -175,7 +175,7 @@ class JaxEngine(Engine):
 
     @functools.cached_property
     def rope(self) -> tuple[jax.Array, jax.Array]:
-        """Tables of rotary angles for every slot."""
+        """Tables of rotary embeddings for every slot (`rope_tables`)."""
         rollout = self.config.rollout
         slots = self.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
         return processes.place(rope_tables(self.resolved.model, slots), self.layout.replicated)
@@ -183,18 +183,18 @@ class JaxEngine(Engine):
     # States.
 
     def init_params(self):
-        """Random parameters, laid out over the mesh."""
+        """Returns random parameters, sharded over the mesh."""
         init = functools.partial(init_params, self.resolved.model)
         return exact_jit(init, out_shardings=self.layout.param_shardings)(self.keys["init"])
 
     def initial_params(self):
-        """Parameters that training begins with: of `model.checkpoint`, or random."""
+        """Returns the parameters that training begins with: of `model.checkpoint`, or random."""
         if not self.config.model.checkpoint:
             return self.init_params()
         return load_params(self.config, self.layout.param_shardings)
 
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> TrainState:
-        """The state at the start of a phase, laid out over the mesh as `Layout.state_shapes`."""
+        """Returns the state at the start of a phase, sharded as `Layout.state_shapes`."""
         layout = self.layout
         rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
         own = optax.identity() if layout.offloads else optimizer
@@ -243,7 +243,7 @@ class JaxEngine(Engine):
         return Served(weights, checksum, health, version=state.step)
 
     def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
-        """A compiled sampler with the run's prompt and response slots."""
+        """Returns a jitted sampler with the run's prompt and response slots."""
         resolved, rollout = self.resolved, self.config.rollout
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens,
@@ -263,7 +263,7 @@ class JaxEngine(Engine):
         return make_sampler(*what, self.layout.parallel)
 
     def _batching(self) -> Batching:
-        """Sizes of continuous batching: `rollout.pages`, or what the plan of memory allows."""
+        """Returns the sizes of continuous batching; pages default to those of the memory plan."""
         rollout, mesh = self.config.rollout, self.layout.mesh
         sizes = Batching(rollout.slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
         if rollout.pages:
@@ -287,13 +287,13 @@ class JaxEngine(Engine):
 
     @functools.cached_property
     def eval_sampler(self):
-        """The evaluation program: a question's greedy answer and `eval.samples` sampled ones."""
+        """The evaluation program: one greedy and `eval.samples` sampled answers per question."""
         return self.make_sampler(1 + self.config.eval.samples, 0, self.config.eval.top_p)
 
     def sample(
         self, weights, prompts: Prompts, watch: Watch | None = None, sampler: Any = None
     ) -> Rollout:
-        """See `Engine.sample`; `sampler` is of `make_sampler`, by default that of the rollout."""
+        """See `Engine.sample`; `sampler`: a result of `make_sampler`, by default `self.sampler`."""
         sampler = sampler or self.sampler
         sample_ids = prompts.sample_ids
         limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
@@ -368,7 +368,7 @@ class JaxEngine(Engine):
         taps: tuple[str, ...] = (),
         donate: bool = True,
     ):
-        """The compiled train step of a phase; `recipe` defaults to the learner's.
+        """Returns the jitted train step of a phase; `recipe` defaults to the learner's.
 
         `taps` and `donate` as for `learner.make_train_step`.
         """

@@ -1,7 +1,7 @@
-"""The surroundings that a run's bits depend on: versions, devices, files outside its directory.
+"""The environment that a run's bits depend on: versions, devices, files outside its directory.
 
-`environment.json` has an entry for each start of the run; a resumption is compared with the entry
-before it.
+`environment.json` has an entry for each start of the run; a resumption is compared with the last
+entry.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _digests(files: Iterable[pathlib.Path]) -> dict[str, str]:
 
 
 def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """The surroundings of this process: texts by name, and hashes of files by path."""
+    """Returns the environment of this process: texts by name, and hashes of files by path."""
     device = jax.devices()[0]
     return {
         "versions": {
@@ -62,14 +62,14 @@ def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
         "tokenizer": _digests(
             file
             for file in tokenizer_files(config.data.tokenizer, config.model.checkpoint)
-            if file.name != "config.json"  # of the model: its shapes are compared by themselves
+            if file.name != "config.json"  # the model's shapes are compared elsewhere
         ),
         "functions": _digests(files_of_functions(named_functions(config))),
     }
 
 
 def layout() -> str:
-    """The numbers of devices, processes and hosts, as a part of a sentence."""
+    """Returns the numbers of devices, processes and hosts as text."""
     found = jax.devices()
     return f"{len(found)} {found[0].platform} device(s){processes.described()}"
 
@@ -82,10 +82,10 @@ def _version(name: str) -> str:
 
 
 def check_process() -> None:
-    """Makes JAX's settings those that runs rely on (`hold_settings`).
+    """Gives JAX the settings that runs rely on (`hold_settings`).
 
     Raises:
-      UserError: one of them is refused, or JAX has no device here.
+      UserError: a setting is refused, or JAX finds no device.
     """
     hold_settings()
     try:
@@ -100,7 +100,7 @@ def check_process() -> None:
 
 
 def begun(directory: pathlib.Path) -> datetime.datetime:
-    """When the run in a directory was started for the first time; now if there is none."""
+    """Returns when the run in a directory was first started; without one, when this process was."""
     try:
         return datetime.datetime.fromisoformat(_read(directory)[0]["started"])
     except (IndexError, KeyError, TypeError, ValueError):
@@ -108,8 +108,8 @@ def begun(directory: pathlib.Path) -> datetime.datetime:
 
 
 def check_environment(directory: pathlib.Path, now: dict[str, Any]) -> str | None:
-    """A line on changes since the run's last start that may change its bits; None if there are none
-    or the run is new. `now` is the `environment` of this start.
+    """Returns a line on changes since the run's last start that may change its bits; None if
+    nothing has changed or the run is new. `now` is the `environment` of this start.
 
     Raises:
       UserError: the tokenizer has changed.
@@ -141,14 +141,14 @@ def check_environment(directory: pathlib.Path, now: dict[str, Any]) -> str | Non
 
 
 def keep_environment(directory: pathlib.Path, now: dict[str, Any]) -> None:
-    """Adds an entry for this start, with its `environment`."""
+    """Adds an entry for this start, with its `environment`, to environment.json."""
     started = {"started": _STARTED.isoformat(" "), "process": os.getpid()}
     starts = [*_read(directory), started | now]
     write_whole(directory / _NAME, json.dumps(starts, indent=2) + "\n")
 
 
 def _read(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """The entries; none where the file is missing or damaged: it is a record, not needed to run."""
+    """Returns the entries; [] if the file, which no run needs, is missing or damaged."""
     try:
         starts = read_json(directory / _NAME)
     except (OSError, ValueError):

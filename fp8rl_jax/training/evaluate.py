@@ -18,27 +18,27 @@ from fp8rl_jax.training.runtime import Runtime
 
 
 class Evaluation(NamedTuple):
-    """The record of a set of questions for eval.jsonl, and the first `run.samples` transcripts
-    (first sampled answers)."""
+    """A question set's record for eval.jsonl, and transcripts of its first `run.samples` questions
+    with their first sampled answers."""
 
     record: dict[str, Any]
     samples: list[dict[str, Any]]
 
 
 def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluation]:
-    """Accuracy on every held-out question, set by set.
+    """Measures accuracy on all held-out questions, set by set.
 
-    Each question is answered in one program: greedily, and `eval.samples` times at
-    `eval.temperature`. Of several rewards the first decides.
+    One program answers each question greedily, and `eval.samples` times at `eval.temperature`.
+    With several rewards the first decides.
 
     Args:
-      runtime: of `make_runtime`.
+      runtime: result of `make_runtime`.
       weights: rollout weights, from refit.
-      phase, step: written into the record; they also choose the random bits.
+      phase, step: written into the record; they also select the random bits.
 
     Returns:
-      One for each set; report/metrics.py explains the keys of its record. A question counts if all
-      its responses were scored; `questions_unscored` is the number of those that do not.
+      An evaluation for each set; report/metrics.py explains the keys of its record. A question
+      counts if all its responses were scored; `questions_unscored` counts the other questions.
 
     Raises:
       RewardError: every call of the reward failed, or no question of a set counts.
@@ -48,7 +48,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
     sets = itertools.groupby(runtime.questions["eval"], key=lambda question: question.set)
     found = []
     for index, (name, questions) in enumerate(sets):
-        # Below 1 << 31 are the steps' numbers: the first set's key is that of the only one.
+        # Numbers below 1 << 31 are steps. The first set's key does not depend on further sets.
         key = runtime.engine.keys["eval"]
         key = jax.random.fold_in(key, (1 << 31) + index) if index else key
         key = jax.random.fold_in(key, step + (phase == "rl") * (1 << 30))
@@ -66,7 +66,7 @@ def _evaluate(
     head: dict[str, Any],
     tally: Tally,
 ) -> Evaluation:
-    """Accuracy on a set; `head` begins each record."""
+    """Measures accuracy on a set; every record begins with `head`."""
     config, engine = runtime.config, runtime.engine
     start = time.perf_counter()
     size = config.eval.batch_size
@@ -78,7 +78,7 @@ def _evaluate(
     rewards, texts, rates, length = [], [], [], 0
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
-        rows = group * len(part)  # further rows fill the batch
+        rows = group * len(part)  # the remaining rows are padding
         padded = part + [part[-1]] * (size - len(part))
         begin = time.perf_counter()
         prompts = Prompts.numbered(
@@ -105,7 +105,7 @@ def _evaluate(
             text for index, text in enumerate(texts) if index % group and scored[index // group]
         ]
         answers = _answers(reward, sampled_texts, Tally(f"evaluation after {head['phase']}"))
-    # The first batch compiles, so it is left out where there are others.
+    # The first batch compiles, so it is left out if there are several.
     tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
     record = {
         **head,
@@ -136,7 +136,7 @@ def _evaluate(
 
 
 def _answers(reward: Term, texts: list[str], tally: Tally) -> list | None:
-    """`extract_answers`, by all processes together."""
+    """Runs `extract_answers`, with the texts divided among all processes."""
     count = processes.count()
     own = texts[processes.number() :: count]
     found = tally.everywhere(lambda: extract_answers(reward, own, tally))

@@ -29,10 +29,10 @@ from fp8rl_jax.training.offload import with_host_moments
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The arrays of a run on a mesh.
+    """Shapes and shardings of a run's arrays on a mesh.
 
     Attributes:
-      resolved: model and recipes.
+      resolved: configuration with model and recipes.
       mesh: the devices.
     """
 
@@ -45,16 +45,16 @@ class Layout:
 
     @property
     def rows(self) -> NamedSharding:
-        """Of a batch: its rows are divided over the devices."""
+        """Sharding of a batch: its rows are divided over the devices."""
         return sharding.batch_sharding(self.mesh)
 
     @property
     def replicated(self) -> NamedSharding:
-        """Of arrays that every device holds in full."""
+        """Sharding of arrays that every device holds in full."""
         return sharding.replicated(self.mesh)
 
     def by_rows(self, batch):
-        """A tree of host arrays on the devices, divided by rows."""
+        """Places a tree of host arrays on the devices, divided by rows."""
         return processes.place(batch, self.rows)
 
     @property
@@ -97,8 +97,8 @@ class Layout:
 
     @functools.cached_property
     def weight_shardings(self):
-        """Of the sampler's weights: experts over `expert`, other weights over `tensor`; on a GPU
-        with the layouts that its kernels read."""
+        """Shardings of the sampler's weights: experts over `expert`, other weights over `tensor`;
+        on a GPU with the memory layouts that its kernels read."""
         shapes, recipe = self.weight_shapes, self.resolved.rollout_recipe
         specs = weight_specs(shapes, self.resolved.model, recipe, self.mesh)
         shardings = sharding.named(self.mesh, specs)
@@ -107,15 +107,15 @@ class Layout:
         return kernel_formats(shapes, shardings)
 
     def new_state(self, params, optimizer, rng: np.ndarray, scaling_state: dict | None = None):
-        """`learner.new_state` of the run's learner, on the devices of its arguments."""
+        """Returns `learner.new_state` of the run's learner, on the devices of its arguments."""
         recipe = self.resolved.learner_recipe
         return learner.new_state(
             params, optimizer, rng, recipe, scaling_state, self.missing_kv_scales
         )
 
     def state_shapes(self, optimizer) -> learner.TrainState:
-        """ShapeDtypeStructs of a phase's state with their shardings: optimiser moments as their
-        parameters, or in host memory (`learner.offload`)."""
+        """Returns ShapeDtypeStructs, with shardings, of a phase's state: optimiser moments are
+        sharded as their parameters, or in host memory (`learner.offload`)."""
         rng = np.asarray(jax.random.key_data(jax.random.key(0, impl="threefry2x32")))
         make = functools.partial(self.new_state, optimizer=optimizer, rng=rng)
         shapes = jax.eval_shape(make, self.param_shapes)

@@ -1,9 +1,9 @@
 """A lock on a run directory: one process writes there at a time.
 
 The file `lock` names the process that holds it. Where the file system has flock, the kernel frees
-the lock when its process ends, however it ends. Elsewhere the process writes to the file every
-`_HEARTBEAT` seconds; a lock counts as left behind when its process on this host is gone, or when
-the file is older than `_DEAD_AFTER` seconds by the file system's own clock.
+the lock when its process ends, for whatever reason. Elsewhere the process touches the file every
+`_HEARTBEAT` seconds; a lock counts as left behind when its process on this host is gone, or, from
+another host, when the file is older than `_DEAD_AFTER` seconds by the file system's clock.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fp8rl_jax.base.paths import open_regular
 from fp8rl_jax.base.whole_file import write_whole
 
 _NAME = "lock"
-_BEGINNING, _LONGEST = b'{"host": ', 1000  # of what it holds, in bytes
+_BEGINNING, _LONGEST = b'{"host": ', 1000  # first bytes and largest size of the content
 _HEARTBEAT, _DEAD_AFTER = 15.0, 120.0
 _NO_FLOCK = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
 class RunLock:
-    """The lock of a directory while it is entered; of several processes the first one has it.
+    """A context manager that locks a directory; in a run of several processes the first one locks.
 
     Raises (on entering):
-      UserError: another process holds it, or there is something else under its name.
+      UserError: another process holds the lock, or the file of that name is no lock.
     """
 
     def __init__(self, directory: pathlib.Path):
@@ -64,10 +64,10 @@ class RunLock:
                     raise self._not_ours(error) from None
                 self._enter_by_heartbeat()
                 return self
-            if _same_file(self._file, self._path):  # and not one that its holder has removed since
+            if _same_file(self._file, self._path):  # its holder may have removed it meanwhile
                 if os.fstat(self._file).st_nlink == 1:
                     break
-                self._path.unlink()  # a second name of some other file, which is not to be emptied
+                self._path.unlink()  # a hard link to some other file, which must not be emptied
             os.close(self._file)
         if not _is_lock(os.pread(self._file, _LONGEST, 0)):
             os.close(self._file)
@@ -84,7 +84,7 @@ class RunLock:
         if owner and not _is_own(owner) and not self._is_left_behind(owner):
             raise self._held()
         write_whole(self._path, _owner())
-        time.sleep(0.5)  # of two processes that find a lock left behind, the later one has it
+        time.sleep(0.5)  # if two processes take over a lock left behind, the later one gets it
         self.check()
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -103,7 +103,7 @@ class RunLock:
 
     def check(self) -> None:
         """Raises UserError if the lock was lost: the directory was removed, or another process took
-        the lock while this one stood still."""
+        the lock while this one was suspended."""
         if not processes.first():
             return
         file, path = self._file, self._path
@@ -140,14 +140,14 @@ class RunLock:
 
 
 def _owner() -> bytes:
-    """The content of a lock that this process holds."""
+    """Returns the content of a lock that this process holds."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": _start(os.getpid())}
     return json.dumps(owner | {"since": since}).encode()
 
 
 def _is_lock(content: bytes) -> bool:
-    """Whether a file may be emptied: it holds nothing, what `_owner` says, or a beginning of it."""
+    """Whether a file may be emptied: it is empty, or holds a lock's content or its beginning."""
     if content[: len(_BEGINNING)] != _BEGINNING[: len(content)]:
         return False
     try:
@@ -172,7 +172,7 @@ def _same_file(file: int, path: pathlib.Path) -> bool:
 
 
 def _start(pid: object) -> str:
-    """When a process of this host began, in ticks since the machine did; '' if it is not there."""
+    """Returns a process's start time in ticks since boot; '' if this host has no such process."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -180,7 +180,7 @@ def _start(pid: object) -> str:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether a process of this host is there, and not another one under its number."""
+    """Whether the owner, a process of this host, still runs, and its pid was not reused."""
     return bool(owner.get("start")) and _start(owner.get("pid")) == owner["start"]
 
 

@@ -1,4 +1,4 @@
-"""A run's JSON lines, which survive a crash, and the loggers that get the same numbers."""
+"""A run's JSON-lines files, which survive a crash, and loggers that get the same numbers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fp8rl_jax.training.sinks import Outside, open_sinks
 
 
 class JsonlWriter:
-    """Appends one JSON object a line; its size is a position that a run can return to."""
+    """Appends JSON objects, one a line; the file's size is a position that a run can return to."""
 
     def __init__(self, path: pathlib.Path):
-        """Raises UserError if something else than a file that can be written is there."""
+        """Opens the file; UserError if it is not a regular file that can be written."""
         self.path = path
         try:
             file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -33,18 +33,18 @@ class JsonlWriter:
         self._file = os.fdopen(file, "ab")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Writes one line of strict JSON and hands it to the operating system."""
+        """Writes one line of strict JSON and flushes it to the operating system."""
         self._file.write((strict_json(record) + "\n").encode())
         self._file.flush()
 
     def sync(self) -> int:
-        """Forces everything to disk; returns the size in bytes."""
+        """Syncs the file to disk; returns its size in bytes."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def truncate(self, size: int) -> None:
-        """Drops what was written after `size` bytes."""
+        """Cuts the file to `size` bytes."""
         self._file.truncate(size)
         self._file.seek(0, os.SEEK_END)
 
@@ -53,7 +53,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a file, up to the first damaged line; [] if there is no file."""
+    """Returns the records of a file, up to the first damaged line; [] if there is no file."""
     records: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError, ValueError):
         for record in _records(path):
@@ -62,10 +62,10 @@ def read_jsonl(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The records of a file that a run has written.
+    """Returns the records of a file that a run has written.
 
     Raises:
-      UserError: it cannot be read, or a line is no record of a run.
+      UserError: the file cannot be read, or a line is no record of a run.
     """
     try:
         return [_checked(record) for record in _records(path, b"\n")]
@@ -77,11 +77,11 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _records(path: pathlib.Path, end: bytes = b"") -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one a line, each of which has this end.
+    """Yields the JSON objects of a file, one a line; each line must end with `end`.
 
     Raises:
-      OSError: it cannot be read, or is no regular file.
-      ValueError: a line is no JSON object.
+      OSError: the file cannot be read, or is no regular file.
+      ValueError: a line is no JSON object, or has another end.
     """
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         number = 0
@@ -97,7 +97,7 @@ def _records(path: pathlib.Path, end: bytes = b"") -> Iterator[dict[str, Any]]:
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
-    """The record; ValueError if its step, phase or set has another type."""
+    """Returns the record; ValueError if its step, phase or set has another type."""
     step = record.get("step")
     texts = [record.get(name, "") for name in ("phase", "set")]
     if type(step) is not int or step < 0 or not all(isinstance(text, str) for text in texts):
@@ -106,9 +106,9 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunLogs:
-    """The files of a run directory: RL steps, SFT, evaluations, transcripts; and `run.loggers`.
+    """The logs of a run directory: RL steps, SFT, evaluations, transcripts; and `run.loggers`.
 
-    Of several processes only the first one opens and writes them.
+    In a run of several processes only the first one opens and writes them.
     """
 
     NAMES = (*FILES,)
@@ -125,10 +125,10 @@ class RunLogs:
         With None they start empty; files of a former run, its drift analysis included, move to the
         directory `earlier-1`, `earlier-2`, ..., which `moved_to` names.
 
-        `config` names the loggers, which get it; `note` is called with a line about what they miss.
+        `config` names the loggers, which receive it; `note` is called with lines on their failures.
 
         Raises:
-          UserError: a file is not what a run has written.
+          UserError: a file is too short, or not written by a run.
         """
         self.moved_to: pathlib.Path | None = None
         self._writers: dict[str, JsonlWriter] = {}
@@ -153,7 +153,7 @@ class RunLogs:
             self._show(name, records, again=True)
 
     def _move_away(self, directory: pathlib.Path) -> pathlib.Path | None:
-        """Moves the files of a former run and returns their new directory, or None without any."""
+        """Moves the files of a former run; returns their new directory, or None without files."""
         names = (directory / f"{name}.jsonl" for name in self.NAMES)
         former = [path for path in names if path.exists() and path.stat().st_size]
         if not former:
@@ -167,7 +167,7 @@ class RunLogs:
         return target
 
     def write(self, name: str, *records: dict[str, Any]) -> None:
-        """Appends records to one of NAMES; their numbers or samples go to the loggers too."""
+        """Appends records to one of NAMES, and sends their numbers or samples to the loggers."""
         if not processes.first():
             return
         for record in records:
@@ -175,14 +175,14 @@ class RunLogs:
         self._show(name, records)
 
     def write_evaluations(self, evaluations: Iterable[tuple[dict[str, Any], list[dict]]]) -> None:
-        """Appends what `evaluate` returns."""
+        """Appends the evaluations that `evaluate` returns."""
         for record, samples in evaluations:
             self.write("eval", record)
             self.write("samples", *samples)
 
     def _show(self, name: str, records: Iterable[dict[str, Any]], again: bool = False) -> None:
-        """Hands records to the loggers, samples of one evaluation together; `again`: they were
-        written before a resumption."""
+        """Sends records to the loggers, samples of one evaluation together; `again`: the records
+        were written before a resumption."""
         sinks = [sink for sink in self._sinks if sink.writes_anew or not again]
         steps = itertools.groupby(records, lambda record: (_phase(name, record), record["step"]))
         for (phase, step), group in steps:
@@ -195,11 +195,11 @@ class RunLogs:
                     sink.write(phase, _numbers(phase, row), step)
 
     def offsets(self) -> dict[str, int]:
-        """Sizes of the files, all of it on disk."""
+        """Syncs the files to disk; returns their sizes in bytes by name."""
         return {name: writer.sync() for name, writer in self._writers.items()}
 
     def close(self) -> None:
-        """Closes all of them, also where a file fails; the first failure is raised."""
+        """Closes all files and loggers, even if one fails; then raises a failure."""
         with contextlib.ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
@@ -208,7 +208,7 @@ class RunLogs:
 
 
 def _phase(name: str, record: dict[str, Any]) -> str:
-    """The loggers' name of the phase of a record in one of NAMES."""
+    """Returns the loggers' name for the phase of a record in one of NAMES."""
     phase = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record.get('phase')}"
     return f"{phase}/{record['set']}" if "set" in record else phase
 

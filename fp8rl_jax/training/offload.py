@@ -1,12 +1,12 @@
-"""Optimiser moments in the host's memory while they are not needed (`learner.offload`).
+"""Keeps optimiser moments in host memory while they are not needed (`learner.offload`).
 
-AdamW's moments are half of a step's state and are read once in it, after all gradients are there.
-So the gradient is one program, without them, and the update another, an array of parameters at a
-time: its moments go to the device, are updated and go back. A device never holds more of them than
-those of the largest array, and none during the rollout.
+AdamW's moments are half of a step's state and are read once per step, after all gradients are
+computed. So one program computes the gradients without the moments, and another updates one
+parameter array at a time: the array's moments go to the device, are updated and go back. A device
+never holds more than the moments of the largest array, and none during the rollout.
 
-ZeRO-Offload (Ren et al., arXiv:2101.06840) also computes the update on the host; here it stays on
-the device, by the arithmetic of the step that keeps its moments there.
+ZeRO-Offload (Ren et al., arXiv:2101.06840) computes the update on the host; here it is computed on
+the device, with the arithmetic of the step without offload.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _HOST, _DEVICE = "pinned_host", "device"
 
 
 def with_host_moments(state, shardings):
-    """Shardings of a train state with those of the optimiser's arrays in pinned host memory.
+    """Returns a train state's shardings with the optimiser's arrays in pinned host memory.
 
     Args:
       state: a TrainState, or its shapes.
-      shardings: of every array.
+      shardings: the state's shardings.
     """
 
     def on_host(x, sharding):
-        return sharding.with_memory_kind(_HOST) if x.ndim else sharding  # counts stay
+        return sharding.with_memory_kind(_HOST) if x.ndim else sharding  # counts are scalars
 
     moved = jax.tree.map(on_host, state.opt_state, shardings.opt_state)
     return dataclasses.replace(shardings, opt_state=moved)
 
 
 def init_on_host(shapes):
-    """Zeros of ShapeDtypeStructs, each shard made where it is stored: the optimiser's state at the
-    start."""
+    """Returns zeros of ShapeDtypeStructs, an optimiser's initial state; each shard is made where it
+    is stored."""
 
     def zeros(x):
         def shard(index):
@@ -59,18 +59,18 @@ def init_on_host(shapes):
 
 
 def is_on_host(x) -> bool:
-    """Whether an array is in a host's memory and no program on the device can read it."""
+    """Whether an array is in pinned host memory, where device programs do not read it."""
     return isinstance(x, jax.Array) and x.sharding.memory_kind == _HOST
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """`x` in its devices' memory."""
+    """Returns `x` in its devices' memory."""
     return jax.device_put(x, x.sharding.with_memory_kind(_DEVICE)) if is_on_host(x) else x
 
 
 class OffloadedStep:
-    """A train step whose moments are in host memory: ``step(state, batch, rope) -> (state, logp,
-    metrics)``, as that of `learner.make_train_step`."""
+    """A train step with moments in host memory: ``step(state, batch, rope) -> (state, logp,
+    metrics)``, as `learner.make_train_step` returns."""
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class OffloadedStep:
     ):
         """
         Args:
-          gradients: of `learner.make_gradients`.
-          optimizer: of `make_optimizer`.
-          shardings: of the state, moments on the device.
-          rows, replicated: shardings of arrays divided by rows, and of arrays on every device.
+          gradients: result of `learner.make_gradients`.
+          optimizer: result of `make_optimizer`.
+          shardings: shardings of the state, with moments on the device.
+          rows, replicated: shardings of arrays divided by rows, and of replicated arrays.
           donate: give the state's memory to the new state.
         """
         self._donate = donate
 
         def update(decays, gradient, moments, param, norm, changes):
-            clipped = optimizer.clip(gradient, norm)  # here: there it would take a second copy
+            clipped = optimizer.clip(gradient, norm)  # in the other program it would need a copy
             step, new = optimizer.by_array(decays).update(clipped, moments, param)
             return keep_if(changes, (optax.apply_updates(param, step), new), (param, moments))
 
@@ -102,11 +102,11 @@ class OffloadedStep:
         self._update = exact_jit(update, static_argnums=0, donate_argnums=donated)
 
     def trace(self, state: TrainState, batch: Batch, rope) -> jax.stages.Traced:
-        """The traced program of the gradients."""
+        """Traces the program of the gradients."""
         return self._gradients.trace(dataclasses.replace(state, opt_state=None), batch, rope)
 
     def lower(self, state: TrainState, batch: Batch, rope) -> jax.stages.Lowered:
-        """The program of the gradients, which holds most memory."""
+        """Lowers the program of the gradients, which needs most memory."""
         return self._gradients.lower(dataclasses.replace(state, opt_state=None), batch, rope)
 
     def __call__(self, state: TrainState, batch: Batch, rope):
@@ -123,7 +123,7 @@ class OffloadedStep:
         return new, logp, metrics
 
     def _by_array(self, gradients: list, moments, params, *scalars):
-        """(params, moments) after the update, one array of parameters after the other."""
+        """Updates one parameter array after another; returns (params, moments)."""
         structure: Any = jax.tree.structure(params)
         paths, olds = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
         news = []
@@ -132,7 +132,7 @@ class OffloadedStep:
             return structure == jax.tree.structure(node)
 
         def of_array(index: int):
-            """`moments` with one array in the place of every tree shaped as the parameters."""
+            """Returns `moments` with every tree of the parameters' structure cut to one array."""
             return jax.tree.map(
                 lambda node: jax.tree.leaves(node)[index] if like_params(node) else node,
                 moments,
@@ -143,7 +143,7 @@ class OffloadedStep:
         for index in range(len(olds)):
             gradient, gradients[index] = gradients[index], None
             before = of_array(index)
-            # Its memory is given away, and counts are every array's.
+            # Copies: the update donates them, and all arrays share the counts.
             here = jax.tree.map(lambda x: to_device(x) if is_on_host(x) else jnp.copy(x), before)
             shardings = jax.tree.map(lambda x: x.sharding, before)
             if self._donate:
@@ -153,7 +153,7 @@ class OffloadedStep:
             decays = is_matrix(path_of(paths[index]))
             new, after = self._update(decays, gradient, here, olds[index], *scalars)
             after = jax.tree.map(jax.device_put, after, shardings)
-            states.append(jax.block_until_ready(after))  # then there is room for the next
+            states.append(jax.block_until_ready(after))  # this frees room for the next array
             news.append(new)
 
         def joined(node, *parts):

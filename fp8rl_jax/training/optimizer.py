@@ -1,8 +1,8 @@
-"""AdamW as the run uses it, in its two phases.
+"""The AdamW optimiser of a run's two phases.
 
-Decay is on matrices alone: linear layers, experts, routers, embedding and head. Gains of norms are
-not decayed, nor is a sigmoid router's correction bias, which has no gradient and so keeps its bits
-for ever (as in Hugging Face's trainer and Megatron, which leave norms and biases out).
+Only matrices are decayed: linear layers, experts, routers, embedding and head. Gains of norms are
+not decayed, nor is a sigmoid router's correction bias, which has no gradient and so never changes
+(Hugging Face's trainer and Megatron also leave out norms and biases).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fp8rl_jax.models.stacks import Path, path_of
 
 
 class Optimizer(NamedTuple):
-    """An optax transformation, and the two that it is a chain of.
+    """An optax chain of two transformations, gradient clipping and AdamW, with both parts.
 
     Attributes:
-      init, update: of the chain.
-      clip: ``clip(gradient, norm)``: an array's gradient as the chain's first part clips it, of
-        the global norm of all gradients.
-      by_array: ``by_array(decays)``: the second part for one array, which is decayed or not. Its
-        state has the structure of the second part's.
+      init, update: functions of the chain.
+      clip: ``clip(gradient, norm)`` clips one array's gradient as the chain does, given the global
+        norm of all gradients.
+      by_array: ``by_array(decays)`` returns AdamW for one array, with decay or without. Its state
+        has the structure of the chain's second state.
     """
 
     init: Callable
@@ -49,22 +49,22 @@ def make_optimizer(
     end_fraction: float = 1.0,
     norm: Callable = optax.tree.norm,
 ) -> tuple[Optimizer, optax.Schedule]:
-    """AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
+    """Returns AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
 
     Args:
-      learning_rate: the peak.
-      warmup_steps: updates of linear warm-up; the first has 1 / warmup_steps of the peak, the
-        last all of it.
-      b1, b2: AdamW's (Loshchilov & Hutter, arXiv:1711.05101).
-      weight_decay: AdamW's decoupled decay, of matrices.
+      learning_rate: peak learning rate.
+      warmup_steps: number of updates of linear warm-up; the first uses 1 / warmup_steps of the
+        peak, the last the full peak.
+      b1, b2: decay rates of AdamW's moments (Loshchilov & Hutter, arXiv:1711.05101).
+      weight_decay: AdamW's decoupled decay of matrices.
       clip_norm: largest global norm of the gradient.
-      decay_steps: total updates of a cosine that ends at `end_fraction` of the peak; 0 for a
-        constant.
+      decay_steps: number of updates, warm-up included, after which a cosine decay ends at
+        `end_fraction` of the peak; 0 for a constant rate.
       end_fraction: see decay_steps.
-      norm: from a tree of gradients to its global norm.
+      norm: function from a tree of gradients to its global norm.
 
     Returns:
-      The transformation and its schedule (update -> learning rate).
+      The optimiser and its schedule (update -> learning rate).
     """
     if decay_steps:
         from_0 = optax.warmup_cosine_decay_schedule(
@@ -74,7 +74,7 @@ def make_optimizer(
         from_0 = optax.linear_schedule(0.0, learning_rate, max(warmup_steps, 1))
 
     def schedule(update):
-        return from_0(update + 1)  # at 0 it is 0, and an update would change nothing
+        return from_0(update + 1)  # from_0(0) is 0: such an update would change nothing
 
     def adamw(decays: Callable[[Path], bool]) -> optax.GradientTransformation:
         def decay(updates, params):
@@ -103,8 +103,8 @@ def make_optimizer(
 
 
 def updates_made(opt_state: optax.OptState) -> int:
-    """How many updates an optimiser of `make_optimizer` has made; steps that it skipped are not
-    among them."""
+    """Returns the number of updates that an optimiser of `make_optimizer` has made, without skipped
+    ones."""
     _, (adam, *_) = opt_state
     return int(adam.count)
 
@@ -112,7 +112,7 @@ def updates_made(opt_state: optax.OptState) -> int:
 def optimizer_of_phase(
     config: ml_collections.ConfigDict, phase: str
 ) -> tuple[Optimizer, optax.Schedule]:
-    """(transformation, schedule) of 'sft' or 'rl'."""
+    """Returns the optimiser and the schedule of phase 'sft' or 'rl'."""
     rl, sft = config.optimizer, config.sft
     own, decay = (sft if phase == "sft" else rl), {}
     if phase == "sft" and sft.end_fraction < 1:

@@ -19,19 +19,19 @@ from fp8rl_jax.training.sinks import logger_names
 def preflight(
     runtime: Runtime, resume: bool, check: Callable[[], object]
 ) -> Iterator[tuple[RunLock, list[str]]]:
-    """Checks a run and opens its directory; the processes agree.
+    """Checks a run and opens its directory, with the same outcome in all processes.
 
     Args:
       runtime: the run.
-      resume: whether a run that is there may go on.
-      check: a last check, which may compile; nothing has been written before.
+      resume: whether an existing run may be continued.
+      check: a last check, which may compile; called before `open_run` writes files.
 
     Yields:
-      The lock of the directory, held while the run goes on, and lines to show: about the data, what
-      has changed since the run's last start, what `check` returned.
+      The lock of the directory, held during the run, and lines to show: on the data, on changes
+      since the run's last start, and the result of `check`.
 
     Raises:
-      UserError: the run cannot work here, or `run.dir` holds another.
+      UserError: the run cannot work here, or `run.dir` holds another run.
     """
     config = runtime.config
     logger_names(config)

@@ -1,4 +1,4 @@
-"""The display of a run: a live line in a terminal, plain lines elsewhere."""
+"""Displays the progress of a run: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from fp8rl_jax.report.metrics import live_line
 
-_PLAIN_SECONDS = 10.0  # at most one plain line in this time, besides evaluations
-_RECENT = 20  # steps
+_PLAIN_SECONDS = 10.0  # least time between two plain lines of steps
+_RECENT = 20  # number of last steps that the remaining time is estimated from
 
 
 class Display:
@@ -67,7 +67,7 @@ class Display:
         now = time.perf_counter()
         self._durations.append(now - self._ended)
         self._ended = now
-        # A median: the first step compiles, and later ones may.
+        # The median, because the first step compiles, and later ones may.
         left = statistics.median_low(self._durations) * (self._total - step)
         text = f"left {datetime.timedelta(seconds=round(left))}" if len(self._durations) > 1 else ""
         self._progress.update(self._task, completed=step, status=status, left=text)
@@ -81,7 +81,7 @@ class Display:
         self._update(record["step"], f"{live_line(file, record)}  accuracy {self._accuracy}")
 
     def rollout(self, step: int, progress) -> None:
-        """Shows how many responses of an RL step are done; see rollout/continuous.py."""
+        """Shows how many responses of an RL step are done; `progress`: rollout's `Progress`."""
         done = progress.done
         status = f"rollout {done.sum()}/{len(done)} responses, {progress.drawn.sum()} tokens"
         now = time.perf_counter()
@@ -93,7 +93,7 @@ class Display:
             self.note(f"{self._name} {step}/{self._total}  {status}")
 
     def evaluations(self, records: Sequence[dict]) -> None:
-        """A line for each set's evaluation; the accuracy beside the steps is the first's."""
+        """Prints a line for each set's evaluation; later steps show the first set's accuracy."""
         first = records[0]
         self._accuracy = f"{first['accuracy_sampled']:.3f}/{first['accuracy_greedy']:.3f}"
         for record in records:

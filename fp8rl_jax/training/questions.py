@@ -1,4 +1,4 @@
-"""A run's questions: as many as its configuration asks for, and short enough for their slots."""
+"""Loads a run's questions: as many as its configuration asks for, and short enough to fit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questi
 
 
 def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
-    """The questions of a run by split.
+    """Returns the questions of a run by split.
 
     Raises:
-      UserError: a source cannot be read, one question does not fit its slots (those of a data set
-        are left out instead, unless `env.overlong` is 'error'), or there are too few.
+      UserError: a source cannot be read, a question does not fit its slots (a data set's questions
+        that do not fit are dropped, unless `env.overlong` is 'error'), or there are too few.
     """
     check_source(config.env)
     counts = {
@@ -48,14 +48,14 @@ def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
 
 
 class _Lengths:
-    """Tells which questions fit their slots, and keeps the lengths of those that do not."""
+    """Checks which questions fit their slots, and collects the lengths of those that do not."""
 
     def __init__(self, config, tokenizer: Tokenizer, chat: ChatFormat | None):
         self._rollout, self._tokenizer, self._chat = config.rollout, tokenizer, chat
         self.too_long: dict[str, list[int]] = {}
 
     def fit(self, split: str, question: Question) -> bool:
-        """True if the prompt, and a demonstration with its end token, fit."""
+        """Returns whether the prompt, and a demonstration with its end token, fit."""
         if split == "sft":
             example = question.prompt, question.demonstration
             prompt, response = encode_demonstration(*example, self._tokenizer, self._chat)

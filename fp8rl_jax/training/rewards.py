@@ -1,4 +1,4 @@
-"""Rewards of a batch of responses, scored by workers while the rollout goes on."""
+"""Rewards of a batch of responses, which workers score during the rollout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fp8rl_jax.rollout import Rollout
 
 
 class Rewards:
-    """Rewards of responses, which are scored from the time on when they are complete. Each process
-    scores the rows that are on its devices."""
+    """Scores responses as soon as they are complete. Each process scores the rows that are on its
+    devices."""
 
     def __init__(
         self,
@@ -23,18 +23,18 @@ class Rewards:
     ):
         """
         Args:
-          decode: of `Text`.
-          questions: one for each response.
-          rewards: the terms that score them.
-          own_rows: (B,) bool, rows of this process in the batch that they are sampled in, of which
-            they are the first.
+          decode: `Text.decode`.
+          questions: the question of each response.
+          rewards: the reward terms that score them.
+          own_rows: (B,) bool, which rows of the sampled batch are this process's; responses of
+            `questions` are its first rows.
         """
         self._decode, self._questions, self._rewards = decode, questions, rewards
-        self._left = own_rows[: len(questions)].copy()  # to be handed in
+        self._left = own_rows[: len(questions)].copy()  # rows not yet submitted
         self._scorings: list[tuple[np.ndarray, Scoring]] = []
 
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
-        """Hands in the responses that are `done` (B,) and have not been handed in."""
+        """Submits for scoring those responses `done` (B,) that were not submitted before."""
         rows = np.flatnonzero(done[: len(self._left)] & self._left)
         texts = self._decode(rollout.tokens[rows], rollout.mask[rows])
         questions = [self._questions[r] for r in rows]
@@ -42,15 +42,15 @@ class Rewards:
         self._left[rows] = False
 
     def result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Waits for the rewards (B,) of all responses, and each by its name without its weight;
-        nan where a response was not scored.
+        """Waits for all rewards; returns (B,) rewards, and {name: (B,) reward without its weight},
+        with nan for responses that were not scored.
 
         Raises:
-          RewardError: no call of a reward comes to an end.
+          RewardError: the first calls of a reward all time out, or no worker can call it.
         """
         parts = tally.everywhere(lambda: self._own_result(tally))
         values, by_name = parts[0]
-        for others, others_by_name in parts[1:]:  # 0 in the rows that are not theirs
+        for others, others_by_name in parts[1:]:  # 0 in rows of other processes
             values = values + others
             by_name = {name: rows + others_by_name[name] for name, rows in by_name.items()}
         return values, by_name

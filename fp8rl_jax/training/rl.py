@@ -2,10 +2,10 @@
 
 One step, as `rl_step` runs it::
 
-    questions --sample--> responses --reward--> rewards          the sampler's weights
+    questions --sample--> responses --reward--> rewards          with weights of the last refit
         |                     |                    |
-        |             log-probabilities of the learner and       the learner's, unless zero drift
-        |             the reference policy                       makes them the sampler's own
+        |             log-probabilities of the learner and       at zero drift the sampler's serve
+        |             the reference policy                       as the learner's
         |                     |                    |
         +--------- batch: advantages and weights --+
                               |
@@ -47,13 +47,13 @@ from fp8rl_jax.training.step_record import StepRecord
 
 
 class Monitor(Protocol):
-    """Analyses steps that drift; see `drift.DriftMonitor`."""
+    """Analyses steps with drift; see `drift.DriftMonitor`."""
 
     def keep(self, state: TrainState, drifted: bool) -> None:
-        """Called before the update of each step; `drifted`: whether an earlier step has."""
+        """Called before the update of each step; `drifted`: whether an earlier step had drift."""
 
     def seen(self, step: int, samples: Samples, logp: np.ndarray, seconds: float) -> None:
-        """Called after a step that drifts."""
+        """Called after a step with drift; `seconds`: its times of rollout and learner."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +61,10 @@ class StepResult:
     """The result of an RL step.
 
     Attributes:
-      state, served: after it; the weights that the next step samples with.
-      samples: its responses and rewards.
-      logp: (N, R) of the first update's rows, computed by its own forward pass before it.
-      record: its metrics.
+      state, served: state after the step, and the weights that the next step samples with.
+      samples: responses and rewards of the step.
+      logp: (N, R) float32, log-probabilities that the first update's forward pass computed.
+      record: metrics of the step.
     """
 
     state: TrainState
@@ -82,25 +82,25 @@ def rl_step(
     questions: Stream,
     monitor: Monitor,
 ) -> StepResult:
-    """One step: sample, score, weigh, update, compare, refit.
+    """Runs one step: sample, score, weigh, update, compare, refit.
 
     Args:
-      run: whose engine, text and algorithm it uses.
-      state: after the step before; it is gone afterwards.
-      served: `refit` of it.
+      run: the run, with its engine, text and algorithm.
+      state: state after the previous step; donated.
+      served: result of `refit` on `state`.
       reference: a state with the reference policy; None if the algorithm needs none.
-      questions: one batch is taken, or several with dynamic sampling.
-      monitor: keeps what it needs of the state before the update.
+      questions: stream from which one batch is taken, or several with dynamic sampling.
+      monitor: monitor that may keep parts of the state before the update.
 
     Raises:
-      RewardError: every call of a reward failed; `state` is as it was.
+      RewardError: every call of a reward failed; `state` is unchanged.
       NonFiniteError: loss or gradients are not finite; the last good state is saved.
     """
     rt, engine, step = run.runtime, run.runtime.engine, int(state.step)
     record = StepRecord(step + 1)
     with record.timed("step"):
         # 1. Sample a group of responses for each question, and reward them.
-        hold_settings()  # before every part: a user's code may have run since
+        hold_settings()  # before every part, because a user's code may have changed them
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
         rng: Any = np.asarray(state.rng)  # on the host: the engine may sample on other devices
@@ -127,7 +127,7 @@ def rl_step(
         monitor.keep(state, run.drifted)
         state, logp, checksum = _updates(run, state, batch, record)
 
-        # 5. Compare learner and sampler on the first update's rows, and the bytes that both read.
+        # 5. Compare log-probabilities on the first update's rows, and the weights that both read.
         first = slice(0, len(logp))
         record |= mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
         if rt.same_forward:
@@ -144,14 +144,14 @@ def rl_step(
 def scored(
     rt: Runtime, state: TrainState, reference: TrainState | None, batch: Batch, drifted: bool
 ) -> Batch:
-    """The batch with log-probabilities before the update and under the reference policy.
+    """Returns the batch with log-probabilities before the update and under the reference policy.
 
     Args:
-      rt: whose engine scores.
-      state: before the update.
+      rt: runtime whose engine scores.
+      state: state before the update.
       reference: as for `rl_step`.
-      batch: with those of the sampler, which are kept where they serve.
-      drifted: whether an update has shown drift where there must be none.
+      batch: batch with the sampler's log-probabilities, kept if `takes_rollout_logprobs`.
+      drifted: whether an earlier update showed drift though there must be none.
     """
     if not rt.takes_rollout_logprobs(drifted):
         old = np.where(batch.mask > 0, rt.engine.score(state, batch), 0.0)
@@ -163,7 +163,7 @@ def scored(
 
 
 def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> Batch:
-    """The batch with advantages and weights of its tokens; their metrics go into the record."""
+    """Returns the batch with advantages and weights of its tokens; adds metrics to the record."""
     rollout = samples.rollout
     prepared = prepare(
         rt.algorithm,
@@ -188,8 +188,8 @@ def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> 
 def _updates(
     run: Run, state: TrainState, batch: Batch, record: StepRecord
 ) -> tuple[TrainState, np.ndarray, np.ndarray]:
-    """Makes all optimiser updates of a step. Returns the state after them, and the first update's
-    log-probabilities and checksum of the weights that it read."""
+    """Makes all optimiser updates of a step. Returns the state after them, the log-probabilities of
+    the first update, and the checksum of the weights that it read."""
     rt = run.runtime
     algo = rt.config.algo
     rows = len(batch.mask) // algo.num_minibatches
@@ -202,7 +202,7 @@ def _updates(
             part = jax.tree.map(lambda x, i=begin: x[i : i + rows], batch)
             state, logp, metrics = rt.engine.update(state, part)
             if not metrics["good"]:
-                if index == 0:  # later, the state holds a part of this step
+                if index == 0:  # later the state already contains a part of this step
                     run.save(state)
                 raise NonFiniteError(non_finite_message("RL", record["step"], metrics, index == 0))
             updates.append(metrics | {"counts": part.weights != 0})
@@ -213,7 +213,7 @@ def _updates(
 
 
 def _refit(rt: Runtime, state: TrainState, batch: Batch, record: StepRecord):
-    """The state with calibrated KV scales, and the weights that the sampler takes next."""
+    """Returns the state with calibrated KV scales, and the sampler's next weights."""
     if rt.layout.calibrated:
         with record.timed("calibrate"):
             state = rt.engine.calibrate(state, batch.tokens, batch.lengths)
@@ -224,7 +224,7 @@ def _refit(rt: Runtime, state: TrainState, batch: Batch, record: StepRecord):
 
 
 def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
-    """The state at the start of the phase, saved, and the reference policy if there is one."""
+    """Returns the state at the start of the phase; saves it, and the reference policy if needed."""
     rt = run.runtime
     run.phase = "rl"
     optimizer, _ = rt.engine.rl_optimizer
@@ -232,7 +232,7 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
     if rt.layout.calibrated:  # on the prompts of the first step
         rollout = rt.config.rollout
         prompts, lengths = rt.text.prompts(_stream(rt, state).next())
-        # In the shape of a rollout's sequences: one program calibrates on both.
+        # Padded to the shape of a rollout's sequences, so that one program calibrates on both.
         tokens = np.repeat(prompts, rollout.group_size, axis=0)
         tokens = np.pad(tokens, ((0, 0), (0, rollout.max_new_tokens)))
         state = rt.engine.calibrate(state, tokens, np.repeat(lengths, rollout.group_size))
@@ -245,7 +245,7 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
 
 
 def _stream(rt: Runtime, state: TrainState) -> Stream:
-    """Questions of the phase, from where `state` stands."""
+    """Returns the stream of the phase's questions, at the position of `state`."""
     config = rt.config
     stream = Stream(rt.questions["train"], config.rollout.prompts_per_step, config.run.seed)
     stream.position = int(state.data_state)
@@ -253,7 +253,7 @@ def _stream(rt: Runtime, state: TrainState) -> Stream:
 
 
 def _reference(run: Run, state: TrainState) -> TrainState:
-    """`state` with the reference policy in it."""
+    """Returns `state` with the policy replaced by the saved reference policy."""
     checkpoints = Checkpoints(run.directory / "reference", keep=1)
     policy = checkpoints.restore(0, policy_of(state))
     checkpoints.close()
@@ -261,12 +261,12 @@ def _reference(run: Run, state: TrainState) -> TrainState:
 
 
 def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
-    """RL steps from `state.step` to the end, or to the step after which the run must stop.
+    """Runs RL steps from `state.step` to the end, or until the run must stop.
 
     Args:
-      run: what to train.
-      state: after fine-tuning, or of a checkpoint.
-      monitor: sees the steps that drift though they must not.
+      run: the run.
+      state: state of `begin_rl`, or of a checkpoint.
+      monitor: monitor of steps that drift though they must not.
 
     Raises:
       RewardError, NonFiniteError: as `rl_step`.
@@ -289,7 +289,7 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
         if drift:
             seconds = record["time_rollout"] + record["time_learner"]
             monitor.seen(step, result.samples, result.logp, seconds)
-        del result  # what its routers chose is on the devices
+        del result  # frees device memory: its routing is on the devices
         if rt.layout.calibrated:
             record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
         run.logs.write("metrics", record)
@@ -309,8 +309,8 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
 
 
 def _forbidden_drift(run: Run, record: StepRecord) -> float:
-    """The largest |dlogp| of a step of a run that must have none, else 0; the first time the run is
-    warned. The processes agree."""
+    """Returns a step's largest |dlogp| if the run must have none, else 0, the same in all
+    processes. Shows a warning the first time."""
     rt = run.runtime
     drift = record[DRIFT_MAX]
     drift = next(filter(None, processes.exchange(drift)), 0.0) if rt.zero_drift else 0.0
@@ -327,7 +327,7 @@ def _forbidden_drift(run: Run, record: StepRecord) -> float:
 
 
 def _end_for_drift(run: Run, step: int, drift: float) -> NoReturn:
-    """Ends a run that requires zero drift, after a step that showed some and was saved."""
+    """Raises DriftError in a run that requires zero drift, after a saved step that had drift."""
     processes.decided(lambda: write_report(run.directory))
     advice = processes.decided(lambda: summarise(run.directory)["advice"])
     raise DriftError(

@@ -1,4 +1,4 @@
-"""`Run`: what the phases of a run share on the host: logs, checkpoints, evaluation, stopping."""
+"""`Run`: the host's state that a run's phases share: logs, checkpoints, evaluation, stopping."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class Run:
     """One execution of the job.
 
     Attributes:
-      runtime: its configuration and what follows from it.
+      runtime: configuration, engine and text.
       directory: `run.dir`.
-      display: progress for a person.
-      checkpoints: of the run.
-      logs: opened where the run begins or resumes (`open_logs`).
+      display: display of the progress.
+      checkpoints: checkpoints of the run.
+      logs: logs, which `open_logs` opens at the run's start or its resumption.
       phase: 'sft' or 'rl'.
-      drifted: whether a first update has shown drift where there must be none.
+      drifted: whether a first update has shown drift though there must be none.
       evaluation_failed: whether the restored state was saved because its evaluation failed.
-      interrupted: the name of what stops this process, or None.
+      interrupted: function that returns the name of the signal that stops this process, or None.
+      stopped_by: result of `stop`.
     """
 
     logs: RunLogs
@@ -51,17 +52,17 @@ class Run:
         self.stopped_by: str | None = None
 
     def open_logs(self, offsets: dict[str, int] | None) -> None:
-        """Opens the logs at `offsets` of a checkpoint; None begins them."""
+        """Opens the logs at a checkpoint's `offsets`; None starts new logs."""
         self.logs = RunLogs(self.directory, offsets, self.runtime.config, self.display.note)
         self._opened.callback(self.logs.close)
 
     def close(self) -> None:
-        """Ends what was opened, the newest first."""
+        """Closes logs and checkpoints."""
         self._opened.close()
 
     def stop(self) -> str | None:
-        """What stops the run in any process, or None; all processes get the same answer. The caller
-        saves the state."""
+        """Returns the name of what stops the run in any process, or None, the same in all
+        processes. The caller saves the state."""
         if self.stopped_by is None:
             self.stopped_by = next(filter(None, processes.exchange(self.interrupted())), None)
         return self.stopped_by
@@ -81,16 +82,16 @@ class Run:
         self.checkpoints.save(number, state, meta)
 
     def save_for_reward(self, state: TrainState, **more: Any) -> None:
-        """Writes a checkpoint before a run stops because of its reward, and says so."""
+        """Writes a checkpoint before a run stops because of its reward, and shows a note."""
         self.save(state, **more)
         at = f"{self.phase} step {int(state.step)}"
         self.display.note(f"the state after {at} is saved; --resume goes on from there")
 
     def evaluate(self, state: TrainState, weights) -> None:
-        """Evaluates the weights of a state, and logs it.
+        """Evaluates the weights of a state, and logs the results.
 
         Raises:
-          RewardError: no call of the reward works; the run that resumes evaluates again.
+          RewardError: every call of the reward failed; the resumed run evaluates again.
         """
         hold_settings()
         try:
@@ -103,7 +104,7 @@ class Run:
 
 
 def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> str:
-    """The sentence for a run that met NaN: step, layer if one is known, and what is saved."""
+    """Returns the message for a run that met NaN: step, layer if known, and the saved state."""
     layer, loss, norm = (metrics[name].item() for name in ("bad_layer", "loss", "grad_norm"))
     where = f"layer {layer} is the first with a non-finite output"
     if layer < 0:

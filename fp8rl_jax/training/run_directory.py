@@ -1,7 +1,7 @@
-"""A run directory and its config.json: one run each, under one configuration.
+"""A run directory and its config.json: each directory holds one run under one configuration.
 
-Where the shapes come from a checkpoint, model.json keeps them: the run's parameters are in its own
-checkpoints, and the directory they came from may have changed since.
+If the model's shapes come from `model.checkpoint`, model.json keeps them: the run's parameters are
+in its checkpoints, and that directory may have changed since.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM)
 _LIMITS = (errno.EFBIG, errno.EMFILE, errno.ENFILE)
 STORE_ERRORS = (*_FULL, *_FORBIDDEN, *_LIMITS, errno.EROFS, errno.EIO)
-# What a write may meet that the user can fix; any other OSError is ours.
+# Errors of a write that the user can fix; any other OSError is a bug.
 WRITE_ERRORS = (*STORE_ERRORS, errno.ENAMETOOLONG, errno.EISDIR)
-# What such an error means, and what helps beside another directory.
+# Error -> its meaning, and a remedy besides another directory.
 _CAUSES = {
     **dict.fromkeys(_FULL, ("no room is left", "free some, or ")),
     **dict.fromkeys(_FORBIDDEN, ("it may not be written", "change its permissions, or ")),
@@ -65,24 +65,24 @@ _MAY_CHANGE = (
     "env.reward_memory_gb",
 )
 _DIGEST = "data.sha256"
-# What a run writes besides its logs, which `RunLogs` checks.
+# Files that a run writes besides its logs, which `RunLogs` checks.
 _FILES: tuple[str, ...] = ("config.json", "model.json", _DIGEST, "environment.json")
 _FILES += ("report.html", "drift.json", "drift.html")
 _DIRECTORIES = ("checkpoints", "reference")
-_SHARED_SECONDS = 10.0  # for a network file system to show a new file
+_SHARED_SECONDS = 10.0  # time for a network file system to show a new file
 
 
 def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]) -> str | None:
-    """Checks that a run may start in `run.dir`; returns what has changed since its last start.
+    """Checks that a run may start in `run.dir`; returns a line on changes since its last start.
 
     Args:
       resolved: the configuration.
-      resume: whether a run that is there may go on.
-      digest: of the data set's rows; '' without one.
+      resume: whether an existing run may be continued.
+      digest: hash of the data set's rows; '' without a data set.
       now: the `environment` of this start.
 
     Raises:
-      UserError: it is another run, or cannot go on.
+      UserError: `run.dir` holds another run, or one that cannot be continued.
     """
     directory = pathlib.Path(resolved.config.run.dir)
     _check_directory(resolved, resume)
@@ -91,7 +91,7 @@ def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]
 
 
 def _check_directory(resolved: Resolved, resume: bool) -> None:
-    """Raises UserError if `run.dir` holds another configuration, or a run and not `resume`."""
+    """Raises UserError if `run.dir` holds another configuration, or a run without `resume`."""
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
     for name in (*_FILES, *_DIRECTORIES):
@@ -126,7 +126,7 @@ def _check_directory(resolved: Resolved, resume: bool) -> None:
 
 
 def open_run(resolved: Resolved, digest: str, now: dict[str, Any]) -> None:
-    """Writes what a directory begins with that `check_run` has passed; arguments are its own.
+    """Writes the first files of a directory that `check_run` has accepted; same arguments.
 
     Raises:
       UserError: the directory cannot be written.
@@ -181,12 +181,12 @@ def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
 
 
 def as_saved(config: ml_collections.ConfigDict) -> dict:
-    """The sections of a configuration as config.json holds them."""
+    """Returns the sections of a configuration as config.json stores them."""
     return json.loads(json.dumps(plain(config.to_dict())))
 
 
 def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
-    """The config.json (or, without sections, model.json) of a run; UserError if it is damaged."""
+    """Reads the config.json (without sections: model.json) of a run; UserError if damaged."""
     try:
         content = read_json(path)
         if not all(isinstance(value, dict) or not sections for value in content.values()):
@@ -210,16 +210,16 @@ def run_config(
     permitted: Collection[str] = (),
     needed: Collection[str] = ("precision",),
 ) -> ml_collections.ConfigDict:
-    """The configuration of the run in a directory.
+    """Returns the configuration of the run in a directory.
 
     Args:
-      directory: of the run.
-      permitted: functions or modules that it may name; see `permit`.
+      directory: directory of the run.
+      permitted: functions or modules that the configuration may name; see `permit`.
       needed: sections whose functions will be called, 'env' for evaluation.
 
     Raises:
-      UserError: its config.json is damaged, or has a field that is not known, or names a function
-        that is not permitted.
+      UserError: its config.json is damaged, has an unknown field, or names a function that is not
+        permitted.
     """
     saved = directory / "config.json"
     config = saved_config(read_saved_config(saved), str(saved))
@@ -228,9 +228,9 @@ def run_config(
 
 
 def first_difference(theirs: dict, ours: dict):
-    """(field, their value, our value) of the first field that differs, or None.
+    """Returns (field, their value, our value) of the first field that differs, or None.
 
-    A field that an older version did not write had its default.
+    A field that `theirs`, from an older version, lacks has its default.
     """
     defaults = flatten(default_config())
     before, now = (flatten(sections_config(c)) for c in (theirs, ours))
@@ -242,15 +242,15 @@ def first_difference(theirs: dict, ours: dict):
 
 
 def cache_root(config) -> pathlib.Path | None:
-    """The directory of cached results; None if there is none."""
+    """Returns the directory of cached results; None without a cache."""
     return pathlib.Path(config.run.cache_dir) if config.run.cache_dir else user_cache()
 
 
 def check_rooms(resolved: Resolved) -> None:
-    """Raises UserError if `run.dir`, or the directory of cached fine-tuning, cannot hold what a run
-    writes."""
+    """Raises UserError if `run.dir`, or the directory of cached fine-tuning, cannot be written or
+    lacks room for a run's checkpoints."""
     one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
-    # Of a checkpoint: float32 parameters, two moments, states of scaling policies.
+    # A checkpoint's float32 parameters, two moments, and states of scaling policies.
     size = train_bytes(resolved, one_device, copies=3)
     _check_room(pathlib.Path(resolved.config.run.dir), _bytes_to_write(resolved, size))
     if resolved.config.sft.steps and (cache := cache_root(resolved.config)):
@@ -258,8 +258,8 @@ def check_rooms(resolved: Resolved) -> None:
 
 
 def _bytes_to_write(resolved: Resolved, size: int) -> int:
-    """Bytes that a run adds to `run.dir` with checkpoints of `size` bytes. A checkpoint replaces an
-    older one once it is complete; a reference policy stays."""
+    """Returns the bytes that a run adds to `run.dir` with checkpoints of `size` bytes. A checkpoint
+    replaces an older one once it is complete; a reference policy stays."""
     run = resolved.config.run
     checkpoints = os.path.join(run.dir, "checkpoints")
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
@@ -306,7 +306,7 @@ def check_shared(directory: pathlib.Path) -> None:
     def write() -> str:
         return os.path.basename(tempfile.mkstemp(prefix=".shared-", dir=directory)[1])
 
-    probe = directory / processes.decided(write)  # a relative one may be another for each process
+    probe = directory / processes.decided(write)  # a relative path may differ between processes
 
     def look() -> None:
         deadline = time.monotonic() + _SHARED_SECONDS
@@ -318,7 +318,7 @@ def check_shared(directory: pathlib.Path) -> None:
                 )
             time.sleep(0.2)
             with contextlib.suppress(OSError):
-                os.listdir(directory)  # a network file system looks again
+                os.listdir(directory)  # makes a network file system refresh its cache
 
     try:
         processes.everywhere(look)
@@ -328,7 +328,7 @@ def check_shared(directory: pathlib.Path) -> None:
 
 
 def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> UserError:
-    """The sentence for a write that failed."""
+    """Returns the error for a write that failed."""
     if limit := limit_reached(error):
         return UserError(f"{field}: cannot write in {directory}: {limit}: raise that limit")
     if error.errno == errno.EISDIR:

@@ -1,5 +1,5 @@
-"""`Runtime`: a checked configuration with its devices, tokenizer and questions, from which layout,
-engine and text follow.
+"""`Runtime`: a checked configuration with its devices, tokenizer and questions, which makes layout,
+engine and text.
 
 `train`, `evaluate`, `sample` and `bench` build one `Runtime`, so they all run the same programs.
 """
@@ -35,15 +35,15 @@ from fp8rl_jax.training.text import Text
 
 @dataclasses.dataclass(frozen=True)
 class Runtime(Resolved):
-    """A checked configuration with what was made from it. See `make_runtime`.
+    """A checked configuration with its devices, tokenizer and questions; see `make_runtime`.
 
     Attributes:
       mesh: the devices.
-      tokenizer: from text to tokens and back.
-      chat: how a question becomes a conversation; None without `data.chat`.
+      tokenizer: tokenizer of prompts and responses.
+      chat: format that makes a question a conversation; None without `data.chat`.
       questions: {split: questions of the task}.
-      cache_slots: of each sequence in the KV cache; 0 for prompt + response.
-      data_note, data_digest: of `Data`.
+      cache_slots: slots of each sequence in the KV cache; 0 for prompt + response.
+      data_note, data_digest: `Data.note` and `Data.digest` of the questions.
     """
 
     mesh: Mesh
@@ -70,10 +70,10 @@ class Runtime(Resolved):
         return Text(self.tokenizer, self.chat, *slots)
 
     def with_slots(self, **slots: int) -> Runtime:
-        """The same with other `rollout.max_prompt_tokens` or `max_new_tokens`, checked again.
+        """Returns the runtime, checked again, with other `max_prompt_tokens` or `max_new_tokens`.
 
         Raises:
-          UserError: the configuration cannot work with them.
+          UserError: the configuration cannot work with these numbers.
         """
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.rollout.update(slots)
@@ -83,14 +83,14 @@ class Runtime(Resolved):
 
 
 def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True) -> Runtime:
-    """Checks `config` and makes what follows from it; compiles nothing.
+    """Checks `config` and makes its runtime; compiles nothing.
 
     Args:
-      config: of `load_config`.
-      with_questions: make the task's questions, too; without them the splits are empty.
+      config: result of `load_config`.
+      with_questions: whether to load the task's questions; without them there are no splits.
 
     Raises:
-      UserError: something in the configuration cannot work.
+      UserError: the configuration cannot work.
     """
     check_process()
     if processes.count() > 1:
@@ -102,7 +102,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
             one_kind = "run on CPUs of one kind, or set precision.cpu_products='exact'"
             processes.check_equal({"the way of multiplying": cpu_way().name}, one_kind)
     config = config.copy_and_resolve_references()
-    for name in ("dir", "cache_dir"):  # wherever the user's functions go from here
+    for name in ("dir", "cache_dir"):  # a user's function may change the working directory
         config.run[name] = config.run[name] and os.path.abspath(config.run[name])
     resolved = resolve_config(config)
     mesh = sharding.make_mesh(config.mesh.to_dict())
@@ -117,7 +117,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
     data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)
-    hold_settings()  # modules of the user's are imported by now
+    hold_settings()  # the user's modules, imported by now, may have changed them
     return Runtime(
         **vars(resolved),
         mesh=mesh,

@@ -1,10 +1,10 @@
-"""The responses of an RL step, with their rewards; with dynamic sampling, in several rounds.
+"""Samples and rewards the responses of an RL step; with dynamic sampling, in several rounds.
 
 DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): a group whose rewards are all equal has no
-gradient, so further questions are sampled in its place until there are enough groups, or
-`algo.dynamic_sampling_rounds` are over. Missing groups are then filled with those without a
-gradient, which do not count. Every round is the same compiled program; samples go on counting over
-the rounds, so that no two of a step share a random key.
+gradient, so further questions are sampled instead until there are enough groups, or
+`algo.dynamic_sampling_rounds` are over. Missing groups are then filled up with groups without a
+gradient, which do not count. Every round runs the same compiled program; samples are numbered
+across rounds, so that no two samples of a step share a random key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.step_record import StepRecord
 
-_ROW_FIELDS = ("tokens", "mask", "logprobs", "finished")  # of a Rollout
+_ROW_FIELDS = ("tokens", "mask", "logprobs", "finished")  # fields of a Rollout with rows
 
 
 @dataclasses.dataclass
@@ -34,12 +34,12 @@ class Samples:
     """P questions with G responses each, B = P * G, prompt-major.
 
     Attributes:
-      questions: of the groups.
-      rollout: the responses, on the host; what the routers chose is on the devices.
-      versions: (B, R) int32, the step whose weights drew each token; -1 where there is none.
-      prompts: the arguments of `Engine.sample`.
-      rewards: (P, G) float64; nan of a response that was not scored.
-      by_name: {name: (P, G)} of each reward, without its weight.
+      questions: the question of each group.
+      rollout: the responses, on the host; their routing is on the devices.
+      versions: (B, R) int32, the step whose weights drew each token; -1 for no token.
+      prompts: the prompts that were sampled.
+      rewards: (P, G) float64; nan for a response that was not scored.
+      by_name: {name: (P, G)}, each reward without its weight.
       counts: (P,) bool, groups that count.
     """
 
@@ -52,7 +52,7 @@ class Samples:
     counts: np.ndarray
 
     def groups(self, chosen: np.ndarray) -> Samples:
-        """The groups at the indices `chosen`, in that order."""
+        """Returns the groups at the indices `chosen`, in that order."""
         size = self.rewards.shape[1]
         rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)
         prompts = self.prompts
@@ -84,12 +84,12 @@ def sample_step(
     """Samples `rollout.prompts_per_step` groups and rewards them.
 
     Args:
-      runtime: of `make_runtime`.
+      runtime: result of `make_runtime`.
       served: the sampler's weights.
-      stream: questions; one batch is taken a round.
-      key: of this step.
-      record: gets times and what was sampled.
-      show: called with the progress of a continuous rollout.
+      stream: stream of questions; each round takes a batch.
+      key: random key of this step.
+      record: record that gets times and metrics of the samples.
+      show: function called with the progress of a continuous rollout.
 
     Raises:
       RewardError: every call of a reward failed, or no response was scored.
@@ -168,6 +168,6 @@ def _joined(rounds: list[Samples]) -> Samples:
 
 
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:
-    """Rows of a rollout; its taps are those of layers, (L, B, ...)."""
+    """Returns rows of a rollout whose taps are all (L, B, ...)."""
     fields = {name: getattr(rollout, name)[rows] for name in _ROW_FIELDS}
     return Rollout(**fields, taps={name: x[:, rows] for name, x in rollout.taps.items()})

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning before RL: a policy that solves the task sometimes, so rewards differ.
+"""Supervised fine-tuning before RL, until the policy sometimes solves the task, so rewards differ.
 
-Its result is cached by everything it depends on (configuration, seed, the library's own source),
-so a second run with other RL settings starts at once. It checkpoints at each evaluation and
-resumes like the RL phase.
+The result is cached under a hash of everything it depends on (configuration, seed, the library's
+source), so a second run with other RL settings starts RL at once. The phase checkpoints at each
+evaluation and resumes like the RL phase.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _TWO_DAYS = 2 * 24 * 3600.0
 
 
 def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
-    """The directory of the cached result of this configuration, None without a cache;
-    `data_digest` is `Data.digest`."""
+    """Returns the directory of this configuration's cached result, None without a cache;
+    `data_digest`: `Data.digest` of the questions."""
     root = cache_root(config)
     if root is None:
         return None
@@ -77,12 +77,12 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
 
 
 def _kept(state: TrainState) -> dict:
-    """The parts of the state that begin RL."""
+    """Returns the parts of the state that RL starts from."""
     return {"params": state.params, "scaling_state": state.scaling_state}
 
 
 def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
-    """(params, scaling_state) of a finished stage, its records copied into `logs`; or None."""
+    """Returns (params, scaling_state) of a cached result, or None; copies its records to `logs`."""
     directory = cache_directory(runtime.config, runtime.data_digest)
     there = directory is not None and directory.is_dir()
     if not all(processes.exchange(there)) or directory is None:  # one of several hosts may lack it
@@ -105,10 +105,10 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
 
 
 def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:
-    """Keeps the result of a finished stage; complete or not at all.
+    """Caches the result of the finished phase, completely or not at all.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the cache cannot be written.
     """
     directory = cache_directory(runtime.config, runtime.data_digest)
     if directory is None:
@@ -132,12 +132,12 @@ def _save_in(directory: pathlib.Path, state: TrainState, run_dir: pathlib.Path) 
         shutil.copyfile(run_dir / f"{name}.jsonl", temporary / f"{name}.jsonl")
     try:
         temporary.rename(directory)
-    except OSError:  # another run finished the same stage first
+    except OSError:  # another run cached the same result first
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _temporary(directory: pathlib.Path) -> pathlib.Path | None:
-    """An empty directory that is to become `directory`; None if that is there."""
+    """Makes an empty directory to be renamed to `directory`; returns None if that exists."""
     if directory.exists():
         return None
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def _temporary(directory: pathlib.Path) -> pathlib.Path | None:
 
 
 def _remove_left_behind(parent: pathlib.Path) -> None:
-    """Removes what killed processes did not finish: of this host, and whatever is two days old."""
+    """Removes temporary directories of this host's dead processes, and any older than two days."""
     for path in parent.glob("sft-*.tmp"):
         host, _, pid = path.name.partition(".")[2].removesuffix(".tmp").rpartition(".")
         dead = host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")
@@ -159,13 +159,13 @@ def _remove_left_behind(parent: pathlib.Path) -> None:
 
 
 def run_sft(run: Run, state: TrainState) -> TrainState:
-    """Supervised updates from `state.step` to the end, with a checkpoint at each evaluation.
+    """Makes supervised updates from `state.step` to the end, with a checkpoint at each evaluation.
 
     Returns:
-      The state after the last update, or after the update at which it had to stop.
+      The state after the last update, or after the update at which the run had to stop.
 
     Raises:
-      NonFiniteError: loss or gradient is NaN or infinite.
+      NonFiniteError: loss or gradient is NaN or infinite; the last good state is saved.
       RewardError: every call of a reward failed in an evaluation.
     """
     runtime, config, engine = run.runtime, run.runtime.config, run.runtime.engine

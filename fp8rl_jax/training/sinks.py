@@ -1,9 +1,9 @@
-"""Places that a run's numbers and samples go to beside its JSON lines: TensorBoard, Weights &
+"""Loggers that get a run's numbers and samples besides its JSON-lines files: TensorBoard, Weights &
 Biases, MLflow.
 
-A run never depends on them: it resumes from its own files, and goes on whatever a logger raises or
-waits for (`Outside`). TensorBoard's events are written again at each start. The services keep what
-they have, so the steps that a resumed run repeats appear there twice.
+A run never depends on them: it resumes from its own files, and goes on if a logger raises or hangs
+(`Outside`). TensorBoard's events are written anew at each start. The other two keep their records,
+so the steps that a resumed run repeats appear there twice.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from fp8rl_jax.base.json_file import plain, read_bytes
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config import flatten
 
-_END_SECONDS = 60.0  # for a logger to hand over what it still has, at the end of a run
-_TEXTS = ("prompt", "response", "answer")  # of a sample
-_MOST_SAMPLES = 12  # of an evaluation; samples.jsonl has them all
+_END_SECONDS = 60.0  # time for a logger to write its remaining records at the end of a run
+_TEXTS = ("prompt", "response", "answer")  # fields of a sample
+_MOST_SAMPLES = 12  # samples of an evaluation that loggers get; samples.jsonl has them all
 _LONGEST_TEXT = 2000  # characters
 
 
 class Sink(Protocol):
-    """A place for numbers and samples."""
+    """A logger of numbers and samples."""
 
     writes_anew: ClassVar[bool]  # whether it starts empty, also when a run is resumed
 
     def __init__(self, directory: pathlib.Path, config):
-        """Opens it for the run in a directory."""
+        """Opens the logger for the run in a directory."""
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
-        """Adds numbers, by 'phase/name', of a step of that phase."""
+        """Adds numbers {'phase/name': number} of a step of that phase."""
 
     def samples(self, phase: str, rows: list[dict[str, Any]], step: int) -> None:
-        """Adds samples, as `_page` returns them, of a step of that phase."""
+        """Adds samples, a result of `_page`, of a step of that phase."""
 
     def close(self) -> None:
-        """Hands over everything."""
+        """Writes all pending records and closes the logger."""
 
 
 class TensorBoard:
     """An event file in DIRECTORY/tensorboard.
 
-    Written here, not by the thread of tensorboardX's SummaryWriter: that one dies on a full disk
-    with a traceback, and then whoever hands it numbers waits for ever.
+    It is not written by tensorboardX's SummaryWriter, whose thread dies on a full disk with a
+    traceback; its callers then wait for ever.
     """
 
-    writes_anew: ClassVar[bool] = True  # events cannot be cut
+    writes_anew: ClassVar[bool] = True  # an event file cannot be truncated
 
     def __init__(self, directory: pathlib.Path, config):
         from tensorboardX.event_file_writer import EventsWriter
@@ -104,7 +104,7 @@ class Wandb:
         )
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
-        # Steps count within a phase; wandb's own count goes on over all of them.
+        # Steps count within a phase; wandb's own count goes on over all phases.
         self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
         self._run.log({**numbers, f"{phase}/step": step})
 
@@ -143,7 +143,7 @@ class MLflow:
 
     @staticmethod
     def _name(name: str) -> str:
-        """A name for MLflow, which takes no '@', and on some systems no ':'."""
+        """Returns a name for MLflow, which accepts no '@', and on some systems no ':'."""
         return name.replace("@", "_at_").replace(":", "_")
 
     def close(self) -> None:
@@ -151,8 +151,8 @@ class MLflow:
 
 
 def _page(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first samples: prompt, response and answer, each cut after _LONGEST_TEXT characters, and
-    reward (None if it was not scored)."""
+    """Returns the first `_MOST_SAMPLES` samples: prompt, response and answer, each cut after
+    `_LONGEST_TEXT` characters, and reward (None if the response was not scored)."""
     page = []
     for sample in samples[:_MOST_SAMPLES]:
         texts = {name: _cut(str(sample.get(name, ""))) for name in _TEXTS}
@@ -168,7 +168,7 @@ def _cut(text: str) -> str:
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
-    """Samples for a reader of Markdown, who sees their texts as they are: indented, as code."""
+    """Formats samples as Markdown, with their texts as indented code, which shows them verbatim."""
     return "\n\n".join(
         f"**{name}**\n\n" + textwrap.indent(str(value), "    ", lambda line: True)
         for row in rows
@@ -177,7 +177,7 @@ def _markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _identity(directory: pathlib.Path) -> str:
-    """A name for wandb's run, which a resumption finds again."""
+    """Returns the id of wandb's run; keeps a new id in the run directory for resumptions."""
     import uuid
 
     file = directory / "wandb_run"
@@ -188,13 +188,13 @@ def _identity(directory: pathlib.Path) -> str:
 
 
 def _kept_name(file: pathlib.Path) -> str | None:
-    """The name in a file of a run directory; None if there is no file, or no name in it."""
+    """Returns the name in a file of a run directory; None if the file is missing or empty."""
     if not os.path.lexists(file):
         return None
     return read_bytes(file, most=1000).decode().strip() or None
 
 
-# Name in `run.loggers` -> sink, and the package that it needs.
+# Name in `run.loggers` -> its sink, and the package that the sink needs.
 _SINKS: dict[str, tuple[type[Sink], str]] = {
     "tensorboard": (TensorBoard, "tensorboardX"),
     "wandb": (Wandb, "wandb"),
@@ -203,10 +203,10 @@ _SINKS: dict[str, tuple[type[Sink], str]] = {
 
 
 def logger_names(config) -> list[str]:
-    """The names in `run.loggers`, checked.
+    """Returns the names in `run.loggers`, checked.
 
     Raises:
-      UserError: one is unknown, or its package is not installed.
+      UserError: a name is unknown, or its package is not installed.
     """
     names = [name.strip() for name in config.run.loggers.split(",") if name.strip()]
     for name in names:
@@ -222,12 +222,12 @@ def logger_names(config) -> list[str]:
 
 class Outside:
     """A sink in its own thread, which cannot disturb the run: its errors become one warning, the
-    number of records that it missed is reported at the end, and nothing waits for it before.
+    number of records that it missed is reported at the end, and only `close` waits for it.
 
     Args:
-      name: in `run.loggers`.
-      directory, config: of the run.
-      note: called with a line to show.
+      name: name of the sink in `run.loggers`.
+      directory, config: directory and configuration of the run.
+      note: function called with a line to show.
     """
 
     def __init__(self, name: str, directory: pathlib.Path, config, note: Callable[[str], None]):
@@ -243,11 +243,11 @@ class Outside:
         self._thread.start()
 
     def write(self, phase: str, numbers: dict[str, float], step: int) -> None:
-        """As `Sink.write`; returns at once."""
+        """Queues numbers for `Sink.write`."""
         self._give("write", phase, numbers, step)
 
     def samples(self, phase: str, samples: Sequence[dict[str, Any]], step: int) -> None:
-        """As `Sink.samples`, of samples as samples.jsonl has them; returns at once."""
+        """Queues samples, records of samples.jsonl, for `Sink.samples`."""
         self._give("samples", phase, _page(samples), step)
 
     def _give(self, *record) -> None:
@@ -255,7 +255,7 @@ class Outside:
         self._records.put(record)
 
     def close(self) -> None:
-        """Waits until everything is handed over, or for `_END_SECONDS`; says what is missing."""
+        """Waits until all records are written, at most `_END_SECONDS`; reports missing records."""
         self._ends.set()
         self._records.put(None)
         self._thread.join(_END_SECONDS)
@@ -272,7 +272,7 @@ class Outside:
         sink = self._try("cannot be opened", lambda: self._kind(self._directory, self._config))
         while record := self._records.get():
             method, *what = record
-            # At the end a service that is away is not waited for again and again.
+            # At the end, do not wait for a failing service once per record.
             gone = sink is None or (self._failing and self._ends.is_set())
             if not gone and self._try(
                 "fails", lambda m=method, w=what: getattr(sink, m)(*w) or True
@@ -284,10 +284,10 @@ class Outside:
             self._try("fails at its end", sink.close)
 
     def _try(self, what: str, call: Callable):
-        """What `call` returns; None if it raises anything."""
+        """Returns the result of `call`; warns and returns None if it raises anything."""
         try:
             value = call()
-        except BaseException as error:  # of a service's package; SystemExit too
+        except BaseException as error:  # a service's package may raise anything, SystemExit too
             self._failing = True
             self._warn(f"{what} ({raised(error)})")
             return None
@@ -303,5 +303,5 @@ class Outside:
 def open_sinks(
     directory: pathlib.Path, config, note: Callable[[str], None] = print
 ) -> list[Outside]:
-    """The sinks of `run.loggers`; packages are imported now, when a run writes."""
+    """Opens the sinks of `run.loggers`; each imports its package in its thread."""
     return [Outside(name, directory, config, note) for name in logger_names(config)]

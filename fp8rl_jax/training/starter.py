@@ -1,5 +1,5 @@
-"""The configuration to begin with, for a model, questions and a reward: lengths and batch sizes
-come from the questions."""
+"""Makes a first configuration from a model, questions and a reward: lengths and batch sizes follow
+from the questions."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from fp8rl_jax.data import encode_demonstration, encode_prompt, load_tokenizer
 from fp8rl_jax.envs import Question, Scoring, Tally, check_source, load_questions
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
-_HELD_OUT = 256  # questions of an evaluation, where there are as many
-_NEW_TOKENS = 256  # of a pretrained model's answer
-_EPOCHS = 10  # of fine-tuning at most: RL needs answers that vary
-_SHARE = 0.99  # of the prompts fit; a longer one would cost memory in every row
+_HELD_OUT = 256  # largest number of questions of an evaluation
+_NEW_TOKENS = 256  # response length of a pretrained model
+_EPOCHS = 10  # largest number of epochs of fine-tuning: RL needs answers that vary
+_SHARE = 0.99  # share of prompts that fit; the longest would cost memory in every row
 
 
 def starter(
     model: str, questions: str, reward: str, fields: Mapping[str, Any], where: str
 ) -> tuple[dict[str, dict[str, Any]], Runtime]:
-    """{section: {field: value}} of a run that needs no further settings, and its runtime.
+    """Returns {section: {field: value}} of a run that needs no further settings, and its runtime.
 
     Args:
       model: directory of a Hugging Face model; the name of a published model, for its shapes with
         random weights; '' for a small decoder that learns from the answers first.
-      questions: as `env.task`.
-      reward: as `env.reward`.
-      fields: {'section.field': value} that are given, `run.dir` among them.
+      questions: value of `env.task`.
+      reward: value of `env.reward`.
+      fields: {'section.field': value} that the caller sets, `run.dir` among them.
       where: the caller's name in error messages.
 
     Raises:
-      UserError: one of them cannot be used.
+      UserError: an argument cannot be used.
     """
     model = expanded(model, f"{where}: the model")
     pretrained = os.path.isdir(model) or "/" in model
@@ -89,10 +89,10 @@ def starter(
 
 
 def paid(runtime: Runtime, where: str) -> str:
-    """A sentence with the rewards of two answers to the first question of `starter`'s runtime.
+    """Returns a message with the rewards of two responses to the runtime's first question.
 
     Raises:
-      RewardError: it fails.
+      RewardError: the reward fails.
     """
     question, tally = runtime.questions["train"][0], Tally(where)
     scoring = Scoring(runtime.rewards, [question, question], [str(question.answer), ""])
@@ -105,7 +105,7 @@ def paid(runtime: Runtime, where: str) -> str:
 
 
 def _lengths(found: dict[str, list[Question]], runtime: Runtime) -> dict[str, int]:
-    """Tokens of a prompt and of a response, from those of the questions and their answers."""
+    """Returns the fields `max_prompt_tokens` and `max_new_tokens` that fit the questions."""
     text, questions = (runtime.tokenizer, runtime.chat), [*found["train"], *found["sft"]]
     prompts, new = [len(encode_prompt(q.prompt, *text)) for q in questions], _NEW_TOKENS
     if found["sft"]:
@@ -115,11 +115,11 @@ def _lengths(found: dict[str, list[Question]], runtime: Runtime) -> dict[str, in
 
 
 def _batch(most: int, questions: list[Question]) -> int:
-    """A batch of at most `most` questions, after too long ones were left out."""
+    """Returns a batch size: at most `most`, and at most `_SHARE` of the questions."""
     return max(1, min(most, int(_SHARE * len(questions))))
 
 
 def _rounded(lengths: list[int], multiple: int) -> int:
-    """The length that `_SHARE` of all have at most, as a multiple."""
+    """Returns the `_SHARE` quantile of lengths, rounded up to a multiple."""
     length = np.quantile(lengths, _SHARE, method="higher")
     return multiple * math.ceil(max(length, 1) / multiple)

@@ -1,4 +1,4 @@
-"""The record of one RL step: what happened in it, as metrics, and how long each part took."""
+"""The record of one RL step: its metrics, and the times of its parts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _OF_TOKENS = {
 
 
 class StepRecord(dict[str, Any]):
-    """{metric: value} of an RL step, as metrics.jsonl has it."""
+    """{metric: value} of an RL step, a line of metrics.jsonl."""
 
     def __init__(self, step: int):
         super().__init__(step=step)
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Adds the seconds inside to `time_PART`."""
+        """Adds the seconds spent in the block to `time_PART`."""
         begin, name = time.perf_counter(), f"time_{part}"
         yield
         self[name] = self.get(name, 0.0) + time.perf_counter() - begin
@@ -44,8 +44,8 @@ class StepRecord(dict[str, Any]):
     def add_rollout(
         self, rollout: Rollout, rewards: np.ndarray, by_name: dict[str, np.ndarray]
     ) -> None:
-        """Adds metrics of rewards (P, G), of each reward by name, and of responses; `time_rollout`
-        must be there. Responses without a reward (nan) are left out of the means."""
+        """Adds metrics of rewards (P, G), of each reward by name, and of responses; needs
+        `time_rollout`. Responses without a reward (nan) are left out of the means."""
         lengths = rollout.mask.sum(1)
         self.update(
             reward_mean=float(np.nanmean(rewards)),
@@ -65,15 +65,15 @@ class StepRecord(dict[str, Any]):
     def add_updates(
         self, updates: Sequence[dict], tokens: float, model: ModelConfig, learner: Recipe
     ) -> None:
-        """Adds metrics of the step's updates; `time_learner` must be there.
+        """Adds metrics of the step's updates; needs `time_learner`.
 
-        Loss and gradient norm are means over the updates. What follows from the ratio is of the
-        first update, which is on policy at zero drift; of update k it is NAME/k.
+        Loss and gradient norm are means over the updates. A token statistic NAME is that of the
+        first update, which is on policy at zero drift; NAME/k is that of update k > 1.
 
         Args:
           updates: metrics of each train step, on the host, and its `counts`, (B, R) bool.
-          tokens: of the step's responses.
-          model, learner: shapes, and the recipe of the updates: they name layers.
+          tokens: number of tokens of the step's responses.
+          model, learner: shapes and recipe of the updates, which give layers' numbers.
         """
         for name in _MEANS:
             if name in updates[0]:
@@ -100,7 +100,7 @@ class StepRecord(dict[str, Any]):
 
 
 def _token_metrics(tokens: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, float]:
-    """Means over the tokens that count, and the bounds of the ratio; 0 if none counts."""
+    """Returns means over the tokens that count, and the ratio's extremes; 0 if none counts."""
     metrics = {}
     for name, values in tokens.items():
         kept = values[counts].astype(np.float64) if counts.any() else np.zeros(1)

@@ -1,4 +1,4 @@
-"""From text to token arrays and back: prompts, demonstrations, responses."""
+"""Converts text to token arrays and back: prompts, demonstrations, responses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Text:
     """A tokenizer and the sizes of a run's sequences.
 
     Attributes:
-      tokenizer: from text to tokens and back.
-      chat: how a question becomes a conversation; None without `data.chat`.
-      prompt_slots, response_slots: Tp and R.
+      tokenizer: tokenizer of prompts and responses.
+      chat: format that makes a question a conversation; None without `data.chat`.
+      prompt_slots, response_slots: numbers of slots Tp and R.
     """
 
     tokenizer: Tokenizer
@@ -27,12 +27,12 @@ class Text:
     response_slots: int
 
     def prompts(self, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
-        """Prompt tokens (P, Tp) int32 and lengths (P,) int32 of questions."""
+        """Returns prompt tokens (P, Tp) int32 and lengths (P,) int32 of questions."""
         texts = [question.prompt for question in questions]
         return pad_prompts(texts, self.tokenizer, self.prompt_slots, self.chat)
 
     def demonstrations(self, questions: list[Question]) -> learner.Batch:
-        """Questions with their demonstrations as responses, as a batch on the host."""
+        """Returns a batch, on the host, of questions with their demonstrations as responses."""
         pairs = [(question.prompt, question.demonstration) for question in questions]
         slots = self.prompt_slots, self.response_slots
         padded = pad_demonstrations(pairs, self.tokenizer, *slots, self.chat)
@@ -42,6 +42,6 @@ class Text:
         return learner.make_batch(tokens, lengths, targets, mask, ones)
 
     def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
-        """Text of responses (B, R) with a mask (B, R)."""
+        """Returns the texts of responses: tokens (B, R) where the mask (B, R) is True."""
         rows = zip(tokens, mask, strict=True)
         return [self.tokenizer.decode(row[keep].tolist()) for row, keep in rows]
