@@ -1,12 +1,12 @@
-"""What every package may import: errors, files, processes, caches and settings.
+"""Utilities that every package may import: errors, files, processes, caches and settings.
 
-    environment, argv ------> meeting -> processes   join, exchange host values, end
+    environment ------------> meeting -> processes   join, exchange host values, end
     JAX's settings ---------> jax_settings, exact_jit, compilation_cache, user_cache
     a user's text ----------> bounds (numbers), by_name and user_code (functions), paths
     files of other programs -> json_file (limits) and whole_file (atomic writes)
                                   |
                                   v
-                               errors.UserError: one sentence, printed by `cli`
+                               errors.UserError: a one-sentence message, printed by `cli`
 
 Read `errors` and `processes` first. Environment variables, JAX's settings and the platform are read
 here, in `cli/`, and in the few files that tests/test_imports.py lists; all other code takes

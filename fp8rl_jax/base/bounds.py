@@ -1,12 +1,12 @@
-"""The bounds of every number that a user writes, in one table.
+"""Bounds of every number that a user writes, in one table.
 
-A name is a field of the configuration ('rollout.top_k'), a field of a model ('model.rope_theta') or
+A key is a field of the configuration ('rollout.top_k'), a field of a model ('model.rope_theta') or
 a parameter of a function that is chosen by name ('tis.cap'). Configurations are checked when they
 are resolved, models when their shapes are made, parameters at every call (`bounded`), whether from
 a configuration (``ppo(clip_low=0.1)``) or from Python.
 
 Upper bounds are far above useful values, and keep counts within int32 and values within float32.
-Not checked here: which numbers go together, and what fits in memory.
+Not checked here: combinations of numbers, and whether a run fits in memory.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Bounds(NamedTuple):
     """The bounds of a number.
 
     Attributes:
-      least, most: both are allowed; `least` is not if `above`.
-      whole: only integers.
-      also: values outside the bounds that are allowed.
+      least, most: inclusive bounds; `above` excludes `least` itself.
+      whole: whether only integers are allowed.
+      also: further allowed values, outside the bounds.
     """
 
     least: float
@@ -46,7 +46,7 @@ class Bounds(NamedTuple):
         return "".join(f"{x:g}, or " for x in self.also) + f"{kind} {span}"
 
     def hold(self, value: Any) -> bool:
-        """Whether a value is a number within the bounds; NaN is not."""
+        """Returns whether a value is a number within the bounds; NaN is not."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return False
         value = cast(float, value)  # typeshed's Real lacks comparisons
@@ -63,11 +63,11 @@ def _above(least: float, most: float, *also: float) -> Bounds:
     return Bounds(least, most, above=True, also=also)
 
 
-_COUNT = 1_000_000_000  # steps, rows, tokens; two of them are below 2^31
-_QUESTIONS = 10_000_000  # each is made or kept one by one
+_COUNT = 1_000_000_000  # steps, rows, tokens; the sum of two is below 2^31
+_QUESTIONS = 10_000_000  # each is generated or kept on the host
 _WIDTH, _LAYERS, _HEADS = 2**24, 10_000, 2**16
 _BELOW_1 = 0.9999999
-_RATIO = 1e9  # e^20, where ratios are clamped, is less
+_RATIO = 1e9  # above e^20, at which ratios are clamped
 _COEFFICIENT = 1e3
 
 BOUNDS: dict[str, Bounds] = {
@@ -124,7 +124,7 @@ BOUNDS: dict[str, Bounds] = {
     "rollout.max_prompt_tokens": _whole(2, _COUNT),
     "rollout.max_new_tokens": _whole(1, _COUNT),
     "rollout.slots": _whole(0, _COUNT),
-    "rollout.pages": _whole(0, 2**24),  # of 64 tokens, which are numbered
+    "rollout.pages": _whole(0, 2**24),  # 2^30 slots for tokens, 64 in each page
     "rollout.prefill_chunk": _whole(1, _COUNT),
     "rollout.temperature": Bounds(1e-6, 100),
     "rollout.top_k": _whole(0, _WIDTH),
@@ -165,7 +165,7 @@ BOUNDS: dict[str, Bounds] = {
     # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are not fields.
     "sapo.tau_positive": _above(0, 1e6),
     "sapo.tau_negative": _above(0, 1e6),
-    # A correction must do nothing at zero drift, so 1 is between its bounds of a ratio.
+    # A correction must do nothing at zero drift, where ratios are 1, so its bounds include 1.
     "tis.cap": Bounds(1, _RATIO),
     "tis.low": Bounds(0, 1),
     "seq_tis.cap": Bounds(1, _RATIO),
@@ -190,7 +190,7 @@ BOUNDS: dict[str, Bounds] = {
 
 
 def shown(value: Any) -> str:
-    """A value for an error message; of a very long integer only the number of its digits."""
+    """Formats a value for an error message; a very long integer as its number of digits."""
     if isinstance(value, int) and abs(value) >= 10**30:
         digits = int(abs(value).bit_length() * math.log10(2)) + 1
         return f"a number of about {digits} digits"
@@ -203,7 +203,7 @@ def check_number(name: str, value: Any) -> None:
 
 
 def _check(bounds: Bounds, found: str, value: Any) -> None:
-    """`check_number`; `found` begins the sentence."""
+    """Implements `check_number`; `found` begins the message."""
     if not bounds.hold(value):
         raise UserError(f"{found} write {bounds}")
     if value and abs(value) < TINY:
@@ -237,7 +237,8 @@ def bounded(function: Callable) -> Callable:
 
 
 def check_options(name: str, value) -> None:
-    """Raises UserError for a number in a third party's options that float64 cannot hold exactly."""
+    """Raises UserError for a number in a third party's options that is NaN or above 2^53 in size
+    (beyond it float64 cannot hold every integer)."""
     if isinstance(value, dict | list | tuple):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             check_options(f"{name}.{key}", inner)

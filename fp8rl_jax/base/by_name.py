@@ -1,4 +1,4 @@
-"""Functions chosen by text: NAME, NAME(arguments), several with commas, or 'module:function'."""
+"""Chooses functions by text: NAME, NAME(arguments), several with commas, or 'module:function'."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fp8rl_jax.base.errors import UserError
 def choose(
     text: str, factories: Mapping[str, Callable], what: str, *, most: int = 0, **defaults: Any
 ) -> list[tuple[str, Any]]:
-    """Parses `text`; returns each name with what its factory returns, in the order of the text.
+    """Parses `text` into pairs (name, result of the name's factory), in the order of the text.
 
     Args:
       text: such as ``tis``, ``tis(cap=2.0)``, ``mask_geometric(0.999, 1.001), tis``, or
         ``my_module:my_function``, which is returned unchanged. Arguments are numbers.
-      factories: by name.
-      what: begins the sentence of an error, such as 'algo.loss'.
+      factories: functions by name.
+      what: beginning of error messages, such as 'algo.loss'.
       most: largest number of names; 0 for any number.
       **defaults: arguments for factories with a parameter of that name, unless the text has them.
 
     Raises:
-      UserError: there is no name or too many, one is unknown, or its arguments do not fit.
+      UserError: there are no names or too many, one is unknown, or its arguments do not fit.
     """
     if ":" in text and "(" not in text:
         function = user_code.load(text.strip(), f"{what}:")

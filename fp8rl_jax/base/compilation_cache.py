@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, on by default in every command except `fp8rl bench`.
+"""Sets up JAX's persistent compilation cache, on by default except in `fp8rl bench`.
 
 Its directory is the first of these that is set:
 
@@ -8,9 +8,9 @@ Its directory is the first of these that is set:
 4. `fp8rl_jax/compilation` in the user's cache directory.
 
 XLA:CPU compiles for the CPU at hand, so each kind of CPU has its own subdirectory. Beyond
-`MAX_BYTES` the least recently used programs are deleted. Reads and writes hold a lock. What a
-killed process wrote in part is deleted at the next start. Without a usable directory the command
-says so and runs without a cache; without a home directory there is none either.
+`MAX_BYTES` the least recently used programs are deleted. Reads and writes hold a lock. Programs
+that a killed process wrote in part are deleted at the next start. If the directory is unusable, the
+command says so and runs without a cache; without a home directory it does so silently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp8rl_jax.base.user_cache import machine, user_cache
 ENVIRONMENT = "FP8RL_COMPILATION_CACHE"
 OFF = "off"
 MAX_BYTES = 2 * 2**30
-_LOCK = ".lockfile"  # the name that JAX's cache locks
+_LOCK = ".lockfile"  # the file that JAX's cache locks
 _SECONDS_FOR_LOCK = 10
 _EVENTS = {
     "/jax/compilation_cache/compile_requests_use_cache": "wanted",
@@ -41,7 +41,7 @@ _counts = dict.fromkeys(_EVENTS.values(), 0)
 
 
 def _delete_unfinished(directory: pathlib.Path) -> None:
-    """Deletes programs without a file of the time of their last use, which JAX writes afterwards.
+    """Deletes programs without an '-atime' file (time of last use), which JAX writes after them.
 
     Raises:
       OSError: the directory cannot be written or locked (`filelock.Timeout` is an OSError).
@@ -63,8 +63,8 @@ def _listen() -> None:
 
 
 def found_programs() -> str | None:
-    """A line that says how many of this process's programs were in the cache; None without a cache
-    or without a program."""
+    """Returns a line that says how many of this process's programs were in the cache; None without
+    a cache or before the first program."""
     where = jax.config.values["jax_compilation_cache_dir"]
     if not where or not _counts["wanted"]:
         return None
@@ -78,7 +78,7 @@ def use_compilation_cache(setting: str = "") -> str | None:
       setting: the field `run.compilation_cache`; '' without a configuration.
 
     Returns:
-      A sentence if the cache cannot be used; else None.
+      A message if the cache cannot be used; else None.
     """
     _listen()
     setting = setting or os.environ.get(ENVIRONMENT, "")
@@ -101,13 +101,13 @@ def use_compilation_cache(setting: str = "") -> str | None:
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    jax_cache.reset_cache()  # it may have been initialised as absent before
+    jax_cache.reset_cache()  # JAX may have initialised it as absent before
     return problem
 
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """Within it every program is compiled, even if the cache has it."""
+    """Disables the cache within this context: every program is compiled."""
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     jax_cache.reset_cache()

@@ -1,4 +1,4 @@
-"""Errors that a user can fix. The command line prints them in one line and exits with 2."""
+"""The library's exceptions. The command line prints a UserError's message and exits with 2."""
 
 import contextlib
 import difflib
@@ -8,22 +8,21 @@ import resource
 from collections.abc import Iterable, Iterator
 
 _LONGEST = 4000
-# Not printable: control characters, marks of direction, lone surrogates.
+# Control characters, direction marks and lone surrogates.
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters, which a terminal or page would obey, as '\x1b'."""
+    r"""Escapes the control characters of a text, which a terminal would obey, as in '\x1b'."""
     return _OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class UserError(ValueError):
-    """What is wrong, where, and what to write instead, in one sentence.
+    """An error that the user can fix. Its sentence says what is wrong, where, and what to write.
 
-    The sentence may quote foreign files: it is made `visible`, and shortened in the middle if it is
-    very long.
+    It may quote foreign files, so it is made `visible`, and shortened in the middle if very long.
     """
 
     def __init__(self, sentence: str):
@@ -41,23 +40,23 @@ def did_you_mean(
     cutoff: float = 0.6,
     most: int = 1,
 ) -> str:
-    """The hint of a sentence about a name that is not known.
+    """Returns a hint for an error message about an unknown name.
 
     Args:
       word: the name as it was written.
-      known: the names that there are.
-      otherwise: the hint where none of them is like it.
-      form: how a name is quoted: '{}', '{!r}'.
-      cutoff: how like it must be, from 0 to 1 (`difflib.get_close_matches`).
-      most: names in the hint.
+      known: the valid names.
+      otherwise: the hint if no valid name is similar.
+      form: format of a name in the hint: '{}', '{!r}'.
+      cutoff: least similarity, from 0 to 1 (`difflib.get_close_matches`).
+      most: largest number of names in the hint.
     """
     near = difflib.get_close_matches(word, known, most, cutoff)
     return f"did you mean {' or '.join(map(form.format, near))}?" if near else otherwise
 
 
 def limit_reached(error: BaseException) -> str | None:
-    """The beginning of a sentence on the limit of this process (`ulimit`) that caused an error;
-    None if no limit did."""
+    """Returns the beginning of an error message if a limit of this process (`ulimit`) caused an
+    error; else None."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -77,7 +76,7 @@ def limit_reached(error: BaseException) -> str | None:
 
 
 def raised(error: BaseException) -> str:
-    """The type of an exception of foreign code, and the beginning of its text, in one line."""
+    """Formats an exception of foreign code as one line: its type, and the beginning of its text."""
     try:
         text = " ".join(str(error).split())[:300]
     except BaseException:  # the exception's class is foreign code too
@@ -87,10 +86,10 @@ def raised(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def refused(what: str, remedy: str = "put the file back, or take another") -> Iterator[None]:
-    """Within it every exception of a library becomes a UserError: `what`, the exception, `remedy`.
+    """Turns every exception of a library into a UserError: `what`, the exception, `remedy`.
 
-    For libraries that raise bare Exception. A panic of a library written in Rust, which is not an
-    Exception, is caught too.
+    Use this context for libraries that raise bare Exception. A panic of a library written in Rust,
+    which is not an Exception, is caught too.
     """
     try:
         yield

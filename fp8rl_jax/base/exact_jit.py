@@ -1,4 +1,4 @@
-"""`exact_jit`: makes every top-level jit of the program.
+"""Defines `exact_jit`, which the library uses instead of `jax.jit` for every top-level program.
 
 On CPUs, XLA's YNNPACK fusions choose kernels by the number of rows: the largest source of drift
 between a decode step and a train step. The compiler options here restrict YNNPACK to single
@@ -24,7 +24,7 @@ _FAST_MATH = re.compile(
 
 
 def exact_jit(fun: Callable, **kwargs) -> Callable:
-    """`jax.jit`, and its keywords, with the compiler options of the zero-drift promise."""
+    """Calls `jax.jit(fun, **kwargs)` with the compiler options that zero drift needs."""
     return jax.jit(fun, compiler_options=compiler_options(), **kwargs)
 
 

@@ -1,17 +1,17 @@
-"""Every setting of JAX and Flax, and how it is handled.
+"""Lists every setting of JAX and Flax with how it is handled, and sets those that may change bits.
 
 Settings come from the environment (JAX_THREEFRY_PARTITIONABLE, ...) and from any call of
 `jax.config.update` in this process. Some change random bits, the order of sums, or what is an
 error, and a promise of equal bits must not depend on them. Each is of one of four kinds:
 
-  HELD      set to JAX's default, or to what its default None means (`hold_settings`): when a
+  HELD      set by `hold_settings` to JAX's default, or to what a default of None means: when a
             command or a run begins, after the functions that the configuration names are imported,
             and before every part of a step, since a user's functions run in between
   REFUSED   an error if it is on
-  RECORDED  left to the user; in environment.json, compared at --resume, part of caches' names
+  RECORDED  left to the user; written to environment.json, compared at --resume, part of cache names
   HARMLESS  changes no number and no outcome
 
-tests/test_jax_settings.py fails for a setting of a new version of JAX until it is in a table. Orbax
+tests/test_jax_settings.py fails if a new version of JAX has a setting that is in no table. Orbax
 and optax read nothing from the environment that changes what is saved or computed.
 """
 
@@ -113,7 +113,7 @@ RECORDED: tuple[str, ...] = (
     "mock_num_gpu_processes",
 )
 
-# Prefix of the names, or a name -> why it changes nothing.
+# A name, or a prefix of several names -> why the setting changes no result.
 HARMLESS: dict[str, str] = {
     "jax2tf_": "no program is converted to TensorFlow",
     "jax_backend_target": "devices are recorded",
@@ -164,7 +164,7 @@ HARMLESS: dict[str, str] = {
     "jax_xla_backend": "devices are recorded",
 }
 
-# Flax's, from FLAX_... of the environment.
+# Flax's settings, which come from FLAX_... environment variables.
 FLAX_HELD: dict[str, Any] = {
     "flax_always_shard_variable": True,
     "flax_array_ref": False,
@@ -208,8 +208,8 @@ def hold_settings() -> None:
 
 
 def recorded_settings() -> dict[str, str]:
-    """The settings of RECORDED, and the environment variables that XLA, oneDNN and LLVM read,
-    without numbers of threads: the probes of products run with the actual number."""
+    """Returns the RECORDED settings, and the environment variables that XLA, oneDNN and LLVM read,
+    except thread counts: the probes of matrix products run with the actual count."""
     settings = {
         name: str(jax.config.values[name]) for name in RECORDED if name in jax.config.values
     }

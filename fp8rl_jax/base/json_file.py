@@ -2,7 +2,7 @@
 writes JSON for them.
 
 Without limits a file could make a command wait (a FIFO), never end (a device) or fail with a
-RecursionError (deep nesting). Callers turn an OSError or a ValueError into one sentence.
+RecursionError (deep nesting). Callers turn an OSError or a ValueError into a UserError.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Table(Mapping[str, Any]):
 
 
 def tabled(value: Any, deepest: int = DEEPEST) -> Any:
-    """A JSON value with each dict replaced by a `Table`.
+    """Copies a JSON value, with each dict replaced by a `Table`.
 
     Raises:
       TypeError: a key is not a text.
-      ValueError: it is nested more deeply than `deepest`.
+      ValueError: the value is nested more deeply than `deepest`.
     """
     if not isinstance(value, dict | list | tuple):
         return value
@@ -65,7 +65,7 @@ def tabled(value: Any, deepest: int = DEEPEST) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value with each `Table` replaced by a dict, and each tuple by a list."""
+    """Copies a value, with each `Table` replaced by a dict, and each tuple by a list."""
     if isinstance(value, dict | Table):
         return {name: plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -74,16 +74,16 @@ def plain(value: Any) -> Any:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether this is the name of an entry in a directory, and of nothing outside of it."""
+    """Returns whether a value is a file's name without a path: it cannot leave its directory."""
     plain = isinstance(name, str) and 0 < len(name) <= 255 and name not in (".", "..")
     return plain and not {"/", "\\", "\0"} & set(name)
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """The status of a regular file.
+    """Returns the status of a regular file.
 
     Raises:
-      OSError: it does not exist, or is a directory, a FIFO, a socket or a device.
+      OSError: the path does not exist, or is a directory, a FIFO, a socket or a device.
     """
     try:
         status = os.stat(path)
@@ -94,10 +94,10 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = LONGEST) -> bytes:
-    """The content of a file.
+    """Returns the content of a file.
 
     Raises:
-      OSError: it cannot be read, is not a regular file, or has more than `most` bytes.
+      OSError: the file cannot be read, is not regular, or has more than `most` bytes.
     """
     status = check_regular(path)
     if status.st_size > most:
@@ -110,15 +110,15 @@ def parse_json(
     pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
     integers: Callable[[str], Any] | None = None,
 ) -> Any:
-    """The value of a JSON text; NaN and Infinity are numbers, as in `json`.
+    """Parses a JSON text; NaN and Infinity are numbers, as in `json`.
 
     Args:
       content: the text.
-      pairs: makes an object from its keys and values; by default the last of equal keys counts.
-      integers: makes an integer from its digits; by default more than Python allows are an error.
+      pairs: function from (key, value) pairs to an object; by default, the last of equal keys wins.
+      integers: function from digits to an integer; by default, Python's limit of digits holds.
 
     Raises:
-      ValueError: it is not JSON in UTF-8, or is nested more deeply than DEEPEST.
+      ValueError: the text is not JSON in UTF-8, or is nested more deeply than DEEPEST.
     """
     text = content.decode("utf-8") if isinstance(content, bytes) else content
     try:
@@ -137,7 +137,7 @@ def parse_json(
 
 
 def strict_json(value: Any) -> str:
-    """A value as one line of standard JSON: NaN and infinities, which JSON lacks, become null."""
+    """Writes a value as one line of standard JSON: NaN and infinities become null."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
@@ -153,7 +153,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(path: str | os.PathLike[str], most: int = LONGEST) -> Any:
-    """The value in a JSON file.
+    """Reads the value in a JSON file.
 
     Raises:
       OSError: as `read_bytes`.

@@ -1,9 +1,9 @@
-"""How the processes of one program find each other.
+"""Finds the processes of a program by the environment, and waits until all have connected.
 
-The environment names them: `FP8RL_COORDINATOR`, `FP8RL_PROCESSES` and `FP8RL_PROCESS_ID`, or
-Slurm's variables. With the former, all processes connect to the coordinator's port before JAX
-starts its service there, so that an error can name the process that is missing (JAX would abort at
-its deadline). Other programs may use that port: connections that are not ours are ignored.
+The environment holds `FP8RL_COORDINATOR`, `FP8RL_PROCESSES` and `FP8RL_PROCESS_ID`, or Slurm's
+variables. With the former, all processes connect to the coordinator's port before JAX starts its
+service there, so that an error can name the missing processes (JAX would abort at its deadline).
+Connections of other programs to that port are ignored.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fp8rl_jax.base.errors import UserError
 _VARIABLES = ("FP8RL_COORDINATOR", "FP8RL_PROCESSES", "FP8RL_PROCESS_ID")
 _SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
 _SLURM_NUMBERS = (_SLURM_TASKS, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
-_HELLO = b"fp8rl process "  # begins what a process sends to process 0
-_ANSWER = b"fp8rl: "  # begins process 0's answer
+_HELLO = b"fp8rl process "  # prefix of a process's message to process 0
+_ANSWER = b"fp8rl: "  # prefix of process 0's answer
 _LONGEST_LINE = 2**15  # bytes of either line; an answer may name thousands of processes
-_MOST_STRANGERS = 100  # open connections that have not said who they are
+_MOST_STRANGERS = 100  # open connections that have not sent a process's number
 JOIN_SECONDS = 300.0  # until all processes must have connected
 _GRACE_SECONDS = 15.0  # after that, until process 0 must have answered
 
 
 class Place(NamedTuple):
-    """The number of processes, this one's number, and HOST:PORT of process 0 (None: JAX takes it
-    from Slurm's variables)."""
+    """The number of processes, this process's number, and HOST:PORT of process 0 (None: JAX takes
+    the address from Slurm's variables)."""
 
     processes: int = 1
     process: int = 0
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def place_of_environment() -> Place:
-    """This process's place according to the environment.
+    """Returns this process's place according to the environment.
 
     Raises:
       UserError: a variable is missing or is not a number.
@@ -64,15 +64,15 @@ def place_of_environment() -> Place:
                 "number of processes, and one from 0 to below it"
             )
         return Place(count, process, coordinator)
-    tasks = os.environ.get(_SLURM_TASKS)  # of `srun`, not of a batch script
+    tasks = os.environ.get(_SLURM_TASKS)  # set by `srun`, not by a batch script
     return Place() if tasks in (None, "1") else _place_in_slurm()
 
 
 def _place_in_slurm() -> Place:
-    """This process's place according to Slurm; also checks the variables that only JAX reads.
+    """Returns this process's place according to Slurm; checks variables that only JAX reads, too.
 
     Raises:
-      UserError: one is missing or is not a number, or they contradict each other.
+      UserError: a variable is missing or is not a number, or they contradict each other.
     """
     read = {name: _whole(os.environ.get(name, "")) for name in _SLURM_NUMBERS}
     numbers = {name: number for name, number in read.items() if number is not None}
@@ -98,7 +98,7 @@ def _place_in_slurm() -> Place:
 
 
 def _whole(text: str) -> int | None:
-    """The integer that a text of at most nine digits holds; None for any other text."""
+    """Returns the integer in a text of at most nine digits; None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
@@ -106,7 +106,8 @@ def meet(place: Place) -> None:
     """Waits until all processes have connected to the address that JAX's service will use.
 
     Raises:
-      UserError: one is missing at the deadline, or they disagree about their number.
+      UserError: a process is missing at the deadline, two have the same number, or the processes
+        disagree about how many there are.
     """
     host, _, port = (place.coordinator or "").rpartition(":")
     deadline = time.monotonic() + JOIN_SECONDS
@@ -123,8 +124,7 @@ def meet(place: Place) -> None:
 
 
 def _receive_all(place: Place, port: int, deadline: float) -> str:
-    """Process 0 waits for all other processes. Returns what is wrong, or '', and sends it to
-    them."""
+    """Waits in process 0 for all others; sends them an error message or '', and returns it."""
     callers: list[socket.socket] = []
     heard: dict[socket.socket, bytes] = {}  # received so far from unknown connections
     missing = set(range(1, place.processes))
@@ -172,7 +172,7 @@ def _receive_all(place: Place, port: int, deadline: float) -> str:
 
 
 def _ready(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
-    """The sockets that can be read, after at most `seconds`. (`select.select` would refuse
+    """Waits at most `seconds`; returns the sockets that can be read. (`select.select` would refuse
     descriptors from 1024 on.)"""
     with selectors.DefaultSelector() as selector:
         for one in sockets:
@@ -181,7 +181,7 @@ def _ready(sockets: list[socket.socket], seconds: float) -> list[socket.socket]:
 
 
 def _received(caller: socket.socket) -> bytes:
-    """What a readable connection holds; b'' at its end."""
+    """Receives the bytes that a readable connection holds; b'' at its end."""
     try:
         return caller.recv(_LONGEST_LINE)
     except OSError:
@@ -189,13 +189,13 @@ def _received(caller: socket.socket) -> bytes:
 
 
 def _may_become(content: bytes, beginning: bytes) -> bool:
-    """Whether the content is an incomplete line with this beginning."""
+    """Returns whether the content is an incomplete line that may start with `beginning`."""
     begins = content.startswith(beginning) or beginning.startswith(content)
     return begins and b"\n" not in content and len(content) < _LONGEST_LINE
 
 
 def _introduced(line: bytes) -> tuple[int, int] | None:
-    """The number of a process and how many it says there are; None if the line is not ours."""
+    """Parses 'fp8rl process I of N' to (I, N); None if another program sent the line."""
     numbers = line.removeprefix(_HELLO).decode(errors="replace").strip().split(" of ")
     process, processes = map(_whole, numbers if len(numbers) == 2 else ("", ""))
     if not line.startswith(_HELLO) or process is None or processes is None:
@@ -204,10 +204,10 @@ def _introduced(line: bytes) -> tuple[int, int] | None:
 
 
 def _announce_to(host: str, port: int, place: Place, deadline: float) -> str:
-    """Sends this process's number to process 0. Returns what is wrong, or ''."""
+    """Sends this process's number to process 0. Returns an error message, or ''."""
     while time.monotonic() < deadline:
         with (
-            contextlib.suppress(OSError, UnicodeError),  # no host has such a name
+            contextlib.suppress(OSError, UnicodeError),  # not a valid host name
             socket.create_connection((host.strip("[]"), port), 5.0) as caller,
         ):
             caller.sendall(_HELLO + f"{place.process} of {place.processes}\n".encode())

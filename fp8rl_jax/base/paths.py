@@ -1,7 +1,7 @@
-"""Paths as users write them, and opening regular files only.
+"""Expands the paths that users write, and opens regular files only.
 
-Other users may write to the directories of a run: opened without care, a link would redirect a
-write, and a FIFO or a device would block it.
+Other users may be able to write to a run's directories: a link there would redirect a write, and a
+FIFO or a device would block it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def tfds_home() -> str:
-    """Where tensorflow-datasets keeps data sets: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    """Returns tensorflow-datasets' directory: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     return os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
 
 
 def expanded(path: str, where: str) -> str:
-    """The path with a leading `~` or `~name` replaced by the home directory, as a shell does; the
-    name of an unknown user stays.
+    """Replaces a leading `~` or `~name` by the home directory, as a shell does; the name of an
+    unknown user stays.
 
     Args:
-      path: as the user wrote it.
-      where: the field or argument, to begin the sentence of an error.
+      path: the path as the user wrote it.
+      where: the field or argument that begins error messages.
 
     Raises:
-      UserError: it begins with `~` and this user has no home directory; it holds a NUL; or it is an
+      UserError: the path begins with `~` and this user has no home directory; holds a NUL; or is an
         address (`gs://...`), which would become a local directory of that name.
     """
     if "\0" in path:
@@ -51,8 +51,8 @@ def expanded(path: str, where: str) -> str:
 
 
 def hub_download(path: str) -> str:
-    """The command that downloads ORG/NAME from Hugging Face's Hub; '' if the path is not of that
-    form, or ORG is a local directory."""
+    """Returns the command that downloads ORG/NAME from Hugging Face's Hub; '' if the path is not of
+    that form, or ORG is 'checkpoints', 'runs' or a local directory."""
     named = _HUB_ID.fullmatch(path)
     parent = path.partition("/")[0]
     if named is None or parent in ("checkpoints", "runs") or os.path.isdir(parent):
@@ -61,14 +61,14 @@ def hub_download(path: str) -> str:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a regular file without following links; returns its descriptor.
+    """Opens a regular file, but not through a link; returns its descriptor.
 
     Args:
-      path: of the file; `os.O_CREAT` among the flags creates it.
-      flags: as for `os.open`.
+      path: the file; `os.O_CREAT` among the flags creates it.
+      flags: flags of `os.open`.
 
     Raises:
-      OSError: it cannot be opened, or is a link, a FIFO, a device, a socket or a directory.
+      OSError: the path cannot be opened, or is a link, a FIFO, a device, a socket or a directory.
     """
     if os.path.lexists(path):
         check_status(os.lstat(path))

@@ -1,10 +1,10 @@
 """Several processes that run one program (SPMD): joining, exchanging host values, ending.
 
 Every process runs the same Python on the same host values. Only process 0 writes files and prints.
-What depends on a clock, a file, a signal or a user's function is evaluated in one process and sent
-to all. With one process every function here is trivial and costs nothing.
+Values that depend on a clock, a file, a signal or a user's function are evaluated in one process
+and sent to all. With one process every function here is trivial and costs nothing.
 
-`meeting` finds the processes.
+`join` finds the other processes by `meeting`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fp8rl_jax.base.meeting import JOIN_SECONDS, Place, meet, place_of_environme
 
 _HEARTBEAT_SECONDS = 60  # without a heartbeat JAX declares a process dead
 _LOOK_SECONDS = 2.0  # between two checks whether another process has ended
-_SILENT_SECONDS = 30.0  # without an answer of process 0's store it counts as ended
-_GRACE_SECONDS = 15.0  # after another process's end, until this one is ended
+_SILENT_SECONDS = 30.0  # process 0 counts as ended if its store does not answer for so long
+_GRACE_SECONDS = 15.0  # from another process's failure until this one is ended
 _END, _LEFT = "fp8rl/end", "fp8rl/left"  # keys of the coordinator's store
 
 
 class Traffic(NamedTuple):
-    """The number of all-gathers of host values, and the bytes that this process sent in them to
-    each other process."""
+    """The number of all-gathers of host values, and the bytes that this process sent to each of
+    the other processes in them."""
 
     gathers: int = 0
     bytes: int = 0
@@ -48,7 +48,7 @@ _traffic = Traffic()
 
 
 def asked() -> int:
-    """The number of processes that the environment names; raises UserError as `join` does."""
+    """Returns the number of processes that the environment names; raises UserError like `join`."""
     return place_of_environment().processes
 
 
@@ -65,7 +65,7 @@ def join() -> None:
     place = place_of_environment()
     if place.processes == 1:
         return
-    # JAX's own service would take SIGTERM, and knows no other signal; see training's `stop`.
+    # JAX's service would take SIGTERM, and knows no other signal; see cli/interrupt.py.
     jax.config.update("jax_enable_preemption_service", False)
     options: dict[str, Any] = {}
     if place.coordinator:
@@ -77,7 +77,7 @@ def join() -> None:
             "cluster_detection_method": "deactivate",
         }
     elif os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0] == "1":
-        # The host has one task, and JAX would give it one GPU; None on a CPU.
+        # JAX would give the only task of a host one GPU; name all of them (None without GPUs).
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         options = {"local_device_ids": [*range(visible.count(",") + 1)] if visible else None}
     try:
@@ -99,8 +99,8 @@ def join() -> None:
 
 
 def _own_standard_output(mine: bool) -> None:
-    """Sends what libraries print to standard error, and what Python prints to standard output,
-    or, unless it is `mine`, nowhere: so standard output holds results alone."""
+    """Redirects the output of libraries to standard error, so that standard output holds results
+    alone. Python's `print` still writes to standard output if it is `mine`, else nowhere."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -110,22 +110,22 @@ def _own_standard_output(mine: bool) -> None:
 
 
 def count() -> int:
-    """Number of processes."""
+    """Returns the number of processes."""
     return _joined.processes
 
 
 def number() -> int:
-    """This process's number, from 0 on."""
+    """Returns this process's number, from 0 on."""
     return _joined.process
 
 
 def first() -> bool:
-    """Whether this is process 0, which writes and prints."""
+    """Returns whether this is process 0, which writes and prints."""
     return number() == 0
 
 
 def traffic() -> Traffic:
-    """What this process has sent since it joined."""
+    """Returns the traffic of this process since it joined."""
     return _traffic
 
 
@@ -140,8 +140,8 @@ def _gather(x: Any, tiled: bool = False) -> np.ndarray:
 
 
 def place(tree, sharding):
-    """`jax.device_put` of host arrays that are equal in all processes, or of global arrays;
-    `sharding` is one sharding or a tree of them."""
+    """Puts host arrays that are equal in all processes, or global arrays, on the devices, as
+    `jax.device_put` does; `sharding` is one sharding or a tree of them."""
     if count() == 1:
         return jax.device_put(tree, sharding)
 
@@ -157,7 +157,7 @@ def place(tree, sharding):
 
 
 def fetch(tree):
-    """`jax.device_get` of global arrays, in every process."""
+    """Copies global arrays to the host of every process, as `jax.device_get` does."""
     if count() == 1:
         return jax.device_get(tree)
 
@@ -172,7 +172,7 @@ def fetch(tree):
 
 
 def own_rows(sharding: jax.sharding.Sharding, rows: int) -> np.ndarray:
-    """(rows,) bool: the rows of a batch that this process works on; each row is in one process."""
+    """Returns (rows,) bool: the batch rows that are this process's; each row has one process."""
     if count() == 1:
         return np.ones(rows, bool)
     owner = np.full(rows, count())
@@ -186,7 +186,7 @@ def own_rows(sharding: jax.sharding.Sharding, rows: int) -> np.ndarray:
 
 
 def exchange(value: Any) -> list[Any]:
-    """The value of every process, in the order of their numbers; pickled, so bits are kept."""
+    """Returns the values of all processes, by process number; pickled, so bits are kept."""
     if count() == 1:
         return [value]
     content = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -198,15 +198,15 @@ def exchange(value: Any) -> list[Any]:
 
 
 def decided(decide: Callable[[], Any]) -> Any:
-    """What `decide` returns in process 0, which alone calls it."""
+    """Calls `decide` in process 0 alone; returns its result in every process."""
     return exchange(decide() if first() else None)[0]
 
 
 def everywhere(work: Callable[[], Any]) -> list[Any]:
-    """What `work` returns in each process.
+    """Calls `work` in every process; returns all results, by process number.
 
     Raises:
-      UserError: in all processes, the first that one of them raised.
+      UserError: `work` raised it in some process; all raise that of the first such process.
     """
     if count() == 1:
         return [work()]
@@ -242,12 +242,12 @@ def check_equal(values: dict[str, Any], remedy: str) -> None:
 
 @functools.cache
 def hosts() -> list[str]:
-    """The host name of every process, in the order of their numbers."""
+    """Returns the host name of every process, by process number."""
     return exchange(socket.gethostname())
 
 
 def described() -> str:
-    """' of N processes on H host(s)', or '' for one process."""
+    """Returns ' of N processes on H host(s)', or '' for one process."""
     return f" of {count()} processes on {len(set(hosts()))} host(s)" if count() > 1 else ""
 
 
@@ -257,9 +257,9 @@ def described() -> str:
 def end(status: int, text: str = "") -> int:
     """Ends a command: prints `text` to standard error and returns the status.
 
-    If one of several processes fails, all end: with a text this call does not return, and all end
-    with the status of the process that failed first, which alone prints its text. Process 0 ends
-    last, since it holds the store in which the status is written.
+    With several processes a text means that this one failed, and all end: this call does not
+    return, all end with the status of the process that failed first, and that process alone prints
+    its text. Process 0 ends last, since it holds the store in which the status is written.
     """
     if count() == 1 and text:
         print(text, file=sys.stderr)
@@ -276,7 +276,7 @@ def _client():
 
 
 def _announce(client, status: int) -> bool:
-    """Writes this process's status to the store; False if another process has written before."""
+    """Writes this process's status to the store; returns False if another one did so before."""
     try:
         client.key_value_set(_END, json.dumps({"process": number(), "status": status}))
     except Exception as error:
@@ -285,7 +285,7 @@ def _announce(client, status: int) -> bool:
 
 
 def _ended(client) -> dict[str, int] | None:
-    """The number and status of the process that ended first; None if none has.
+    """Returns the number and status of the process that ended first; None if none has.
 
     Raises:
       ConnectionError: process 0's store does not answer.
@@ -309,7 +309,7 @@ def _leave(client, text: str) -> NoReturn:
         deadline = time.monotonic() + 2 * _GRACE_SECONDS
         while first() and time.monotonic() < deadline:
             if len(client.key_value_dir_get(_LEFT)) == count():
-                time.sleep(1.0)  # until they have ended
+                time.sleep(1.0)  # for the other processes to end
                 break
             time.sleep(0.2)
     except Exception:  # the store is gone with process 0
@@ -321,8 +321,8 @@ def _leave(client, text: str) -> NoReturn:
 
 
 def _watch() -> None:
-    """Ends this process after another one has ended with an error: the main thread may be waiting
-    for ever in a collective."""
+    """Ends this process after another one failed or process 0's store fell silent: the main thread
+    may be waiting for ever in a collective."""
     client = _client()
     heard = time.monotonic()
     while time.monotonic() - heard < _SILENT_SECONDS:
@@ -339,7 +339,7 @@ def _watch() -> None:
 
 
 def on_cpu_devices(count: int) -> dict[str, str]:
-    """The environment for a child process in which JAX has `count` CPU devices."""
+    """Returns the environment for a child process in which JAX has `count` CPU devices."""
     flags = os.environ.get("XLA_FLAGS", "")
     flags = f"{flags} --xla_force_host_platform_device_count={count}"
     return dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")

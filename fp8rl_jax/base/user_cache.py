@@ -1,8 +1,8 @@
-"""The cache of a user between runs: its directory, and the names of its entries.
+"""Names the entries of the user's cache directory, which is kept between runs.
 
-It holds results of supervised fine-tuning, compiled programs and passed self-checks. An entry's
-name depends on the code, the libraries' versions and the kind of machine, any of which may change
-bits.
+The cache holds results of supervised fine-tuning, compiled programs and passed self-checks. An
+entry's name depends on the code, the libraries' versions and the kind of machine, any of which may
+change bits.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LIBRARIES = ("jax", "jaxlib", "optax", "flax", "grain", "reasoning_gym")
 
 @functools.cache
 def machine() -> str:
-    """A short name for this kind of CPU: its architecture and a hash of its instruction sets."""
+    """Returns a name for this kind of CPU: architecture and a hash of its instruction sets."""
     known = cpu_features() or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(known.encode()).hexdigest()[:8]}"
 
 
 @functools.cache
 def library_digest() -> str:
-    """Hash of the library's source."""
+    """Returns the hash of the library's source."""
     digest = hashlib.sha256()
     for root in (pathlib.Path(fp8rl_jax.__file__).parent, pathlib.Path(kernels.__file__).parent):
         for path in sorted(root.rglob("*.py")):
@@ -45,14 +45,14 @@ def library_digest() -> str:
 
 
 def files_of_functions(names: Iterable[str]) -> list[pathlib.Path]:
-    """The source files of functions that are named as 'module:function'."""
+    """Returns the source files of functions that are named as 'module:function'."""
     modules = (importlib.util.find_spec(name.partition(":")[0]) for name in names)
     return [pathlib.Path(m.origin) for m in modules if m and m.origin]
 
 
 def cache_name(kind: str, depends_on: dict, files: Iterable[pathlib.Path] = ()) -> str:
-    """The name of an entry that depends on `depends_on` (JSON), on files, and on this code and
-    machine."""
+    """Returns KIND-HASH, an entry's name. The hash covers `depends_on` (JSON), the contents of
+    `files`, the library's source and versions, JAX's settings and the machine."""
     parts = depends_on | {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "source": library_digest(),

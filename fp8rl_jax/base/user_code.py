@@ -11,14 +11,14 @@ from fp8rl_jax.base.errors import UserError, raised
 
 
 def load(text: str, what: str) -> Any:
-    """The object that `text` names; the current directory is searched for modules, too.
+    """Imports the object that `text` names; modules may also be in the current directory.
 
     Args:
       text: 'package.module:function'.
-      what: begins the sentence of an error, such as 'scaling policy'.
+      what: beginning of error messages, such as 'scaling policy'.
 
     Raises:
-      UserError: it cannot be imported, whatever exception the user's module raises.
+      UserError: the object cannot be imported, whatever exception the user's module raises.
     """
     module, _, name = text.partition(":")
     if not module or not name:
@@ -41,7 +41,7 @@ def call(text: str, what: str, returns: type) -> Any:
     """Calls the function that `text` names without arguments; returns its result.
 
     Raises:
-      UserError: it cannot be imported, fails, or returns a value of another type than `returns`.
+      UserError: the function cannot be imported, fails, or returns another type than `returns`.
     """
     function = load(text, what)
     wanted = f"{returns.__module__.rpartition('.')[0]}.{returns.__name__}"

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 
 def commit() -> str:
-    """The commit of the checkout that this package is imported from; '' if it is installed."""
+    """Returns the commit of the checkout that this package is imported from; '' if installed."""
     root = pathlib.Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""

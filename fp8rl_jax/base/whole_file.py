@@ -14,7 +14,7 @@ def write_whole(path: pathlib.Path, content: bytes | str) -> None:
     the last one wins.
 
     Raises:
-      OSError: it cannot be written; the old file stays.
+      OSError: the file cannot be written; the old one stays.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     if isinstance(content, str):

@@ -1,14 +1,14 @@
-"""Text to padded arrays of tokens, and back.
+"""Turns text into padded arrays of tokens, and tokens into text.
 
     data.tokenizer -> load -> tokenizer.Tokenizer   byte, a tokenizer.json, or `pretrained`
-                                 |                  (a Hugging Face directory, with its `chat`
-                                 |                  template; `chat_limits` bounds that)
+                                 |
     question -> batching.encode_prompt, demonstrations -> batching.pad_rows -> sampler, learner
                                  |
     sampled tokens -> Tokenizer.decode, or detokenize piece by piece -> text
 
-Read `tokenizer` and `batching` first. Not done: packing of several sequences into a row, code that
-comes with a model, SentencePiece's tokenizer.model.
+`pretrained` reads a Hugging Face directory with its `chat` template, bounded by `chat_limits`. Read
+`tokenizer` and `batching` first. Not done: packing of several sequences into a row, code that comes
+with a model, SentencePiece's tokenizer.model.
 """
 
 from fp8rl_jax.data.batching import Stream, encode_prompt, encode_text, join, pad_prompts, pad_rows

@@ -1,4 +1,4 @@
-"""The order of examples, and text as padded arrays for sampler and learner."""
+"""Orders examples, and encodes text as padded arrays for sampler and learner."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Stream:
         self.position = 0
 
     def next(self) -> list:
-        """The next batch."""
+        """Returns the next batch."""
         batch = self._data[self.position]
         self.position += 1
         return batch
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a text, after the begin-of-sequence if the tokenizer has one.
+    """Encodes a text as token ids, after the begin-of-sequence id if the tokenizer has one.
 
     Raises:
       UserError: the result would be empty.
@@ -51,11 +51,11 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 def encode_prompt(
     question: Prompt, tokenizer: Tokenizer, chat: ChatFormat | None = None, answer: str = ""
 ) -> list[int]:
-    """Token ids of a question: begin-of-sequence, text, line feed; or, with `chat`, what the chat
-    template writes, special tokens included. `answer` follows, encoded with it as one text.
+    """Encodes a question as token ids: begin-of-sequence, text, line feed; or, with `chat`, what
+    the chat template writes, special tokens included. `answer` is appended before the encoding.
 
     Raises:
-      UserError: the result would be empty, or a conversation has no chat template.
+      UserError: the result would be empty, or the question is a conversation and `chat` is None.
     """
     if chat is not None:
         return _not_empty(tokenizer.encode(chat.render(question) + answer), question)
@@ -82,10 +82,10 @@ def _not_empty(ids: list[int], prompt: Prompt) -> list[int]:
 def pad_prompts(
     questions: Sequence[Prompt], tokenizer: Tokenizer, slots: int, chat: ChatFormat | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes questions: right-padded (P, slots) int32 and lengths (P,) int32.
+    """Encodes questions as right-padded tokens (P, slots) int32 and lengths (P,) int32.
 
     Raises:
-      UserError: a question has more tokens than slots, or none.
+      UserError: a question has more than `slots` tokens, or no token.
     """
     rows = [encode_prompt(question, tokenizer, chat) for question in questions]
     check_prompts(rows, questions, slots)
@@ -104,7 +104,7 @@ def check_prompts(rows: Sequence[list[int]], questions: Sequence[Prompt], slots:
 
 
 def pad_rows(rows: Sequence[list[int]], slots: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded (rows, slots) int32 and lengths (rows,) int32."""
+    """Pads rows of token ids on the right: (rows, slots) int32 and lengths (rows,) int32."""
     tokens = np.full((len(rows), slots), pad_id, np.int32)
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)] = ids

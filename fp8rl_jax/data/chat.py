@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the text that an instruction-tuned model was trained on.
+"""Turns messages into text by the chat template that an instruction-tuned model was trained with.
 
 A template is a Jinja program that comes with a model. It runs in Jinja's sandbox, with the settings
 and helpers that templates on the Hugging Face Hub expect: trimmed blocks, `tojson` without HTML
@@ -39,7 +39,7 @@ _CONTENT = "an answer like no other"
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: the text between, unchanged."""
+    """The tag `{% generation %}...{% endgeneration %}`, which renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -74,19 +74,19 @@ def _environment() -> LimitedEnvironment:
 
 
 def _date(now: datetime.datetime, form: str) -> str:
-    if len(form) > _LONGEST_DATE:  # a width in it may be as large
+    if len(form) > _LONGEST_DATE:  # a width in a long form could make a very long text
         raise TooMuch(f"its form of a date has more than {_LONGEST_DATE} characters")
     return now.strftime(form)
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens of a tokenizer.
+    """A compiled chat template with the special tokens of its tokenizer.
 
     Args:
       source: Jinja text.
-      special_tokens: {'bos_token': '<s>', ...}, which templates write themselves.
+      special_tokens: tokens by name, {'bos_token': '<s>', ...}, which templates write themselves.
       where: path for error messages.
-      for_tools: the template that replaces this one for prompts with tools.
+      for_tools: template that replaces this one for prompts with tools.
 
     Raises:
       UserError: the source is not valid Jinja.
@@ -117,12 +117,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] = MappingProxyType({}),
         begin_answer: bool = True,
     ) -> str:
-        """The text of messages ({'role', 'content', ...} each), with special tokens.
+        """Renders messages ({'role', 'content', ...} each) as text with special tokens.
 
         Args:
           messages: the conversation, oldest first.
           variables: further variables of the template, such as {'enable_thinking': False}.
-          begin_answer: append the beginning of the assistant's answer.
+          begin_answer: whether to append the beginning of the assistant's answer.
 
         Raises:
           UserError: the template refuses the messages, or cannot write their tools or tool calls.
@@ -152,13 +152,13 @@ class ChatTemplate:
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat:
-    """How a question becomes a conversation.
+    """The chat template and the settings that turn a question into a conversation.
 
     Attributes:
-      template: of the tokenizer.
+      template: the tokenizer's template.
       system: content of a system message before the question; '' for none.
       variables: further variables of the template.
-      now: the time for the template's `strftime_now`; the present if None.
+      now: time for the template's `strftime_now`; None for the present.
     """
 
     template: ChatTemplate
@@ -176,17 +176,17 @@ class ChatFormat:
                 )
 
     def render(self, question: Prompt) -> str:
-        """The conversation up to the beginning of the answer. `system` is not added to one that has
-        a system or developer message; the question's tools override those among the variables."""
+        """Renders a conversation up to the beginning of the answer. `system` is not added if it
+        begins with a system or developer message; its tools override those in `variables`."""
         return self._render(question)
 
     def answered(self, question: Prompt, answer: str) -> tuple[str, str]:
-        """What follows `render(question)` once the assistant has answered.
+        """Renders what follows `render(question)` once the assistant has answered.
 
         Returns:
           The answer as the template writes it, or unchanged if the template begins a finished
-          answer differently or omits a part of it (such as reasoning); and what the template writes
-          after the answer, or ''.
+          answer differently or omits a part of it (such as reasoning); and the text that the
+          template writes after the answer, or ''.
         """
         begun = self.render(question)
         _, found, behind = self._render(question, _CONTENT).rpartition(_CONTENT)
@@ -217,5 +217,5 @@ class ChatFormat:
 
 
 def _letters(text: str) -> str:
-    """The text without white space, which templates may change."""
+    """Removes white space, which templates may change, from a text."""
     return "".join(text.split())

@@ -1,8 +1,8 @@
 """Jinja's sandbox with limits on the time and memory of a template that comes with a model.
 
-Jinja's own sandbox protects the file system and Python, but neither time nor memory: a few
-characters run for hours or fill the machine (nested loops, a macro that calls itself twice, huge
-powers, text that doubles, lists of lists, `center`, `slice`, `replace`, `format` with a width).
+Jinja's sandbox protects the file system and Python, but neither time nor memory: a template of a
+few characters can run for hours or fill the memory (nested loops, a macro that calls itself twice,
+huge powers, text that doubles, nested lists, `center`, `slice`, `replace`, `format` with a width).
 Three limits work together:
 
 size
@@ -14,7 +14,7 @@ reach
     (the value, for an integer). Filters of more than linear time take short texts only (`_SLOW`).
 work
     Loops, calls and results are counted, up to `_MOST_WORK` for a rendering, which bounds its
-    memory; the thread's computing time is checked, up to `_MOST_SECONDS`.
+    memory; the thread's computing time is limited to `_MOST_SECONDS`.
 
 `random` and `lipsum` are removed: the same conversation always gives the same text.
 """
@@ -51,15 +51,15 @@ _WIDEST = 10_000
 _WIDTH = re.compile(r"\d+|\*")  # in a format for %
 _SLOW = {"pprint", "striptags", "sum", "title", "urlize", "wordwrap"}
 _SLOW_LONGEST = 2**16
-# Filters that take a text for the list of its letters.
+# Filters that treat a text as the list of its letters.
 _OF_ELEMENTS = re.compile(
     "batch|dictsort|groupby|join|list|map|max|min|reject(attr)?|select(attr)?|slice|sort|unique"
 )
-# What these make is no longer than the longest value that they are given.
+# The results of these are no longer than their longest input.
 _IN_PROPORTION = re.compile(
     "default|d|startswith|endswith|split|partition|removeprefix|removesuffix|find|index|count|get"
 )
-_CODECS = re.compile(r"utf-?8|ascii|latin-?1", re.IGNORECASE)  # others may take for ever
+_CODECS = re.compile(r"utf-?8|ascii|latin-?1", re.IGNORECASE)  # other codecs may take for ever
 _CONTAINERS = (dict, Mapping, list, tuple, set, frozenset, collections.deque, MappingView)
 _NAMESPACE = jinja2.utils.Namespace
 _DATA = (str, bytes, int, float, range, *_CONTAINERS)
@@ -70,7 +70,7 @@ class TooMuch(Exception):
 
 
 def _own_size(x: Any) -> int:
-    """The size of a value without its elements."""
+    """Returns the size of a value, without the sizes of its elements."""
     if type(x) is _NAMESPACE or isinstance(x, jinja2.Undefined):
         return _ELEMENT
     if isinstance(x, str | bytes | range):
@@ -83,14 +83,14 @@ def _own_size(x: Any) -> int:
 
 
 def _new_size(x: Any) -> int:
-    """The memory of a new value; its elements count as references."""
+    """Returns the memory of a new value, whose elements count as references."""
     if isinstance(x, str | bytes):
         return len(x)
     return _WRITTEN * len(x) if isinstance(x, _CONTAINERS) else 0
 
 
 def _inside(x: Any) -> Any:
-    """The elements of a value, keys and values for a mapping; () if it has none."""
+    """Returns the elements of a value, keys and values for a mapping; () if it has none."""
     if type(x) is _NAMESPACE:
         return x._Namespace__attrs.values()
     if isinstance(x, Mapping):
@@ -108,7 +108,7 @@ class Limits(jinja2.ext.Extension):
         self.start()
 
     def start(self, given: Any = None) -> None:
-        """`given`: the template's input, which does not change and is measured once."""
+        """Begins a rendering of `given`, the template's input, which is constant: measured once."""
         self._known: dict[int, tuple[int, int]] = {}
         self._work, self._next_look = 0, 0
         self._until = time.thread_time() + _MOST_SECONDS
@@ -121,10 +121,10 @@ class Limits(jinja2.ext.Extension):
             self._known[id(value)] = self.measure(value)
 
     def measure(self, value: Any) -> tuple[int, int]:
-        """Size and levels of a value.
+        """Returns the size and the number of levels of a value.
 
         Raises:
-          TooMuch: one of them exceeds its limit.
+          TooMuch: the size or the number of levels exceeds its limit.
         """
         size, levels, deepest, level = 0, 0, 0, [value]
         while level:
@@ -147,7 +147,7 @@ class Limits(jinja2.ext.Extension):
         return size, max(levels, deepest)
 
     def _counted(self, argument: Any) -> int:
-        """The largest factor by which an argument can multiply a result."""
+        """Returns the largest factor by which an argument can multiply a result's size."""
         if isinstance(argument, int):
             return abs(argument)
         return self.measure(argument)[0]
@@ -171,13 +171,13 @@ class Limits(jinja2.ext.Extension):
         self.spend(_TURN + _WRITTEN * outputs)
 
     def seen(self, value: Any) -> Any:
-        """Counts a value that is about to be read completely."""
+        """Counts a value that is about to be read completely; returns it."""
         self.measure(value)
         self.spend(_WRITTEN + _new_size(value) // _READ)
         return value
 
     def made(self, value: Any) -> Any:
-        """Counts a new value."""
+        """Counts a new value; returns it."""
         self.measure(value)
         self.spend(_WRITTEN + _new_size(value))
         return value
@@ -186,7 +186,7 @@ class Limits(jinja2.ext.Extension):
         return self.concat(str(self.seen(part)) for part in parts)
 
     def concat(self, parts: Iterable[str]) -> str:
-        """The parts as one text."""
+        """Joins the parts to one text."""
         found, size = [], 0
         for part in parts:
             found.append(part)
@@ -197,10 +197,10 @@ class Limits(jinja2.ext.Extension):
         return "".join(found)
 
     def check_reach(self, name: str, value: Any, arguments: Iterable[Any]) -> None:
-        """To be called before a filter or a method.
+        """Checks a call of a filter or a method before it is made.
 
         Raises:
-          TooMuch: its result may be too large, or take too long.
+          TooMuch: the result may be too large, or take too long.
         """
         size, levels = self.measure(value)
         self.spend(_TURN + _new_size(value) // _READ)
@@ -215,17 +215,17 @@ class Limits(jinja2.ext.Extension):
             raise TooMuch(f"it makes a value of more than {_LONGEST:,} characters")
 
     def check_percent(self, text: str, arguments: Any) -> None:
-        """`check_reach` of `text % arguments`."""
+        """Checks `text % arguments` as `check_reach` does."""
         self._check_widths(text, _WIDTH.findall(text), arguments)
 
     def check_braces(self, text: str, arguments: Any) -> None:
-        """`check_reach` of `text.format(arguments)`."""
+        """Checks `text.format(arguments)` as `check_reach` does."""
         specs = [spec or "" for _, _, spec, _ in string.Formatter().parse(text)]
         widths = [width for spec in specs for width in re.findall(r"\d+|\{", spec)]
         self._check_widths(text, widths, arguments)
 
     def _check_widths(self, text: str, widths: Sequence[str], arguments: Any) -> None:
-        """`widths`: digits, or a sign if the width is an argument."""
+        """Checks the widths in a format: digits, or '*' or '{' if the width is an argument."""
         self.spend(_TURN)
         if any(len(w) > 4 or not w.isdecimal() for w in widths):
             raise TooMuch(f"it fills a text up to a width of {_WIDEST:,} or more")
@@ -237,11 +237,11 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """A sandbox whose templates are made by `limited_template`.
 
     Args:
-      filters: added to Jinja's filters, or replacing them.
-      options: of the environment.
+      filters: functions by name, added to Jinja's filters or replacing them.
+      options: keyword arguments of Jinja's environment.
     """
 
-    # Also keeps Jinja from computing these while it compiles.
+    # Also keeps Jinja from folding these operators while it compiles.
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any):
@@ -251,7 +251,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         assert isinstance(limits, Limits)
         self.limits = limits
         self.concat = limits.concat  # type: ignore[misc, assignment]
-        self.finalize = limits.seen  # of every value that is written
+        self.finalize = limits.seen  # called for every value that is written
         del self.globals["lipsum"], self.filters["random"]
         for name, function in {**self.filters, **filters}.items():
             self.filters[name] = self._limited(name, function)
@@ -259,8 +259,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.tests[name] = self._limited("", function)  # type: ignore[arg-type]
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a filter to be measured before and after; a test ('') is only counted."""
-        first = int(getattr(function, "jinja_pass_arg", None) is not None)  # behind a context
+        """Wraps a filter to measure its input and output; of a test ('') only the input."""
+        first = int(getattr(function, "jinja_pass_arg", None) is not None)  # a context precedes it
 
         @functools.wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
@@ -276,14 +276,14 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return limited
 
     def call(__self, __context, __obj, *args: Any, **kwargs: Any) -> Any:
-        # Jinja's own names: an argument of a template may have any other.
+        # Named as in Jinja: a template's keyword argument may have any other name.
         owner, limits = getattr(__obj, "__self__", None), __self.limits
         if owner is limits:
-            return __obj(*args)  # Jinja adds names of its own
+            return __obj(*args)  # without the keyword arguments that Jinja adds
         limits.spend(_TURN)
         if isinstance(owner, _DATA):
             name = __obj.__name__
-            given = [v for k, v in kwargs.items() if not k.startswith("_")]  # not Jinja's
+            given = [v for k, v in kwargs.items() if not k.startswith("_")]  # no _: Jinja's
             limits.check_reach(name, owner, (*args, *given))
             if name in ("encode", "decode") and not all(
                 isinstance(codec, str) and _CODECS.fullmatch(codec) for codec in (*args, *given)
@@ -319,7 +319,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return limits.made(super().call_binop(context, operator, left, right))
 
     def limited_template(self, source: str) -> jinja2.Template:
-        """A template with its loops, macros and values counted, and `~` replaced by `join`."""
+        """Compiles a template whose loops, macros and values are counted, with `join` for `~`."""
         if len(source) > _LONGEST_SOURCE:
             raise TooMuch(f"it has more than {_LONGEST_SOURCE:,} characters")
         self.limits.start()
@@ -337,8 +337,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _measure_values(node: jinja2.nodes.Node, limits: Limits) -> None:
-    """Below a node, replaces `a ~ b` by `limits.join(a, b)`, counts literals and slices by
-    `limits.made`, and what a loop or comparison reads completely by `limits.seen`."""
+    """Wraps values below a node in calls of `limits`: `a ~ b` in `join`, literals and slices in
+    `made`, and what a loop or comparison reads completely in `seen`."""
     for name, value in node.iter_fields():
         values = value if isinstance(value, list) else [value]
         for i, child in enumerate(values):
@@ -354,7 +354,7 @@ def _measure_values(node: jinja2.nodes.Node, limits: Limits) -> None:
 
 
 def _method(parent: jinja2.nodes.Node, name: str, child: jinja2.nodes.Node) -> str | None:
-    """The method of Limits that a value is passed through; None for none."""
+    """Returns the method of Limits that a value is passed through; None for none."""
     nodes = jinja2.nodes
     if isinstance(child, nodes.Concat):
         return "join"

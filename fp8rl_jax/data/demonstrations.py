@@ -1,4 +1,4 @@
-"""Demonstrations of supervised fine-tuning as tokens.
+"""Encodes demonstrations of supervised fine-tuning as tokens.
 
 Prompt and answer are encoded as one text, so that a tokenizer that marks the beginning of a text
 (SentencePiece) writes no second mark between them. With n tokens in the prompt alone, the first n
@@ -23,7 +23,7 @@ from fp8rl_jax.data.tokenizer import Tokenizer
 
 
 def with_turn_end(tokenizer: Tokenizer, chat: ChatFormat) -> Tokenizer:
-    """The tokenizer, with the token that ends an assistant's turn among its `eos_ids`."""
+    """Returns the tokenizer with the token that ends an assistant's turn among its `eos_ids`."""
     try:
         found = tokenizer.first_added(chat.answered("?", "!")[1])
     except UserError:  # the template refuses this conversation
@@ -34,7 +34,7 @@ def with_turn_end(tokenizer: Tokenizer, chat: ChatFormat) -> Tokenizer:
 def encode_demonstration(
     question: Prompt, answer: str, tokenizer: Tokenizer, chat: ChatFormat | None = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt, and of the answer with its end.
+    """Returns the token ids of the prompt, and those of the answer with its end.
 
     Raises:
       UserError: as `encode_prompt`.
@@ -90,7 +90,7 @@ def pad_demonstrations(
 def merges(
     examples: Sequence[tuple[Prompt, str]], tokenizer: Tokenizer, chat: ChatFormat | None = None
 ) -> str:
-    """A sentence if answers merge with the last token of their prompts, else ''."""
+    """Returns a warning if answers merge with the last token of their prompts, else ''."""
     changed = sum(
         encode_demonstration(*example, tokenizer, chat)[0]
         != encode_prompt(example[0], tokenizer, chat)

@@ -1,4 +1,4 @@
-"""Incremental decoding: the text of tokens that arrive one by one, once it is final.
+"""Decodes tokens that arrive one by one; returns text as soon as it is final.
 
 A token may end within a UTF-8 character, and its text may depend on the token before it (a word's
 leading space). So the last decoded tokens (context) and the pending ones are decoded together, and
@@ -17,9 +17,9 @@ _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """Incremental decoding of one response.
+    """An incremental decoder of one response.
 
-    The texts of `push` and `finish`, joined, are the decoding of all tokens at once (except what a
+    The joined texts of `push` and `finish` equal the decoding of all tokens at once (except what a
     decoder rewrites in earlier text, as WordPiece does before punctuation).
     """
 
@@ -30,8 +30,8 @@ class Detokenizer:
         is_byte: Callable[[int], bool] = lambda token: False,
     ):
         """Args:
-        decode: text of tokens without an end token.
-        is_end: whether a token ends the text; it and later tokens are not decoded.
+        decode: function from tokens, without an end token, to text.
+        is_end: whether a token ends the text; that token and later ones are not decoded.
         is_byte: whether a token is a byte of byte fallback.
         """
         self._decode, self._is_end, self._is_byte = decode, is_end, is_byte
@@ -42,7 +42,7 @@ class Detokenizer:
         self._ended = False
 
     def push(self, tokens: Iterable[int]) -> str:
-        """The text that is final with these tokens; '' while a character is incomplete."""
+        """Decodes tokens; returns the text that is final now, '' within a character."""
         return "".join(self._push(int(token)) for token in tokens)
 
     def _push(self, token: int) -> str:
@@ -63,7 +63,7 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """The rest of the text, after the last token."""
+        """Returns the rest of the text, after the last token."""
         whole = self._decode(self._all)
         rest = whole[len(self._given) :]
         self._given, self._ended = whole, True

@@ -1,4 +1,4 @@
-"""The tokenizer that a configuration names."""
+"""Loads the tokenizer that a configuration names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fp8rl_jax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 
 def tokenizer_path(name: str, checkpoint: str = "") -> str:
-    """`data.tokenizer`, with 'checkpoint' replaced by `model.checkpoint`.
+    """Returns `name` (`data.tokenizer`), with 'checkpoint' replaced by `model.checkpoint`.
 
     Raises:
-      UserError: it is 'checkpoint' and there is none.
+      UserError: the name is 'checkpoint', and `model.checkpoint` is empty.
     """
     if name != "checkpoint":
         return name
@@ -27,15 +27,15 @@ def tokenizer_path(name: str, checkpoint: str = "") -> str:
 
 
 def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
-    """The tokenizer that `config.data` names.
+    """Loads the tokenizer that the section `data` names.
 
     Args:
-      config: the section `data`: 'byte', the path of a tokenizer.json, a Hugging Face directory,
-        or 'checkpoint'.
+      config: the section `data`; its `tokenizer` is 'byte', the path of a tokenizer.json, a Hugging
+        Face directory, or 'checkpoint'.
       checkpoint: `model.checkpoint`.
 
     Raises:
-      UserError: it cannot be read.
+      UserError: the tokenizer cannot be read.
     """
     path = tokenizer_path(config.tokenizer, checkpoint)
     if path == "byte":
@@ -46,7 +46,7 @@ def load_tokenizer(config, checkpoint: str = "") -> Tokenizer:
 
 
 def tokenizer_files(name: str, checkpoint: str = "") -> list[pathlib.Path]:
-    """The files that `load_tokenizer` reads."""
+    """Returns the files that `load_tokenizer` reads."""
     path = tokenizer_path(name, checkpoint)
     if path == "byte":
         return []

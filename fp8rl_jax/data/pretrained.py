@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face directory, from all of its files.
+"""Reads the tokenizer of a Hugging Face directory, from all of its files.
 
 tokenizer.json
     the tokenizer, read by the `tokenizers` library; its post-processor decides which token begins a
@@ -51,7 +51,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is no file.
+    """Returns the JSON object in a file; {} if there is no file.
 
     Raises:
       UserError: the file does not hold an object.
@@ -78,14 +78,14 @@ def _readable(path: pathlib.Path) -> Iterator[None]:
 
 
 def read_number(path: pathlib.Path, settings: dict[str, Any], name: str) -> float | None:
-    """The number under a name in `settings`; None if there is none.
+    """Returns the number under a name in `settings`; None if there is none.
 
     Args:
       path: file of the settings, for messages.
-      settings: from `read_object`.
+      settings: object from `read_object`.
 
     Raises:
-      UserError: it is NaN, infinite, or beyond float32.
+      UserError: the number is NaN, or at least 1e9 in size.
     """
     value = settings.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -96,9 +96,9 @@ def read_number(path: pathlib.Path, settings: dict[str, Any], name: str) -> floa
 
 
 class PretrainedTokenizer(ReaderTokenizer):
-    """A tokenizer with its special tokens and its chat template. See `Tokenizer`.
+    """A Hugging Face tokenizer with its special tokens and its chat template. See `Tokenizer`.
 
-    `pad_id` is `eos_id` if the files name no padding; masks decide what counts.
+    `pad_id` is `eos_id` if the files name no padding token: masks, not ids, mark padding.
     """
 
     def __init__(self, directory: str | pathlib.Path):
@@ -138,7 +138,7 @@ class PretrainedTokenizer(ReaderTokenizer):
             self.chat_template = ChatTemplate(source, names, where, for_tools)
 
     def _id(self, kind: str, token: str) -> int:
-        """The id of a token that the files name as `kind`."""
+        """Returns the id of a token that the files name as `kind`."""
         found = self._reader.token_to_id(token)
         if found is None:
             raise UserError(
@@ -167,7 +167,7 @@ class PretrainedTokenizer(ReaderTokenizer):
         return tuple(dict.fromkeys(ids))
 
     def _begin(self) -> int | None:
-        """The id that the post-processor puts before a text; None for none."""
+        """Returns the id that the post-processor puts before a text; None for none."""
         with refused(self._failing):
             encoding = self._reader.encode("a")
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
@@ -186,10 +186,10 @@ class PretrainedTokenizer(ReaderTokenizer):
 
 
 def _end_ids(path: pathlib.Path, value: Any, most: int) -> list[int]:
-    """The ids in a file's `eos_token_id`: none, one, or a list.
+    """Returns the ids in a file's `eos_token_id`, which holds none, one, or a list.
 
     Raises:
-      UserError: one is not an id below `most`.
+      UserError: one of them is not an id below `most`.
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for number in ids:
@@ -202,7 +202,7 @@ def _end_ids(path: pathlib.Path, value: Any, most: int) -> list[int]:
 
 
 def _further_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name of the list, token) of the special tokens that the files list without a name."""
+    """Yields (name of the list, token) for special tokens in lists, which have no names."""
     for kind in ("extra_special_tokens", "additional_special_tokens"):
         listed = settings.get(kind)
         values = list(listed.values()) if isinstance(listed, dict) else listed
@@ -214,8 +214,8 @@ def _further_tokens(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _add_tokens(
     reader: Any, path: pathlib.Path, settings: dict[str, Any], special: set[str]
 ) -> None:
-    """Adds tokens that other files list to those of tokenizer.json; `special` are those that the
-    files name as special.
+    """Adds the tokens that other files than tokenizer.json list to `reader`; `special` holds those
+    that the files name as special.
 
     Raises:
       UserError: a list is damaged, or tokenizer.json gives a token another id.
@@ -240,7 +240,7 @@ def _add_tokens(
 def _listed_tokens(
     path: pathlib.Path, settings: dict[str, Any], special: set[str]
 ) -> Iterator[tuple[int, str, dict[str, bool]]]:
-    """(id, text, flags of AddedToken) of the tokens that other files than tokenizer.json list."""
+    """Yields (id, text, flags of AddedToken) of the tokens that only other files list."""
     decoder, file = settings.get("added_tokens_decoder"), path / "tokenizer_config.json"
     if decoder is None:
         file = path / "added_tokens.json"
@@ -267,7 +267,7 @@ def _id_in(file: pathlib.Path, number: Any) -> int:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """{'eos_token': '</s>', ...}; in the file a token is a text, or an object with 'content'."""
+    """Returns {'eos_token': '</s>', ...}; a file has a token as text or object with 'content'."""
     texts = {name: _content(x) for name, x in settings.items() if name.endswith("_token")}
     return {name: text for name, text in texts.items() if text is not None}
 
@@ -278,7 +278,7 @@ def _content(token: Any) -> str | None:
 
 
 def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, str]:
-    """The chat templates of `_TEMPLATES` by name, from files of their own or else from settings."""
+    """Returns the chat templates of `_TEMPLATES` by name, from their files or else `settings`."""
     file, folder = path / "chat_template.jinja", path / "additional_chat_templates"
     files = {"default": file} if os.path.lexists(file) else {}
     if os.path.isdir(folder):
@@ -287,7 +287,7 @@ def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str,
         return {name: _read_template(files[name]) for name in _TEMPLATES if name in files}
     template = settings.get("chat_template")
     named = template if isinstance(template, dict) else {"default": template}
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several, each with a name
         named = {
             t["name"]: t.get("template")
             for t in template

@@ -1,4 +1,4 @@
-"""Tokenizers: text <-> token ids, and the ids at which a prompt begins and a response ends."""
+"""Tokenizers: convert text <-> token ids, and hold the ids that begin prompts and end responses."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Tokenizer(abc.ABC):
 
     Attributes:
       vocab_size: largest id + 1; a model's vocabulary is at least this large.
-      pad_id: fills masked slots.
-      bos_id: begins a prompt; None for nothing.
-      eos_id: ends a demonstration.
-      eos_ids: the ids that end a response; eos_id is the first.
-      chat_template: None if there is none.
+      pad_id: id in masked slots.
+      bos_id: id before a prompt; None for none.
+      eos_id: id after a demonstration.
+      eos_ids: ids that end a response; eos_id is the first.
+      chat_template: the model's chat template; None for none.
     """
 
     vocab_size: int
@@ -42,37 +42,37 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens written in it become their ids."""
+        """Encodes a text; special tokens written in it become their ids."""
 
     @abc.abstractmethod
     def _text(self, ids: list[int]) -> str:
-        """Text of ids without an end token."""
+        """Decodes ids without an end token."""
 
     def _is_byte(self, token: int) -> bool:
-        """Whether the id is a byte of byte fallback (see `Detokenizer`)."""
+        """Returns whether the id is a byte of byte fallback (see `Detokenizer`)."""
         return False
 
     def is_end(self, token: int) -> bool:
-        """Whether a text ends at this id."""
+        """Returns whether a text ends at this id."""
         return token in self.eos_ids
 
     def first_added(self, text: str) -> tuple[int, str] | None:
-        """Id and text of the first added token in a text, such as '<|im_end|>'; None for none."""
+        """Returns id and text of the first added token in a text ('<|im_end|>'); None for none."""
         return None
 
     def ending_also(self, token: int) -> Self:
-        """A copy of the tokenizer with this id among `eos_ids`."""
+        """Returns a copy of the tokenizer with this id among `eos_ids`."""
         other = copy.copy(self)
         other.eos_ids = tuple(dict.fromkeys((*self.eos_ids, token)))
         return other
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text up to the first end token. Begin, padding and ids beyond the tokenizer's have no
-        text; bytes that are not UTF-8 become U+FFFD."""
+        """Decodes ids up to the first end token. Begin, padding and ids beyond the tokenizer's have
+        no text; bytes that are not UTF-8 become U+FFFD."""
         return self._text([int(t) for t in itertools.takewhile(lambda t: not self.is_end(t), ids)])
 
     def detokenizer(self) -> Detokenizer:
-        """Incremental decoding of one response."""
+        """Returns an incremental decoder for one response."""
         return Detokenizer(self._text, self.is_end, self._is_byte)
 
 
@@ -103,7 +103,7 @@ class ReaderTokenizer(Tokenizer):
     _textless: frozenset[int] = frozenset()
 
     def __init__(self, reader: Any, where: str = "the tokenizer"):
-        """`where` names its file in messages. Raises UserError if it has no tokens."""
+        """`where` names the file in messages. Raises UserError without tokens, or for huge ids."""
         self._reader = reader
         self._failing = f"data.tokenizer: {where} fails"
         with refused(self._failing):
@@ -134,7 +134,7 @@ class ReaderTokenizer(Tokenizer):
 
 
 def read_reader(path: pathlib.Path):
-    """The `tokenizers.Tokenizer` of a tokenizer.json.
+    """Reads a tokenizer.json as a `tokenizers.Tokenizer`.
 
     Options that a file may hold from earlier use are switched off: truncation, padding, and BPE's
     dropout, which encodes a text differently each time.

@@ -9,8 +9,8 @@
                    v
     responses -> rewards.scoring -> (B,) rewards, nan where a response is not scored
 
-Read `question`, `load` and `rewards` first. `step` has the form of an environment of several
-replies, which no run calls yet. Not done: streaming data sets, several turns, images.
+Read `question`, `load` and `rewards` first. `step` defines the form of an environment with several
+replies; no run calls it yet. Not done: streaming data sets, several turns, images.
 """
 
 from fp8rl_jax.envs.load import Data, load_questions

@@ -1,6 +1,6 @@
-"""Answers of any type as the text that a response is compared with.
+"""Turns answers of any type into the text that a response is compared with.
 
-Whole numbers are written without a point, since pandas turns a column of integers with a gap into
+Integral floats are written without a point, since pandas turns a column of integers with a gap into
 floats. Numbers that are not finite, and lists and mappings without a value, count as no answer. A
 list of one value becomes that value; other lists, and mappings, become JSON.
 """
@@ -14,12 +14,12 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-_MOST_DIGITS = 400  # of a whole number that is written out
+_MOST_DIGITS = 400  # of an integer that is written out
 
 
 def has_value(value: Any) -> bool:
-    """Whether a value is not empty. Empty are None, blank texts, numbers that are not finite, and
-    lists and mappings of empty values."""
+    """Returns whether a value is not empty. Empty values are None, blank texts, numbers that are
+    not finite, and lists and mappings of empty values only."""
     try:
         if isinstance(value, Mapping):
             return any(map(has_value, value.values()))
@@ -35,10 +35,10 @@ def has_value(value: Any) -> bool:
 
 
 def answer_text(value: Any) -> Any:
-    """An answer as text, if it is a number, a list or a mapping; any other value unchanged.
+    """Writes an answer as text if it is a number, list or mapping; returns others unchanged.
 
     Raises:
-      ValueError, RecursionError: it is too large, or too deeply nested, for a text.
+      ValueError, RecursionError: the answer is too large, or too deeply nested, for a text.
     """
     one = value[0] if isinstance(value, list | tuple) and len(value) == 1 else None
     if isinstance(one, str | numbers.Number):
@@ -51,7 +51,7 @@ def answer_text(value: Any) -> Any:
 
 
 def text_of_json(value: Any) -> str:
-    """A value as JSON, with types that JSON lacks as texts."""
+    """Writes a value as JSON, with types that JSON lacks as texts."""
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -74,7 +74,7 @@ def _number_text(value: Any) -> str:
 
 
 def _whole(value: Any) -> Any:
-    """A value with whole floats as integers, at any depth."""
+    """Copies a value, with floats that are integers as int, at any depth."""
     if isinstance(value, Mapping):
         return {key: _whole(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Rows of parquet and Arrow files.
+"""Reads the rows of parquet and Arrow files.
 
-A column that no question needs cannot stop a run: what Python cannot hold (a year after 9999, a
-text that is not UTF-8, two columns of one name) becomes an `Unreadable`, which is an error in a
-question or an answer, and is left out of the row that a reward gets.
+A value that Python cannot hold (a year after 9999, a text that is not UTF-8, two columns of one
+name) becomes an `Unreadable`: an error in a question or an answer, else left out of the row that a
+reward gets. So a column that no question needs cannot stop a run.
 
 Python's types do not depend on pandas being installed. Times are cut to microseconds, as Python has
 them. A float32 or float16 becomes the float64 with the same shortest decimal: 0.1, not
@@ -24,7 +24,7 @@ PARQUET = ".parquet"
 
 
 def read(path: pathlib.Path) -> Rows:
-    """The rows of a parquet file, or of an Arrow stream, each with its place.
+    """Yields the rows of a parquet file, or of an Arrow stream, each with its place.
 
     Raises:
       UserError: the file is damaged.
@@ -54,8 +54,8 @@ def _batches(path: pathlib.Path) -> Iterator[Any]:
 
 
 def _rows(batch: Any, trusted: bool) -> list[dict[str, Any]]:
-    """The rows of a record batch of pyarrow. `trusted`: its buffers come from the parquet reader
-    and are consistent; Arrow files hold raw buffers, which could be read out of bounds."""
+    """Returns the rows of a pyarrow record batch. `trusted`: its buffers come from the parquet
+    reader, hence are valid; Arrow files hold raw buffers, which could be read out of bounds."""
     names = batch.schema.names
     twice = [Unreadable("the file has several columns of that name")] * batch.num_rows
     columns = [
@@ -66,7 +66,7 @@ def _rows(batch: Any, trusted: bool) -> list[dict[str, Any]]:
 
 
 def _values(column: Any, trusted: bool) -> list[Any]:
-    """The values of a column as Python's types, or `Unreadable`."""
+    """Converts the values of a column to Python types, or `Unreadable`."""
     try:
         if not trusted:
             _with_bytes(column).validate(full=True)
@@ -79,7 +79,7 @@ def _values(column: Any, trusted: bool) -> list[Any]:
 
 
 def _with_bytes(column: Any) -> Any:
-    """A column of texts as one of bytes, since each text is checked for UTF-8 separately."""
+    """Views a column of texts as bytes, since each text is checked for UTF-8 separately."""
     import pyarrow as pa
 
     if pa.types.is_string(column.type):
@@ -107,7 +107,7 @@ def _cast(column: Any) -> Any:
 
 
 def _micro(kind: Any) -> Any:
-    """The type, with microseconds for nanoseconds."""
+    """Returns the type with microseconds for nanoseconds."""
     import pyarrow as pa
 
     if getattr(kind, "unit", "") != "ns":
@@ -118,7 +118,7 @@ def _micro(kind: Any) -> Any:
 
 
 def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The type with `leaf` applied to the primitive types in it, as far as Arrow can cast them."""
+    """Applies `leaf` to the primitive types within a type, as far as Arrow can cast them."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind):
@@ -130,13 +130,13 @@ def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
         return pa.large_list(kind.value_field.with_type(inner))
     if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
         return pa.list_(kind.value_field.with_type(inner), getattr(kind, "list_size", -1))
-    if inner is not None and inner != kind.value_type:  # Arrow casts these to no type of their kind
+    if inner is not None and inner != kind.value_type:  # Arrow cannot cast within these kinds
         return inner if pa.types.is_dictionary(kind) else pa.large_list(inner)
     return leaf(kind) if pa.types.is_primitive(kind) else kind
 
 
 def _value(scalar: Any) -> Any:
-    """One value, with each part that Python cannot hold replaced by an `Unreadable`."""
+    """Converts one value; each part that Python cannot hold becomes an `Unreadable`."""
     import numpy as np  # imported late, like pyarrow: reward workers need neither
     import pyarrow as pa
 

@@ -1,6 +1,6 @@
-"""A hash of the questions of a run, which shows that a data set has changed.
+"""Hashes the questions of a run, to show whether a data set has changed.
 
-It covers prompts, answers, and the rows, which a reward may read.
+The hash covers prompts, answers, and the rows, which a reward may read.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from fp8rl_jax.envs.question import SPLITS, Question
 
 _DEEPEST = 100
-_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")  # in the text of an object: another one in each process
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")  # in the repr of an object; differs by process
 
 
 def digest_of(questions: Mapping[str, Iterable[Question]]) -> str:
-    """The hash of all questions, {split: questions}."""
+    """Returns the hash of all questions, {split: questions}."""
     digest = hashlib.sha256()
     for split in SPLITS:
         for q in questions[split]:
@@ -32,8 +32,8 @@ def digest_of(questions: Mapping[str, Iterable[Question]]) -> str:
 
 
 def _plain(value: Any, within: tuple[int, ...]) -> Any:
-    """A value of a row as JSON types, the same in each process; a user's object becomes its text.
-    `within`: ids of the enclosing lists and mappings, to detect cycles."""
+    """Converts a row's value to JSON types that are equal in each process; a user's object becomes
+    its repr. `within`: ids of the enclosing lists and mappings, to detect cycles."""
     if value is None or isinstance(value, str | bool | float):
         return value
     if isinstance(value, int):

@@ -26,10 +26,10 @@ from fp8rl_jax.envs.splits import HELD_OUT, TRAIN, splits_named
 
 _ARROW = ".arrow"
 _TEXTS = (*text_rows.JSONL, *text_rows.CSV, *text_rows.JSON)
-_HUB = (arrow_rows.PARQUET, *text_rows.JSONL)  # read in a directory; without them CSV, else JSON
+_HUB = (arrow_rows.PARQUET, *text_rows.JSONL)  # read in a directory; if it has none, CSV, else JSON
 _FORMS = "a .jsonl, .parquet, .csv or .json file, or a directory of such files"
-# Kinds of data files that are not read, unless they are (see `_HUB`): a note names such files, and
-# any file whose name speaks of a split.
+# Kinds of files that may hold data. A note names those that are not read, and any unread file that
+# is named after a split.
 _OTHER_KINDS = re.compile(
     r"\.(json|ndjson|jsonlines|csv|tsv|txt|xml|arrow|feather|pq|parq|orc|avro|tfrecord|zst|xz|bz2|lz4|"
     r"br|zip|7z|tar|tgz|gz|pkl|pickle|npy|npz|h5|hdf5|pt|db|sqlite|xls|xlsx)\Z"
@@ -38,7 +38,7 @@ _ABOUT = re.compile(r"(dataset_(dict|infos?)|features|state)\.json")  # metadata
 _CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")  # written by `datasets`
 _INDICES = ("_indices_data_files", "_indices_files")  # in state.json, by version of `datasets`
 _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
-_NO_NAME = re.compile(  # of a shard in its split's folder
+_NO_NAME = re.compile(  # a shard's name that names no split: its folder does
     r"(data|part|shard|chunk)?[-_.]?\d+(-of-\d+|-[0-9a-f]{8}-.*)?", re.IGNORECASE
 )
 _ANY_NAME = re.compile("data|dataset|part|shard|chunk|file|rows|examples", re.IGNORECASE)
@@ -53,7 +53,7 @@ class Found:
 
     Attributes:
       splits: {split: files}.
-      named: the held-out split in the name that the user wrote; '' for none.
+      named: the held-out split that the user's path is named after; '' for none.
       unread: names of data files in the directory that are not read.
     """
 
@@ -63,7 +63,7 @@ class Found:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether the text has the form of a path; the file need not exist."""
+    """Returns whether the text has the form of a path; the file need not exist."""
     return "/" in name or name.startswith((".", "~")) or _suffix(name) != ""
 
 
@@ -75,7 +75,7 @@ def find(name: str) -> Found:
     """Finds the files of a path; a single file is the split 'train'.
 
     Raises:
-      UserError: it does not exist, holds no data, or holds several data sets.
+      UserError: the path does not exist, holds no data, or holds several data sets.
     """
     path = pathlib.Path(expanded(name, "the path"))
     if os.path.isdir(path):
@@ -101,7 +101,7 @@ def find(name: str) -> Found:
 
 
 def _beside(path: pathlib.Path) -> list[str]:
-    """At most 1,000 entries of the directory of a path."""
+    """Lists at most 1,000 entries of the directory that a path is in."""
     try:
         with os.scandir(path.parent) as entries:
             return [str(path.parent / entry.name) for entry in itertools.islice(entries, 1000)]
@@ -114,7 +114,7 @@ def _stem(path: pathlib.Path) -> str:
 
 
 def _held_out_name(name: str) -> str:
-    """'test' or 'validation' if the name has that word and not 'train'; else ''."""
+    """Returns 'test' or 'validation' if the name has that word and not 'train'; else ''."""
     words = splits_named(name)
     return next((word for word in words if word in HELD_OUT and TRAIN not in words), "")
 
@@ -158,8 +158,8 @@ def _find_in_directory(root: pathlib.Path) -> Found:
 def _unread(
     root: pathlib.Path, files: Iterable[pathlib.Path], read: Iterable[pathlib.Path]
 ) -> tuple[str, ...]:
-    """The names of files that are not read and may hold data: files of known kinds, and any file
-    with the name of a split in its path."""
+    """Returns the names of files that are not read and may hold data: files of known kinds, and any
+    file with the name of a split in its path."""
     names = [_in(path, root) for path in sorted({*files} - {*read})]
     return tuple(
         name
@@ -170,7 +170,7 @@ def _unread(
 
 
 def _walk(root: pathlib.Path) -> list[pathlib.Path]:
-    """All entries below a directory except directories and hidden entries, sorted."""
+    """Lists all entries below a directory except directories and hidden entries, sorted."""
     found: list[pathlib.Path] = []
     seen: set[tuple[int, int]] = set()
     entries = 0
@@ -203,7 +203,7 @@ def _in(path: pathlib.Path, root: pathlib.Path) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """At most six names."""
+    """Joins at most six names for a message."""
     names = list(names)
     more = f" and {len(names) - 6:,} more" if len(names) > 6 else ""
     return ", ".join(names[:6]) + more
@@ -212,7 +212,7 @@ def _some(names: Iterable[str]) -> str:
 def _by_split(
     root: pathlib.Path, files: list[pathlib.Path]
 ) -> tuple[dict[str, list[pathlib.Path]], bool]:
-    """{split: files}, and whether any name below the directory has the name of a split.
+    """Returns {split: files}, and whether any file or folder is named after a split.
 
     Raises:
       UserError: a split has files of several data sets, or a file has the names of two splits.
@@ -245,7 +245,7 @@ def _by_split(
 
 
 def _saved_splits(path: pathlib.Path) -> list[str]:
-    """The names of the splits in dataset_dict.json; each is a directory next to it."""
+    """Returns the names of the splits in dataset_dict.json; each is a directory next to it."""
     names = _of_json(path, "splits")
     if not (isinstance(names, list) and names and all(map(is_file_name, names))):
         raise UserError(f"{path} is damaged: save the data set again")
@@ -253,7 +253,7 @@ def _saved_splits(path: pathlib.Path) -> list[str]:
 
 
 def _arrow_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], str]:
-    """The files that `save_to_disk` wrote, in order, and the name of their split."""
+    """Returns the files that `save_to_disk` wrote, in order, and the name of their split."""
     state = directory / "state.json"
     files = _of_json(state, "_data_files")
     if any(_of_json(state, key) for key in _INDICES):
@@ -272,7 +272,7 @@ def _arrow_files(directory: pathlib.Path) -> tuple[list[pathlib.Path], str]:
 
 
 def _of_json(path: pathlib.Path, key: str) -> Any:
-    """The value of a key in a JSON file; None if the key is missing."""
+    """Returns the value of a key in a JSON file; None if the key is missing."""
     try:
         return read_json(path).get(key)
     except (OSError, ValueError, AttributeError):
@@ -280,7 +280,7 @@ def _of_json(path: pathlib.Path, key: str) -> Any:
 
 
 def read(paths: list[pathlib.Path]) -> Rows:
-    """The rows of files, each with its place.
+    """Yields the rows of files, each with its place.
 
     Raises:
       UserError: a file cannot be read, or a row is not what the file's name promises.

@@ -1,8 +1,8 @@
-"""The questions of a run: read or generated, split, and counted.
+"""Loads the questions of a run: reads or generates, splits, and counts them.
 
-A data set's own split 'test' (else 'validation') is held out, and trained on only if the user names
-it; without one, questions are held out by the hash of their text. Equal prompts (text, roles and
-tools) count once. A held-out question is never trained on, even with other white space.
+A data set's split 'test' (else 'validation') is held out, and trained on only if the user names it;
+without one, questions are held out by the hash of their text. Equal prompts (text, roles and tools)
+count once. A held-out question is never trained on, even with other white space.
 
 All rows are read at the start and kept in memory. Not done: streaming data sets that do not fit.
 """
@@ -25,7 +25,7 @@ from fp8rl_jax.envs.splits import roles
 from fp8rl_jax.envs.tasks import make_questions
 
 _AHEAD = 1000  # rows from which the form of a data set is recognised
-_MOST_ROWS = 1_000_000  # of a user's function, and ten more for each of `env.max_questions`
+_MOST_ROWS = 1_000_000  # of a user's function, plus 10 * `env.max_questions`
 Fits = Callable[[str, Question], bool]
 
 
@@ -33,7 +33,7 @@ class Data(NamedTuple):
     """The questions of a run.
 
     Attributes:
-      questions: by split; the splits are disjoint.
+      questions: lists of questions by split; the splits are disjoint.
       note: a line on what was read and left out; '' if all questions were generated.
       digest: hash of the questions and their rows; '' if all questions were generated.
     """
@@ -46,15 +46,15 @@ class Data(NamedTuple):
 def load_questions(
     env: Any, counts: Mapping[str, int], seed: int, fits: Fits | None = None
 ) -> Data:
-    """The questions of a run.
+    """Loads the questions of a run.
 
     Args:
       env: the section of a checked configuration.
-      counts: number of questions by split. From a data set, a training split with a number above
-        0 is complete (at most `env.max_questions`), and other splits may be smaller.
-      seed: of a generator.
-      fits: whether a split's question is short enough; None if all are. Only called if a data set
-        is among the sources.
+      counts: number of questions by split. From a data set, 'train' with a number above 0 is
+        complete (at most `env.max_questions`), and other splits may be smaller.
+      seed: seed of generators.
+      fits: function (split, question): whether the question is short enough; None if all are. Only
+        called if a data set is among the sources.
 
     Raises:
       UserError: a source cannot be read, or has too few questions.
@@ -117,7 +117,7 @@ class _Loader:
         return Data(questions, visible(note), digest_of(questions))
 
     def _own_held_out(self, source: DataSet) -> list[Question]:
-        """The questions of the held-out split of `env.task`; [] without one."""
+        """Returns the questions of the held-out split of `env.task`; [] without one."""
         split = roles(self._env.task, source.rows).held_out
         if not split:
             return []
@@ -127,8 +127,8 @@ class _Loader:
     def _training(
         self, source: DataSet, held_out: Collection[str], separate: bool
     ) -> dict[str, list[Question]]:
-        """The questions of `env.task` to train on, and under 'eval' the share that is held out if
-        there is no other evaluation set."""
+        """Returns the questions of `env.task` to train on, and under 'eval' those that are held out
+        of them if there is no other evaluation set."""
         task, env = self._env.task, self._env
         main, own, unused = roles(task, source.rows)
         if not main:
@@ -152,7 +152,7 @@ class _Loader:
         return found
 
     def _separate(self, task: str) -> list[Question]:
-        """The questions of an evaluation source: its held-out split if it has one, else all."""
+        """Returns the questions of an evaluation source: of its held-out split, else all."""
         if is_generated(task):
             self._held_out_of.append(task)
             return make_questions(task, {}, {"eval": self._counts["eval"]}, self._seed)["eval"]
@@ -170,7 +170,7 @@ class _Loader:
         return list(self._distinct(task, source, split, "evaluation"))
 
     def _distinct(self, task: str, source: DataSet, split: str, use: str) -> Iterator[Question]:
-        """The questions of a split that have text and answer, each prompt once, in order."""
+        """Yields the questions of a split that have text and answer, each prompt once, in order."""
         rows, most = source.rows[split], self._env.max_questions
         ahead = min(_AHEAD, most) if source.a_function and most else _AHEAD
         head = list(itertools.islice(rows, ahead))
@@ -221,8 +221,8 @@ class _Loader:
     def _kept(
         self, split: str, questions: Iterable[Question], held_out: Collection[str] = ()
     ) -> list[Question]:
-        """The questions, in `env.prompt_template`, that are not held out and (if any source is a
-        data set) short enough."""
+        """Puts questions into `env.prompt_template`; leaves out those that are held out or (if any
+        source is a data set) too long."""
         use = "evaluation" if split == "eval" else "training"
         kept = []
         for question in questions:
@@ -236,7 +236,7 @@ class _Loader:
         return kept
 
     def _drawn(self, split: str, questions: list[Question]) -> list[Question]:
-        """The questions, reduced to the requested number if any source is a data set."""
+        """Reduces the questions to the requested number, if any source is a data set."""
         count = self._counts[split]
         if split == "train" and count:
             count = self._env.max_questions or len(questions)
@@ -269,7 +269,7 @@ class _Loader:
 
 
 def _no_training_split(task: str, source: DataSet, held_out: str) -> UserError:
-    """The error for a data set without a split to train on."""
+    """Returns the error for a data set without a split to train on."""
     beside = f", and {names_of(source.unread)}, which is not read" if source.unread else ""
     if not held_out or len(source.rows) > 1:
         return UserError(
@@ -287,5 +287,5 @@ def _no_training_split(task: str, source: DataSet, held_out: str) -> UserError:
 
 
 def _key(text: str) -> str:
-    """A question's text with white space normalised, by which it is held out."""
+    """Normalises white space in a question's text, to compare it with held-out ones."""
     return " ".join(text.split())

@@ -1,6 +1,6 @@
-"""A question with its reference answer, and its split.
+"""Defines a question with its reference answer, and its split.
 
-The split is a hash of the text, so no question is in two splits, whatever its seed or file.
+The split follows from a hash of the text, so no question is in two splits, whatever its source.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Question:
     """One question with its reference answer.
 
     Attributes:
-      text: the question; of a conversation, the contents of its messages.
-      answer: what rewards compare responses with.
+      text: the question; for a conversation, the joined contents of its messages.
+      answer: text that rewards compare responses with.
       solution: the row's full answer, if `answer` is only a part of it.
-      messages: a conversation, unless it is one plain user message: {'role', 'content'} each, with
-        the source's further fields (tool_calls, name, ...).
+      messages: messages of a conversation, {'role', 'content'} each and the source's further fields
+        (tool_calls, name, ...); empty for one plain user message.
       row: all columns of the source, for rewards that take them.
-      set: the evaluation source, if there are several.
+      set: name of the evaluation source, if there are several.
       tools: function schemas for the chat template.
     """
 
@@ -40,8 +40,7 @@ class Question:
 
     @property
     def prompt(self) -> str | Sequence[Mapping[str, Any]] | Mapping[str, Any]:
-        """The prompt of the policy: a text, or for a chat template messages, or {'messages',
-        'tools'}."""
+        """The policy's prompt: a text, or for a chat template messages or {'messages', 'tools'}."""
         if self.tools:
             messages = self.messages or [{"role": "user", "content": self.text}]
             return {"messages": messages, "tools": self.tools}
@@ -49,7 +48,7 @@ class Question:
 
     @property
     def identity(self) -> str:
-        """A text that is equal for equal prompts."""
+        """A key of the prompt: equal prompts have equal keys."""
         if not (self.messages or self.tools):
             return self.text
         return json.dumps([self.text, self.messages, self.tools], default=repr)
@@ -61,7 +60,8 @@ class Question:
 
 
 def split_of(text: str, eval_fraction: float = 0.1) -> str:
-    """The split of a text: 'eval' for this share of all texts, 'sft' for 0.3, else 'train'.
+    """Returns the split of a text: 'eval' for a share of `eval_fraction` of all texts, 'sft' for a
+    share of 0.3, else 'train'.
 
     Example:
       >>> {split_of("What is 7 + 9?") for _ in range(3)}
@@ -75,7 +75,7 @@ def split_of(text: str, eval_fraction: float = 0.1) -> str:
 
 
 def subset(questions: Sequence[Question], count: int) -> list[Question]:
-    """At most `count` of the questions, chosen by a hash of their texts, in their order."""
+    """Returns at most `count` questions, chosen by a hash of their texts, in the given order."""
     if len(questions) <= count:
         return list(questions)
     digests = [hashlib.sha256(b"subset" + q.text.encode()).digest() for q in questions]
@@ -84,8 +84,8 @@ def subset(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def with_template(question: Question, template: str) -> Question:
-    """The question with its text (in a conversation the user's last message) put into `template`
-    in place of '{question}'."""
+    """Fills `template`: '{question}' becomes the question's text; in a conversation, `template`
+    replaces the user's last message."""
     if template == "{question}":
         return question
     if not question.messages:
@@ -98,5 +98,5 @@ def with_template(question: Question, template: str) -> Question:
 
 
 def joined(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The contents of the messages, as paragraphs."""
+    """Joins the contents of messages as paragraphs."""
     return "\n\n".join(m["content"] for m in messages if m.get("content") is not None)

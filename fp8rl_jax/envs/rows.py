@@ -5,7 +5,7 @@ Four forms are known. Plain: a column of texts and one of answers. Instruction: 
 answer. TRL: `prompt` is a conversation, the answer a column. Messages keep all their fields; a
 column `tools` of function schemas is passed to the chat template.
 
-Not done: images in a conversation; a question in several other columns.
+Not done: images in a conversation; a question spread over other columns.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ _LAST_ROLES = ("user", "tool")  # of the last message of a prompt
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """Replaces a value of a row that Python cannot hold, for this reason."""
+    """A stand-in for a row's value that Python cannot hold, with the reason."""
 
     reason: str
 
 
 class PartlyReadable(dict):
-    """A row with an `Unreadable` somewhere in it."""
+    """A row that holds an `Unreadable` at some depth."""
 
 
 def marked(row: dict[str, Any]) -> dict[str, Any]:
-    """The row, as `PartlyReadable` if it holds an `Unreadable` at any depth."""
+    """Returns the row, as `PartlyReadable` if it holds an `Unreadable` at any depth."""
     return PartlyReadable(row) if _holds_unreadable(row) else row
 
 
@@ -73,16 +73,16 @@ def _holds_unreadable(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RowForm:
-    """Where the rows of a data set hold question and answer.
+    """The columns in which a data set's rows hold question and answer.
 
     Attributes:
       question_key, answer_key: names of columns; 'a.b' is key b in column a; '-' for no answer.
-      input_key: a column whose text is put below the question; '' for none.
+      input_key: name of a column whose text is put below the question; '' for none.
       conversation: whether the first question is a list of messages.
-      pattern: finds the answer in its column; None to take the text after the last '####'.
-      mark: which text after the last '####' is the answer: 'line', any line that begins with the
-        mark, if all first rows end with one; 'number', a number only, if some do; '' for no mark
-        in the first rows, then as 'number'.
+      pattern: expression that finds the answer in its column; None to use the last '####'.
+      mark: what counts as an answer after the last '####': 'line', any text, if the mark begins a
+        line (all first rows end so); 'number', only a number (some first rows end so); '' if no
+        first row ends so, but a later number still counts.
     """
 
     question_key: str
@@ -94,7 +94,7 @@ class RowForm:
 
     @property
     def has_answer(self) -> bool:
-        """Whether rows have an answer."""
+        """Whether the rows have an answer."""
         return self.answer_key != NO_ANSWER
 
     def __str__(self) -> str:
@@ -117,12 +117,12 @@ class RowForm:
         return used.union(_VERL_COLUMNS if self.answer_key == _VERL_ANSWER else ())
 
     def has_input(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has a text to put below the question."""
+        """Returns whether a row has a text to put below the question."""
         return bool(self.input_key) and has_value(_find(row, self.input_key))
 
     def not_shown(self, row: Mapping[str, Any], known: Collection[str]) -> list[str]:
-        """The names, except `known` ones, of columns with a value that are in neither prompt nor
-        answer; and of an answer that is a conversation, the parts other than its last text."""
+        """Returns the names, except `known` ones, of columns that have a value but are in neither
+        prompt nor answer; and of a conversation as answer, the parts other than its last text."""
         found = [
             str(key)
             for key, value in row.items()
@@ -140,11 +140,11 @@ class RowForm:
         return found
 
     def question(self, place: str, row: Mapping[str, Any]) -> Question:
-        """The row as a question; its text or answer may be empty.
+        """Turns a row into a question, whose text or answer may be empty.
 
         Args:
-          place: of the row, for errors.
-          row: of the data set.
+          place: place of the row, for errors.
+          row: a row of the data set.
 
         Raises:
           UserError: the row lacks a column, or a column is no text or conversation.
@@ -202,7 +202,7 @@ class RowForm:
         return _text(value, place, self.answer_key)
 
     def _part(self, whole: str, place: str) -> str:
-        """The answer within its column."""
+        """Extracts the answer from the text of its column."""
         if self.pattern is None:
             tail = _behind_mark(whole)
             if tail is None:
@@ -222,14 +222,14 @@ class RowForm:
 
 
 def _behind_mark(whole: str) -> str | None:
-    """The text after the last mark, if it is one line; None otherwise, and without a mark."""
+    """Returns the text after the last mark if it is one line or empty; else, or unmarked, None."""
     _, mark, tail = whole.rpartition(_MARK)
     tail = tail.strip()
     return tail if mark and len(tail.splitlines()) <= 1 else None
 
 
 def _begins_line(whole: str) -> bool:
-    """Whether the last mark is at the beginning of a line."""
+    """Returns whether the last mark is at the beginning of a line."""
     before = whole.rpartition(_MARK)[0]
     return not before or before.endswith("\n")
 
@@ -238,9 +238,9 @@ def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowFor
     """Recognises the form of a data set.
 
     Args:
-      place: of the first row, for errors.
-      rows: the first rows. The first of the usual columns with a value in one of them is taken;
-        without a value, the first that exists.
+      place: place of the first row, for errors.
+      rows: the first rows. Of the usual columns, the first that has a value in any of these rows is
+        taken, else the first that exists.
       env: the section of a configuration.
 
     Raises:
@@ -266,12 +266,12 @@ def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowFor
 
 
 def _last_or_text(value: Any) -> Any:
-    """The content of the last message of a conversation; another answer as text."""
+    """Returns the content of a conversation's last message, or any other answer as text."""
     return value[-1].get("content") if _is_conversation(value) else answer_text(value)
 
 
 def _answer_or_none(value: Any) -> str | None:
-    """An answer as text; None if it is not a text, or blank."""
+    """Returns an answer as text; None if it is blank or cannot be a text."""
     try:
         text = _last_or_text(value)
         text = text.decode() if isinstance(text, bytes) else text
@@ -281,7 +281,7 @@ def _answer_or_none(value: Any) -> str | None:
 
 
 def _mark(answers: list[str]) -> str:
-    """`RowForm.mark` of some answers."""
+    """Returns `RowForm.mark` for the answers of the first rows."""
     tails = [_behind_mark(answer) for answer in answers]
     if tails and all(t and _begins_line(a) for t, a in zip(tails, answers, strict=True)):
         return "line"
@@ -303,15 +303,15 @@ def _first(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], place: str, w
 
 
 def names_of(names: Any) -> str:
-    """The names of columns, at most twelve, for a message."""
+    """Joins names, at most twelve, for a message."""
     shown = [str(name)[:60] for name in names]
     more = f" and {len(shown) - 12:,} more" if len(shown) > 12 else ""
     return (", ".join(shown[:12]) + more) or "nothing"
 
 
 def _find(row: Mapping[str, Any], key: str, missing: Any = None) -> Any:
-    """The value of a column, or of key b of column a for 'a.b'; `missing` if there is none. A key
-    in a column that is None is None."""
+    """Returns the value of a column, or for 'a.b' of key b in column a; `missing` if there is none.
+    If column a is None, so is each key in it."""
     if key in row:
         return row[key]
     head, dot, rest = key.partition(".")
@@ -344,7 +344,7 @@ def _refuse_unreadable(value: Any, place: str, key: str) -> None:
 
 
 def _readable(value: Any) -> Any:
-    """A value without `Unreadable` parts: keys of mappings are removed, other parts are None."""
+    """Copies a value without `Unreadable` parts: removes keys of mappings; other parts are None."""
     if isinstance(value, Mapping):
         return {k: _readable(v) for k, v in value.items() if not isinstance(v, Unreadable)}
     if type(value) in (list, tuple):
@@ -353,12 +353,12 @@ def _readable(value: Any) -> Any:
 
 
 def without_unreadable(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row without its unreadable values."""
+    """Returns a row without its unreadable values."""
     return _readable(row) if isinstance(row, PartlyReadable) else row
 
 
 def _text(value: Any, place: str, key: str) -> str:
-    """The value of a column as text."""
+    """Returns the value of a column as text; raises UserError for other types than texts."""
     if value is None:
         return ""
     if isinstance(value, bytes):
@@ -378,18 +378,18 @@ def _text(value: Any, place: str, key: str) -> str:
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether an answer is a list of messages."""
+    """Returns whether an answer is a list of messages."""
     return _is_list_of(value, lambda part: isinstance(part, Mapping) and "role" in part)
 
 
 def _is_list_of(value: Any, good: Callable[[Any], Any]) -> bool:
-    """Whether a value is a list, not empty, whose elements all are good."""
+    """Returns whether a value is a non-empty list whose elements are all `good`."""
     return isinstance(value, list) and bool(value) and all(map(good, value))
 
 
 def _messages(value: Any, place: str, key: str) -> list[dict[str, Any]]:
-    """A conversation [{'role', 'content', ...}, ...] with at least one message. Further fields with
-    a value are kept; a message with tool calls needs no content."""
+    """Checks and copies a conversation [{'role', 'content', ...}, ...] of at least one message.
+    Further fields with a value are kept; a message with tool calls needs no content."""
 
     def good(message: Any) -> Any:
         has_role = isinstance(message, Mapping) and isinstance(message.get("role"), str)
@@ -417,15 +417,15 @@ def _message(message: Mapping[str, Any], place: str, key: str) -> dict[str, Any]
 
 
 def without_none(value: Any) -> Any:
-    """A value without keys whose value is None: in Arrow files each message, and each tool, has the
-    keys of all of them."""
+    """Removes keys whose value is None: in Arrow files each message, and each tool, has the keys of
+    all of them."""
     if isinstance(value, Mapping):
         return {k: without_none(v) for k, v in value.items() if v is not None}
     return [without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The function schemas in the column `tools` (a list or its JSON); [] for none."""
+    """Returns the function schemas in the column `tools` (a list or its JSON); [] for none."""
     tools = row.get(_TOOLS)
     if isinstance(tools, list | tuple):
         tools = without_none(_readable(list(tools)))
@@ -440,7 +440,7 @@ def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_json_of_messages(question: Question) -> bool:
-    """Whether a question's text is the JSON of a conversation, or of an object with one."""
+    """Returns whether a question's text is the JSON of a conversation, or an object with one."""
     if question.messages or not question.text.lstrip().startswith(("[", "{")):
         return False
     try:
@@ -458,5 +458,5 @@ def is_json_of_messages(question: Question) -> bool:
 def _kind(value: Any) -> str:
     try:
         return f"{type(value).__name__} {str(value)[:60]!r}"
-    except (ValueError, RecursionError):  # a whole number of thousands of digits
+    except (ValueError, RecursionError):  # an integer of thousands of digits
         return type(value).__name__

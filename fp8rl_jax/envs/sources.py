@@ -1,4 +1,4 @@
-"""The sources that `env.task` can name, and the rows of a data set.
+"""Checks the sources that `env.task` names, and reads the rows of data sets.
 
 A source is a generator of reasoning_gym, or a data set: a file, a directory, a prepared or
 downloadable data set of tensorflow-datasets, or a user's function that returns rows.
@@ -30,10 +30,10 @@ class DataSet:
     """The rows of a data set.
 
     Attributes:
-      rows: by split, each row with its place.
-      named: the held-out split in the name that the user wrote; '' for none.
+      rows: rows by split, each with its place.
+      named: the held-out split that the user's path is named after; '' for none.
       unread: names of data files in the directory that are not read.
-      a_function: rows come from a user's function, and may never end.
+      a_function: whether a user's function yields the rows, which may never end.
     """
 
     rows: dict[str, Rows]
@@ -43,7 +43,7 @@ class DataSet:
 
 
 def _kind(task: str) -> str:
-    """'generated', 'tfds', 'function' or 'path', by the name alone."""
+    """Classifies a name, and looks for a file: 'generated', 'tfds', 'function' or 'path'."""
     if task == tfds_prepare.GSM8K or task.startswith(_TFDS):
         return "tfds"
     if files.looks_like_a_path(task):
@@ -58,13 +58,13 @@ def _kind(task: str) -> str:
 
 
 def is_generated(task: str) -> bool:
-    """Whether the task is a generator of reasoning_gym, by its name alone."""
+    """Returns whether the name has the form of a reasoning_gym generator, known or not."""
     return _kind(task) == "generated"
 
 
 @contextlib.contextmanager
 def about(field: str) -> Iterator[None]:
-    """Within it errors begin with the name of this field."""
+    """Makes the errors within this context begin with the name of a field."""
     try:
         yield
     except UserError as error:
@@ -99,10 +99,10 @@ def check_source(env: Any) -> None:
 
 
 def eval_tasks(env: Any) -> list[str]:
-    """The sources in `env.eval_task`.
+    """Returns the sources in `env.eval_task`.
 
     Raises:
-      UserError: one is named twice.
+      UserError: a source is named twice.
     """
     tasks = [task.strip() for task in env.eval_task.split(",") if task.strip()]
     for task in tasks:
@@ -112,16 +112,16 @@ def eval_tasks(env: Any) -> list[str]:
 
 
 def read_rows(task: str, env: Any) -> DataSet:
-    """The rows of a data set; downloads what is missing.
+    """Opens the rows of a data set; downloads a missing one if `env.download`.
 
     Raises:
-      UserError: of `check_source`, or there is no network.
+      UserError: as `check_source`, or there is no network.
     """
     return _found(task, env)()
 
 
 def _found(task: str, env: Any) -> Callable[[], DataSet]:
-    """Checks that a data set is there, or can be downloaded; returns the function that reads it."""
+    """Checks that a data set exists or can be downloaded; returns the function that reads it."""
     kind = _kind(task)
     if kind == "function":
         function = _function(task)
@@ -156,7 +156,7 @@ def _function(task: str) -> Callable:
 
 
 def _rows_of_function(task: str, function: Callable) -> dict[str, Rows]:
-    """What a user's function returns: rows, or {split: rows}."""
+    """Calls a user's function, which returns rows or {split: rows}; returns {split: rows}."""
     try:
         value = function()
     except KeyboardInterrupt:
@@ -170,7 +170,7 @@ def _rows_of_function(task: str, function: Callable) -> dict[str, Rows]:
 
 
 def _checked(place: str, rows: Any) -> Rows:
-    """The rows of a user's function, if they are mappings."""
+    """Yields the rows of a user's function; raises UserError if one is no mapping."""
     try:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, Mapping):
@@ -178,7 +178,7 @@ def _checked(place: str, rows: Any) -> Rows:
                     f"{place}, row {number} is {type(row).__name__}; return dicts, such as "
                     "{'question': TEXT, 'answer': TEXT}"
                 )
-            yield f"{place}, row {number}", dict(row)  # the function may change its own
+            yield f"{place}, row {number}", dict(row)  # the function may change its row
     except (UserError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # not iterable, or the user's generator fails

@@ -1,4 +1,4 @@
-"""The splits of a data set by their names, and their roles: training, evaluation, unused.
+"""Recognises a data set's splits by name, and assigns roles: training, evaluation, unused.
 
 The words are those that Hugging Face's `datasets` finds in the names of files and directories.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from fp8rl_jax.base.errors import UserError
 
 TRAIN = "train"
-HELD_OUT = ("test", "validation")  # in this order
+HELD_OUT = ("test", "validation")  # in order of preference
 _WORDS = {
     "train": "train",
     "training": "train",
@@ -28,13 +28,13 @@ _WORDS = {
 
 
 def splits_named(name: str) -> list[str]:
-    """The splits that a file or a directory is named after: ['test'] of 'test-00000-of-00001'."""
+    """Returns the splits that a file or directory is named after: ['test'] for 'test-00000'."""
     words = re.split("[^a-z]+", name.lower())
     return list(dict.fromkeys(_WORDS[word] for word in words if word in _WORDS))
 
 
 class Roles(NamedTuple):
-    """Names of the splits to train on and to evaluate on ('' for none), and of the other splits."""
+    """The split to train on and the split to evaluate on ('' for none), and the other splits."""
 
     train: str
     held_out: str
@@ -42,7 +42,7 @@ class Roles(NamedTuple):
 
 
 def roles(task: str, names: Iterable[str]) -> Roles:
-    """The roles of splits; a single split of another name is trained on.
+    """Assigns roles to splits; a single split that is not held out is trained on.
 
     Raises:
       UserError: two splits have the same role.

@@ -23,11 +23,11 @@ class Step(NamedTuple):
     """The environment's answer to a reply.
 
     Attributes:
-      state: for the next call, of any picklable type, since calls are made in worker processes. It
-        is a new value; the given state is not changed.
+      state: value for the next call, of any picklable type, so that worker processes can make the
+        calls. It is a new value; the given state is not changed.
       observation: text that the policy reads next; '' for nothing. Ignored if `done`.
-      reward: of this reply, finite in float32; an episode's reward is the sum over its replies.
-        nan: the episode is not scored, as when a reward function fails.
+      reward: reward of this reply, finite in float32; an episode's is the sum over its replies. If
+        it is nan, the episode is not scored, as when a reward function fails.
       done: whether the episode ends with this reply.
     """
 
@@ -41,7 +41,7 @@ StepFunction = Callable[[Any, str, Mapping[str, Any]], Step]  # (state, reply, r
 
 
 def one_reply(question: Question, terms: Sequence[Term]) -> StepFunction:
-    """A question with rewards as an environment of one reply, without observation.
+    """Turns a question with rewards into an environment of one reply, without observation.
 
     The reward is that of `Scoring`: the weighted sum of the terms; nan if a call fails or no term
     applies. The reward functions are called in the process that calls the step.

@@ -1,4 +1,4 @@
-"""Questions from reasoning_gym, split into fine-tuning, training and evaluation by their text.
+"""Generates questions by reasoning_gym: for fine-tuning, training and evaluation, split by text.
 
 Different seeds would not separate them: neighbouring seeds of reasoning_gym overlap, and small
 tasks repeat their questions.
@@ -11,7 +11,7 @@ import itertools
 from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.envs.question import SPLITS, Question, split_of
 
-_ITEMS_PER_SEED = 1 << 20  # item i of seed s uses generator s + i: these ranges do not overlap
+_ITEMS_PER_SEED = 1 << 20  # item i of seed s is generated from s + i; these ranges do not overlap
 
 
 def check_task(name: str, options: dict) -> None:
@@ -32,8 +32,8 @@ def check_task(name: str, options: dict) -> None:
 
 
 def has_scorer(name: str) -> bool:
-    """Whether reasoning_gym has a task of this name with its own scorer: several answers may be
-    right."""
+    """Returns whether reasoning_gym has a task of this name with its own scorer (for tasks with
+    several right answers)."""
     from reasoning_gym.factory import DATASETS, ProceduralDataset
 
     if name not in DATASETS:
@@ -44,13 +44,13 @@ def has_scorer(name: str) -> bool:
 def make_questions(
     name: str, options: dict, counts: dict[str, int], seed: int
 ) -> dict[str, list[Question]]:
-    """Distinct questions for each split.
+    """Generates distinct questions for each split.
 
     Args:
       name: a task of reasoning_gym.
       options: keyword arguments of the task.
       counts: number of questions by split.
-      seed: selects the questions.
+      seed: seed of the generator.
 
     Returns:
       {split: questions}, disjoint by text.

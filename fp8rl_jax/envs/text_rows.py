@@ -1,8 +1,8 @@
-"""Rows of text files: JSON Lines, a JSON list of objects, CSV with a header; each also as .gz.
+"""Reads rows of text files: JSON Lines, a JSON list of objects, CSV with a header; each also .gz.
 
-The length of a line and of a JSON list, and the depth of JSON (base/json_file.py), are limited. A
-cell of CSV is its text: '007' and '24.0' stay, and an empty cell is an empty text. (Arrow's CSV
-reader would need the types of all columns in advance, and blocks as long as the longest row.)
+The length of a line and of a JSON list, and the depth of JSON (base/json_file.py), are limited. CSV
+cells stay texts: '007' and '24.0' are kept, and an empty cell is an empty text. (Arrow's CSV reader
+would need the types of all columns in advance, and blocks as long as the longest row.)
 
 A '.json' file may also hold one object a line, as for Hugging Face's `datasets`. Not read: an
 object of columns, a list below a key, CSV with another separator than the comma.
@@ -30,11 +30,11 @@ _BLANK = b"\xef\xbb\xbf \t\r\n"
 
 
 def read(path: pathlib.Path) -> Rows:
-    """The rows of a file whose name ends with one of JSONL, JSON or CSV, each with its place.
+    """Yields the rows of a file whose name ends with one of JSONL, JSON or CSV, with their places.
 
     Raises:
       UserError: the content is not what the name promises, not UTF-8, or too long.
-      OSError, EOFError, zlib.error: it cannot be read.
+      OSError, EOFError, zlib.error: the file cannot be read.
     """
     name = path.name.lower()
     with gzip.open(path) if name.endswith(".gz") else path.open("rb") as file:
@@ -47,7 +47,7 @@ def read(path: pathlib.Path) -> Rows:
 
 
 def _lines(path: pathlib.Path, file: _File) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines of a file, without a byte order mark."""
+    """Yields (number, text) of the lines of a file, without a byte order mark."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         place = f"{path}:{number}"
         if len(line) > LONGEST:
@@ -75,7 +75,7 @@ def _read_jsonl(path: pathlib.Path, file: _File, form: str = "one object a line"
 
 
 def _read_json(path: pathlib.Path, file: _File) -> Rows:
-    """A list of objects, or one object a line."""
+    """Yields the rows of a JSON list of objects, or of one object a line."""
     form = "a list of objects, [{...}, {...}], or one object a line"
     head = file.peek(4096).lstrip(_BLANK)
     if not head.startswith(b"["):
@@ -103,14 +103,14 @@ def _read_json(path: pathlib.Path, file: _File) -> Rows:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a JSON text, with an `Unreadable` for a value that Python cannot hold."""
+    """Parses a JSON text; values that Python cannot hold become `Unreadable`."""
     return parse_json(text, _object, _integer)
 
 
 def _integer(digits: str) -> int | Unreadable:
     try:
         return int(digits)
-    except ValueError:  # Python's limit
+    except ValueError:  # Python's limit on digits
         return Unreadable(f"a whole number of {len(digits.lstrip('-')):,} digits")
 
 
@@ -127,7 +127,7 @@ def _repeated(names: Iterable[str]) -> list[str]:
 
 
 def _checked(place: str, row: Any, form: str) -> dict[str, Any]:
-    """The row, if it is an object."""
+    """Returns the row if it is an object; else raises UserError."""
     if isinstance(row, dict):
         return marked(row)
     kind = "int" if isinstance(row, Unreadable) else type(row).__name__

@@ -1,4 +1,4 @@
-"""Prepared data sets of tensorflow-datasets, read from array_record files without TensorFlow.
+"""Reads prepared data sets of tensorflow-datasets from array_record files, without TensorFlow.
 
 They are found by their directories, DATA_DIR/NAME[/CONFIG]/VERSION, without importing a library.
 `tfds_prepare` makes them.
@@ -25,13 +25,13 @@ _NAME = re.compile(
 
 
 def data_dir(setting: str) -> pathlib.Path:
-    """The directory of prepared data sets: `env.data_dir`, else $TFDS_DATA_DIR, else
-    ~/tensorflow_datasets."""
+    """Returns the directory of prepared data sets: `setting` (`env.data_dir`), else $TFDS_DATA_DIR,
+    else ~/tensorflow_datasets."""
     return pathlib.Path(expanded(setting or tfds_home(), "env.data_dir"))
 
 
 def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:
-    """{NAME or NAME/CONFIG: directory of the newest version} of all data sets below `root`."""
+    """Returns {NAME or NAME/CONFIG: directory of the newest version} for data sets in `root`."""
     found: dict[str, pathlib.Path] = {}
     if not os.path.isdir(root):  # False for an impossible name, too
         return found
@@ -44,21 +44,21 @@ def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def _version(directory: pathlib.Path | None) -> tuple[int, ...]:
-    """(1, 0, 0) for '.../1.0.0'; () for any other name."""
+    """Returns (1, 0, 0) for '.../1.0.0'; () for any other name."""
     parts = directory.name.split(".") if directory else [""]
     return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 
 
 def is_prepared(directory: pathlib.Path) -> bool:
-    """Whether this is the directory of a version of a prepared data set."""
+    """Returns whether this is the directory of a version of a prepared data set."""
     return all(os.path.isfile(directory / name) for name in ("dataset_info.json", "features.json"))
 
 
 def find(name: str, root: pathlib.Path) -> pathlib.Path | None:
-    """The directory of a prepared data set; None if there is none.
+    """Returns the directory of a prepared data set; None if there is none.
 
     Raises:
-      UserError: the name is malformed, or names none of several configs.
+      UserError: the name is malformed, or has no config where there are several.
     """
     parts = _NAME.fullmatch(name)
     if parts is None:
@@ -100,10 +100,10 @@ def check_format(directory: pathlib.Path) -> None:
 
 
 def read(directory: pathlib.Path) -> dict[str, Rows]:
-    """{split: rows} of a prepared data set, with bytes decoded to texts.
+    """Returns {split: rows} of a prepared data set, with bytes decoded to texts.
 
     Raises:
-      UserError: of `check_format`, or a row cannot be read.
+      UserError: as `check_format`, or a row cannot be read.
     """
     check_format(directory)
     import tensorflow_datasets as tfds
@@ -128,7 +128,7 @@ def _rows(builder: Any, split: str, encoded: Sequence[str]) -> Rows:
 
 
 def _plain(value: Any) -> Any:
-    """A value in Python's types: text for bytes; a float32 becomes the float64 with the same
+    """Converts a value to Python types: bytes to a text, a float32 to the float64 with the same
     shortest decimal."""
     if isinstance(value, bytes):
         try:

@@ -4,7 +4,7 @@ Before a download the network is probed for seconds: tensorflow-datasets itself 
 minutes.
 
 array_record stores rows as tf.train.Example, which has no float64 and no None: columns that are
-neither texts nor int64 are stored as JSON, and named in the metadata.
+neither texts nor int64 are stored as JSON, and the metadata names them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _plain(name: str) -> str:
 
 
 def ways(name: str) -> str:
-    """A text with three ways to get a data set without a network."""
+    """Returns a text with three ways to get a data set without a network."""
     return (
         f"copy a prepared directory {_plain(name)} there, or name a local file "
         f"(--config.env.task=train.jsonl), or run `fp8rl data prepare {name}` on a machine with a "
@@ -88,14 +88,14 @@ def _run(builder: Any, advice: str) -> pathlib.Path:
     """Runs a builder; returns the directory of its files."""
     with (
         refused(f"{builder.data_dir} could not be prepared", advice),
-        contextlib.redirect_stdout(io.StringIO()),  # it prints besides progress bars
+        contextlib.redirect_stdout(io.StringIO()),  # prints more than progress bars
     ):
         builder.download_and_prepare()
     return pathlib.Path(builder.data_dir)
 
 
 def _reachable(url: str) -> bool:
-    """Whether the host answers within seconds, even if the lookup of its name hangs."""
+    """Returns within seconds whether the host answers, even if the lookup of its name hangs."""
     answers = []
 
     def ask() -> None:
@@ -118,11 +118,11 @@ def prepare_gsm8k(files: Mapping[str, pathlib.Path], root: pathlib.Path) -> path
     """Prepares GSM8K from its JSONL files, by tensorflow-datasets' builder; returns its directory.
 
     Args:
-      files: {'train': ..., 'test': ...} as published.
+      files: paths of the published files, {'train': ..., 'test': ...}.
       root: directory of prepared data sets.
 
     Raises:
-      UserError: the builder cannot read them.
+      UserError: the builder cannot read the files.
     """
     import tensorflow_datasets as tfds
 
@@ -184,7 +184,7 @@ def prepare_rows(
 
 
 def _types(rows: Sequence[Mapping[str, Any]]) -> dict[str, type | None]:
-    """{column: str or int (int64) if all rows have that type, else None, for JSON}."""
+    """Returns {column: str or int (int64) if all rows have that type, else None (JSON)}."""
     found: dict[str, type | None] = {}
     for column in dict.fromkeys(column for row in rows for column in row):
         kinds = {type(row.get(column)) for row in rows}

@@ -1,4 +1,4 @@
-"""Rewards of responses. A user's function is called in a worker process, by `form.Form.call`.
+"""Computes rewards of responses. User functions are called in worker processes by `Form.call`.
 
     the run's process                           a worker process, one of several
     terms      parses `env.reward`              worker     the program: reads requests, answers

@@ -1,6 +1,6 @@
-"""One call of a reward or of its `extract`: the value that it returned, or how it failed.
+"""Calls a reward or its `extract`; returns the value, or how the call failed.
 
-Runs in the run's process and in workers, so it imports neither JAX nor numpy.
+This module runs in the run's process and in workers, so it imports neither JAX nor numpy.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _LONGEST_TEXT, _LONGEST_TRACEBACK = 300, 6000  # characters
 
 
 class Failure(NamedTuple):
-    """How a call failed.
+    """The failure of a call.
 
     Attributes:
       kind: name of the exception's type, 'time limit', or how the process ended.
       text: a line that says what happened.
       place: 'FILE, line N, in NAME' in the user's code; '' if unknown.
-      traceback: of the user's code, in several lines.
+      traceback: traceback of the user's code, in several lines.
     """
 
     kind: str
@@ -38,9 +38,9 @@ def attempt(function: Callable, arguments: tuple, named: dict[str, Any], file: s
     """Calls a user's function. Returns its result, or a Failure for any exception, even SystemExit.
 
     Args:
-      function: of the user.
-      arguments, named: of the call.
-      file: of the user's code, for `Failure.place`.
+      function: the user's function.
+      arguments, named: positional and named arguments of the call.
+      file: file of the user's code, for `Failure.place`.
     """
     try:
         return function(*arguments, **named)
@@ -49,7 +49,7 @@ def attempt(function: Callable, arguments: tuple, named: dict[str, Any], file: s
 
 
 def failure_of(error: BaseException, file: str) -> Failure:
-    """The failure for an exception; the caller must be the function that called user code."""
+    """Returns the failure for an exception; its caller must be what called the user's code."""
     of_user = error.__traceback__ and error.__traceback__.tb_next
     frames = traceback.extract_tb(of_user)
     own = [frame for frame in frames if frame.filename == file] or frames
@@ -65,12 +65,12 @@ def failure_of(error: BaseException, file: str) -> Failure:
 
 
 def _printable(text: str) -> str:
-    """The text with control characters escaped: an exception may quote a response."""
+    """Escapes control characters, since an exception may quote a response."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def definition(function: Any) -> str:
-    """'FILE, line N, in NAME' of a function's definition; '' if it is not written in Python."""
+    """Returns a function's definition as 'FILE, line N, in NAME'; '' if not written in Python."""
     function = inspect.unwrap(function)
     if not hasattr(function, "__code__"):  # a callable object
         function = vars(type(function)).get("__call__")
@@ -79,8 +79,8 @@ def definition(function: Any) -> str:
 
 
 def as_number(value: Any) -> float | Failure:
-    """A reward's result as a float, perhaps not finite. Texts and complex numbers, which float()
-    would accept in part, are no numbers."""
+    """Converts a reward's result to a float, perhaps not finite. Texts and complex numbers, which
+    float() would accept in part, are a Failure."""
     try:
         if isinstance(value, (str, complex)) or not hasattr(type(value), "__float__"):
             value = operator.index(value)  # an integer class without __float__

@@ -1,4 +1,4 @@
-"""Messages between a run and a worker process: authenticated, numbered, with time limits.
+"""Sends messages between a run and a worker process: authenticated, numbered, with time limits.
 
 A reward runs in the process of the worker and may write to the connection by mistake: through a
 wrong file descriptor, or in a fork of the process. So every message begins with a secret token, its
@@ -13,14 +13,14 @@ import struct
 import time
 
 TOKEN_BYTES = 16
-_HEADER = struct.Struct(f"!{TOKEN_BYTES}sQQ")  # token, number of the message, bytes of it
+_HEADER = struct.Struct(f"!{TOKEN_BYTES}sQQ")  # token, message's number, its bytes
 _LONGEST = 2**30  # bytes
 _PIECE = 2**18
 _LEAST_SECONDS = 1e-3  # a timeout of 0 would not wait for bytes that are on their way
 
 
 class ForeignBytes(OSError):
-    """Received bytes that the other end did not write."""
+    """The channel received bytes that its other end did not write."""
 
 
 class Channel:
@@ -37,7 +37,7 @@ class Channel:
         """Sends a message.
 
         Raises:
-          TimeoutError: it is not accepted within `seconds`.
+          TimeoutError: the other end does not accept it within `seconds`.
           OSError: the other end is closed.
         """
         self._end_fork()
@@ -47,7 +47,7 @@ class Channel:
         self._end.sendall(header + message)
 
     def receive(self, seconds: float | None = None) -> bytes:
-        """The next message.
+        """Receives the next message.
 
         Raises:
           TimeoutError: it has not arrived within `seconds`.

@@ -1,4 +1,4 @@
-r"""The reward of GSM8K and similar data sets: does a response end with the right number?
+r"""The rewards of GSM8K and similar data sets, which compare a response's final number.
 
 The final number is the first of these marked parts that is a number and nothing else
 (`whole_number`): the line after the last `####`, the content of the last `\boxed{}`, the content of
@@ -19,16 +19,16 @@ _BRACE = re.compile(r"\\f?box(?:ed)?\s*\{|[{}]")
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> float:
-    """1 if the response's final number is the answer's; else 0.
+    """Returns 1 if the response's final number is the answer's; else 0.
 
     Raises:
-      ValueError: the answer is not a number, and marks none.
+      ValueError: the answer is no number, and no marked part of it is one.
     """
     return _score(final_number(response), answer)
 
 
 def gsm8k_strict(prompt: str, response: str, answer: str) -> float:
-    """`gsm8k`, with the strict form of the final number."""
+    """Returns `gsm8k`'s reward for the strict form of the final number."""
     return _score(strict_number(response), answer)
 
 
@@ -43,19 +43,19 @@ def _score(given: Number | None, answer: str) -> float:
 
 
 def number_text(number: Number | None) -> str | None:
-    """The number's value as text; None for None."""
+    """Returns the number's value as text; None for None."""
     return None if number is None else str(number.value)
 
 
 def strict_number(response: str) -> Number | None:
-    """The number on the line after the last '#### ', within the last 300 characters."""
+    """Returns the number on the line after the last '#### ', within the last 300 characters."""
     _, mark, rest = response[-_STRICT_CHARACTERS:].rpartition(f"{_MARK} ")
     return whole_number(rest.partition("\n")[0]) if mark else None
 
 
 def final_number(text: str) -> Number | None:
-    """The final number of a text; None for none. What follows the last </think> is tried before the
-    full text."""
+    """Returns the final number of a text; None for none. The part after the last </think> is tried
+    before the full text."""
     for part in behind_reasoning(text):
         parts = list(marked(part))
         found = _first_number(parts) if parts else last_number(part)
@@ -65,7 +65,7 @@ def final_number(text: str) -> Number | None:
 
 
 def behind_reasoning(text: str) -> list[str]:
-    """[what follows the last </think>, the full text]; [the full text] without one."""
+    """Returns [part after the last </think>, full text]; [full text] without such a part."""
     _, thought, rest = text.rpartition("</think>")
     return [rest, text] if thought and rest.strip() else [text]
 
@@ -75,8 +75,8 @@ def _first_number(parts: Iterator[str] | list[str]) -> Number | None:
 
 
 def marked(text: str) -> Iterator[str]:
-    """The marked parts of a text: the line after the last '####', the content of the last box, that
-    of the last <answer>."""
+    """Yields the marked parts of a text: the line after the last '####', the content of the last
+    box, the content of the last <answer>."""
     _, mark, rest = text.rpartition(_MARK)
     if mark:
         yield rest.lstrip().partition("\n")[0].partition("<")[0]
@@ -87,15 +87,15 @@ def marked(text: str) -> Iterator[str]:
 
 
 def last_tagged(text: str) -> str | None:
-    """The content of the last <answer> of a text; None without one."""
+    """Returns the content of the last <answer> of a text; None without one."""
     before, end, _ = text.rpartition("</answer>")
     _, begin, inside = before.rpartition("<answer>")
     return inside if end and begin else None
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""(begin, end, content) of each complete \boxed{} or \fbox{} of a text, in order; for nested
-    boxes, the place of the outermost and the content of the innermost."""
+    r"""Returns (begin, end, content) of each complete \boxed{} or \fbox{} in a text, in order; for
+    nested boxes, the place of the outermost and the content of the innermost."""
     found: list[tuple[int, int, str]] = []
     open_: list[re.Match] = []
     inner: list[str | None] = []  # for each open brace, the content of a box in it

@@ -10,8 +10,8 @@
 
 A function written for TRL or verl is called with their argument names, and with lists of one
 response if it takes a batch. Not supported: functions that compare the responses of a batch, since
-each response is a call of its own. A function whose names contradict the order of the arguments, as
-in (completion, answer, prompt=None), is refused.
+each call gets one response. A function whose names contradict the order of the arguments, as in
+(completion, answer, prompt=None), is refused.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Response(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How a function is called, and how its result is read.
+    """The calling convention of a reward function, and how its result is read.
 
     Attributes:
       convention: 'TRL' or 'verl' for their names and lists; '' for this project's.
       by_place: whether prompt, response and answer are positional.
       names: the parameters that are given by name.
-      any_name: whether it takes all names of its convention.
+      any_name: whether the function takes all names of its convention (`**kwargs`).
     """
 
     convention: str
@@ -69,20 +69,20 @@ class Form(NamedTuple):
 
     @property
     def takes_row(self) -> bool:
-        """Whether the function takes the row, or its columns."""
+        """Whether the function takes the row or its columns."""
         return bool(self.convention) or "row" in self.names
 
     def call(self, function: Callable, about: Response, file: str) -> float | Failure | None:
         """Calls a function that has this form.
 
         Args:
-          function: of the user.
-          about: its inputs.
-          file: of the user's code, for `Failure.place`.
+          function: the user's function.
+          about: inputs of the reward.
+          file: file of the user's code, for `Failure.place`.
 
         Returns:
-          The reward; None if it returned None, which means that it does not apply; a Failure if it
-          raised an exception, or returned no number.
+          The reward; None if the function returned None (the reward does not apply); a Failure if
+          it raised an exception, or returned no number.
         """
         positional, named = self.arguments(about)
         value = attempt(function, positional, named, file)
@@ -102,7 +102,7 @@ class Form(NamedTuple):
         return None if value is None else as_number(value)
 
     def arguments(self, about: Response) -> tuple[tuple, dict[str, Any]]:
-        """The positional and the named arguments of a call."""
+        """Returns the positional and the named arguments of a call."""
         row = about.row
         if not self.convention:
             named = {name: getattr(about, name) for name in self.names}
@@ -129,15 +129,15 @@ class Form(NamedTuple):
 
     @property
     def _lists(self) -> bool:
-        """Whether it takes and returns lists."""
+        """Whether the function takes and returns lists."""
         return self.convention == "TRL" or "solution_strs" in self.names
 
 
 def form_of(function: Callable, name: str) -> Form:
-    """The form of a function; `name` is that of the reward.
+    """Determines the form of a function; `name` is the reward's, for errors.
 
     Raises:
-      UserError: it has none of the forms.
+      UserError: the function has none of the forms.
     """
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - an object's method
@@ -194,7 +194,7 @@ def form_of(function: Callable, name: str) -> Form:
 
 
 def _contradicts(names: Sequence[str]) -> bool:
-    """Whether a name contradicts the place of its parameter."""
+    """Returns whether a name contradicts the place of its parameter."""
     for place, name in enumerate(names[:3]):
         if name == "row" or any(name in own for i, own in enumerate(_PLACES) if i != place):
             return True

@@ -5,7 +5,7 @@ is the answer. An answer may also be bare LaTeX (`2\sqrt{5}`, as in MATH-500), a
 write it (`whole_number`), or words ('Monday', 'A', `\text{east}`), which math-verify would read as
 products of letters.
 
-Not done: numbers in words; units (5 m is 5 cm, as for math-verify); bases (12_7 is 12).
+Not done: numbers in words; units (5 m equals 5 cm, as for math-verify); bases (12_7 equals 12).
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ _FUNCTION = re.compile(
 )
 _EDGES = " \t\n.,;:!?()[]\"'“”$*`"
 _MOST_WORDS = 8
-_LONGEST_TEXT = 40  # characters of any other text
+_LONGEST_TEXT = 40  # characters of any other text that is compared
 
 
 class Answer(NamedTuple):
     """A parsed answer.
 
     Attributes:
-      number: its value, if it is a number.
-      words: in lower case without punctuation, if it is words; else ''.
-      parsed: result of math-verify: a value and its text, or less.
-      text: as written.
+      number: value of an answer that is a number; else None.
+      words: text of an answer that is words, in lower case without punctuation; else ''.
+      parsed: result of math-verify: [value, text], or fewer items.
+      text: the answer as written.
     """
 
     number: Number | None
@@ -95,7 +95,7 @@ class Answer(NamedTuple):
 
 
 def math_equal(prompt: str, response: str, answer: str) -> float:
-    """1 if math-verify finds the answers of response and row mathematically equal; else 0.
+    """Returns 1 if the answers of response and row are mathematically equal; else 0.
 
     A percentage equals its value with and without the sign: 50% is 0.5 and 50. If the right answer
     is a number, the response's must be one too: "7 + 8 =" equals 15, and a policy rewarded for it
@@ -127,7 +127,7 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
     if right is None or found is None or given.words:
         return 0.0
     if _is_equation(gold) and not _names(gold) and not _is_equation(given):
-        return 0.0  # the right side of an equation is no answer; that of a name is
+        return 0.0  # 5 is an answer for x = 5, but not for x + y = 5
     if _is_number(right) and not (given.number or _is_number(found)):
         return 0.0
     return float(math_verify.verify(gold.parsed, given.parsed))
@@ -143,8 +143,8 @@ def _equal_numbers(gold: Answer, given: Answer) -> bool:
 
 
 def math_answer(response: str) -> str | None:
-    """The answer of a response as a canonical text, None for none: 5, x=5 and 5.0 are one vote, and
-    so are 50% and 0.5."""
+    """Returns the answer of a response as a canonical text for votes; None for none. 5, x=5 and 5.0
+    have the same text, and so have 50% and 0.5."""
     given = _given(response)
     if given is None:
         return None
@@ -155,9 +155,9 @@ def math_answer(response: str) -> str | None:
 
 
 def _given(response: str) -> Answer | None:
-    """The answer of a response, looked for after the last </think> first: in the boxes, in the last
-    <answer> or after the last '####', after 'answer is', where math-verify finds one, or all of the
-    text."""
+    """Finds the answer of a response; None for none. Searches the part after the last </think>,
+    then the full text. In each, the first of these is taken: the boxes, the line after the last
+    '####', the last <answer>, the sentence after 'answer is', anything in the text."""
     found = (_of_response(part) for part in behind_reasoning(response))
     return next((answer for answer in found if answer is not None), None)
 
@@ -186,12 +186,12 @@ def _of_response(response: str) -> Answer | None:
 
 
 def _of_part(part: str) -> Answer | None:
-    """The answer in a marked part."""
+    """Reads the answer in a marked part."""
     return _answer(*_parsed(part)) if _DELIMITER.search(part) else _bare(part)
 
 
 def _bare(text: str) -> Answer | None:
-    """A text without LaTeX delimiters as an answer; None if it is prose."""
+    """Reads a short text without LaTeX delimiters as an answer; None if that is not possible."""
     text = text.strip()
     if not text or len(text) > _LONGEST or _DELIMITER.search(text):
         return None
@@ -199,7 +199,7 @@ def _bare(text: str) -> Answer | None:
 
 
 def _boxed(text: str, prose: bool = False) -> Answer | None:
-    """A text as an answer; words and `prose` are not parsed as formulas."""
+    """Reads a text as an answer; words and `prose` are not parsed as formulas."""
     found = _plainly(text)
     if found.words or (prose and not found.number):
         return _readable(found)
@@ -211,15 +211,15 @@ def _answer(parsed: list, text: str) -> Answer | None:
 
 
 def _plainly(text: str) -> Answer:
-    """A text as a number or words, without math-verify."""
+    """Reads a text as a number or words, without math-verify."""
     number = whole_number(text)
     return Answer(number, "" if number else _words(text), [], text)
 
 
 def _readable(answer: Answer) -> Answer | None:
-    """The answer, or None if nothing in it can be compared."""
+    """Returns the answer, or None if nothing in it can be compared."""
     if _RELATION.search(answer.text) and getattr(answer.value, "is_number", False):
-        answer = answer._replace(parsed=[])  # the value lacks the relation
+        answer = answer._replace(parsed=[])  # math-verify's value lacks the relation
     if answer.number or answer.words or answer.value is not None:
         return answer
     plain = " ".join(answer.text.split())
@@ -229,7 +229,7 @@ def _readable(answer: Answer) -> Answer | None:
 
 
 def _parsed(text: str) -> tuple[list, str]:
-    """The result of math-verify for a text, and the part that it parsed."""
+    """Parses a text by math-verify; returns its result, and the part of the text that it parsed."""
     import math_verify
 
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2]}}}", in_ascii(text))
@@ -248,7 +248,7 @@ def _as_fraction(match: re.Match) -> str:
 
 
 def _words(text: str) -> str:
-    """A few words or a letter in canonical form; '' for any other text."""
+    """Returns a few words, letters or a code (`_CODE`) in canonical form; '' for other texts."""
     plain = " ".join(_TEXT.sub(r"\1", text).split()).strip(_EDGES)
     if len(plain) == 1 and plain.isalpha():
         return plain.casefold()
@@ -266,25 +266,25 @@ def _words(text: str) -> str:
 
 
 def _is_word(token: str) -> bool:
-    """Whether a token holds a word: three letters that name no function, or two of another script
-    than Latin and Greek."""
+    """Returns whether a token holds a word: at least three letters that name no function, or two of
+    another script than Latin and Greek."""
     found = re.findall(r"[^\W\d_]{3,}|[^\W\d_a-zA-Zα-ωΑ-Ω]{2,}", token)
     return any(not _FUNCTION.fullmatch(word) for word in found)
 
 
 def _is_prose(text: str) -> bool:
-    """Whether a text has words outside LaTeX's commands and \\text{}."""
+    """Returns whether a text has words outside LaTeX's commands and \\text{}."""
     formula = re.sub(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+", " ", _TEXT.sub(" ", text))
     return any(map(_is_word, formula.split()))
 
 
 def _value(answer: Answer) -> Any:
-    """The parsed value; for an equation its right side, which math-verify compares."""
+    """Returns the parsed value; for an equation its right side, which math-verify compares."""
     return answer.value.rhs if _is_equation(answer) else answer.value
 
 
 def _names(answer: Answer) -> bool:
-    """Whether the left side of an equation is a name: x, y_1, f(x)."""
+    """Returns whether the left side of an equation is a name: x, y_1, f(x)."""
     left = answer.value.lhs
     return bool(left.is_Symbol or getattr(left, "is_Function", False))
 
@@ -294,7 +294,7 @@ def _is_equation(answer: Answer) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a parsed value is a number and not an unfinished calculation: 1/2 and 50% are
+    """Returns whether a parsed value is a number and not an unfinished calculation: 1/2 and 50% are
     numbers, 8/2 is not."""
     if getattr(value, "is_Number", False):
         return True
@@ -307,7 +307,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _canonical(value: Any) -> str:
-    """A canonical text of a value: simplified, decimals as fractions, sets sorted."""
+    """Writes a value as canonical text: simplified, decimals as fractions, sets sorted."""
     import sympy
 
     if _is_large(value):
@@ -323,7 +323,7 @@ def _canonical(value: Any) -> str:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether simplifying may not end: large powers, factorials, sums, integrals."""
+    """Returns whether simplifying may never end: large powers, factorials, sums, integrals."""
     import sympy
 
     if not hasattr(value, "atoms"):

@@ -1,8 +1,8 @@
-"""The pool of worker processes that call rewards.
+"""A pool of worker processes that call rewards.
 
 There are at most as many workers as cores that this process may use. They start when there is work,
-stay for later calls, and end with this process (`worker` says how). Each is served by a thread that
-takes waiting calls in batches, smaller ones as fewer calls wait.
+stay for later calls, and end with this process (`worker` says how). A thread for each worker takes
+waiting calls in batches; the fewer calls wait, the smaller the batches.
 
 A worker is a new program in a session of its own, so that Ctrl-C does not reach it and it can be
 ended together with the processes that a reward started. It is not forked, since a fork of a process
@@ -50,10 +50,10 @@ _END_SECONDS = 1.0  # for a worker to end without a signal
 _MOST_DUMP = 2**20  # bytes of a traceback
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# Files that are in every traceback.
+# The library's files in every traceback.
 _OURS = [inspect.getfile(attempt), inspect.getfile(Form), inspect.getfile(main), "<string>"]
 TIME_LIMIT, EXIT, FOREIGN = "time limit", "exit", "foreign bytes"  # kinds of failures
-_MOST_CALLS = 64  # in a batch of a thread
+_MOST_CALLS = 64  # in a batch
 _CLOSE_SECONDS = 3.0  # for all workers, when this process ends
 
 
@@ -64,7 +64,7 @@ class _Call(NamedTuple):
 
 
 class Pool:
-    """Worker processes; see `shared_pool`."""
+    """Worker processes, and the queue of calls for them; see `shared_pool`."""
 
     def __init__(self, size: int):
         self._size = size
@@ -95,7 +95,7 @@ class Pool:
         return [call.future for call in calls]
 
     def take(self) -> list[_Call]:
-        """Waits for calls and returns some of one task; [] when the pool is closed."""
+        """Waits for calls; takes some of one task from the queue, [] when the pool is closed."""
         with self._changed:
             self._idle += 1
             while not self._closed:
@@ -114,7 +114,7 @@ class Pool:
             return taken
 
     def give_back(self, calls: Sequence[_Call]) -> None:
-        """Puts calls that were not made back into the queue."""
+        """Returns calls that were not made to the front of the queue."""
         with self._changed:
             self._waiting.extendleft(reversed(calls))
             self._changed.notify(len(calls))
@@ -131,7 +131,7 @@ class Pool:
             server.join(_CLOSE_SECONDS / len(servers))
 
     def forget(self) -> None:
-        """In a forked process: closes the pipe, since the workers belong to the parent."""
+        """Closes the pipe in a forked process, since the workers belong to the parent."""
         for number in self._life:
             os.close(number)
 
@@ -164,7 +164,7 @@ class _Server(threading.Thread):
             self._worker.kill()
 
     def _serve(self, calls: list[_Call]) -> None:
-        """Makes calls of one task; if one ends the worker, later ones go back to the pool."""
+        """Makes calls of one task; if one ends the worker, the rest goes back to the pool."""
         worker = self._asked(calls)
         for index, call in enumerate(calls):
             if not call.future.set_running_or_notify_cancel():
@@ -185,14 +185,14 @@ class _Server(threading.Thread):
                 return
 
     def _asked(self, calls: list[_Call]) -> WorkerProcess:
-        """Sends calls of one task to a worker; returns it."""
+        """Sends calls of one task to a worker; returns the worker."""
         term, extract = calls[0].task
         worker = self._loaded(term)
         worker.begin(Calls(term.name, extract, [call.arguments for call in calls]))
         return worker
 
     def _loaded(self, term: Term) -> WorkerProcess:
-        """A worker that has loaded a reward."""
+        """Returns a worker that has loaded a reward, a new one if necessary."""
         worker = self._worker
         if worker is not None and not worker.ended and worker.limits == term.limits:
             found = worker.load(term.name, term.digest)
@@ -226,13 +226,13 @@ class WorkerProcess:
     """A worker process: start, load a reward, call, end. Used by one thread.
 
     Attributes:
-      limits: of its calls.
-      calls: number of calls that it has answered.
-      ended: whether it has ended and must be replaced.
+      limits: time and memory limits of its calls.
+      calls: number of answered calls.
+      ended: whether the process has ended and must be replaced.
     """
 
     def __init__(self, limits: Limits, life: int):
-        """`life` is the reading end of a pipe whose writing end only this process holds.
+        """Starts a worker. `life`: reading end of a pipe whose writing end only this process holds.
 
         Raises:
           OSError: no process can be started.
@@ -265,11 +265,11 @@ class WorkerProcess:
             )
 
     def load(self, reward: str, digest: str) -> Failure | str | None:
-        """Imports a reward.
+        """Makes the worker import a reward.
 
         Returns:
-          None; `worker.STALE` if the worker has imported another source than that of `digest`; a
-          Failure, also if the worker ended while it was idle.
+          None on success; `worker.STALE` if the worker has imported another source than that of
+          `digest`; a Failure if the import failed, or the worker ended while it was idle.
         """
         self._file = module_file(reward)
         path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -286,8 +286,8 @@ class WorkerProcess:
             pass
 
     def answer(self) -> float | str | Failure | None:
-        """The result of the next call; after a Failure, see `ended`. A MemoryError ends the worker,
-        to free what the call has left behind."""
+        """Waits for the next call's result; after a Failure, see `ended`. A MemoryError ends the
+        worker, to free what the call has left behind."""
         found = self._answer(self.limits.seconds)
         self.calls += not self.ended
         if isinstance(found, Failure) and found.kind == "MemoryError":
@@ -295,7 +295,7 @@ class WorkerProcess:
         return found
 
     def close(self) -> None:
-        """Ends the worker: at once in a call, else by letting the program end."""
+        """Ends the worker: closes its channel, and kills it if it goes on for `_END_SECONDS`."""
         if self.ended:
             return
         self._channel.close()
@@ -310,7 +310,7 @@ class WorkerProcess:
         try:
             return pickle.loads(self._channel.receive(seconds))
         except TimeoutError:
-            # faulthandler writes the traceback even if the call holds Python's lock.
+            # faulthandler writes the traceback even if the call holds the GIL.
             with contextlib.suppress(OSError, EOFError):
                 os.kill(self._process.pid, signal.SIGABRT)
                 self._channel.receive(_DUMP_SECONDS)
@@ -321,10 +321,10 @@ class WorkerProcess:
             return self._end()
 
     def _end(self, kind: str = "", after: float = 0.0) -> Failure:
-        """Ends the worker. Returns how it ended, or why it had to: `kind`, after a call of `after`
-        seconds."""
+        """Ends the worker; returns the Failure. `kind` is why it must end ('' if it ended without
+        a reason from here), `after` the time limit in seconds."""
         self.ended = True
-        if not kind:  # wait for its own status
+        if not kind:  # wait for the status with which it ended
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
         with contextlib.suppress(OSError):  # the group, with the processes of the reward
@@ -346,7 +346,7 @@ class WorkerProcess:
         return Failure(kind, text, *self._where(dump))
 
     def _where(self, dump: str) -> tuple[str, str]:
-        """Place and traceback from faulthandler's dump, which begins with the last call."""
+        """Returns place and traceback by faulthandler's dump, which begins with the last call."""
         frames = _FRAME.findall(dump)
         theirs = [frame for frame in frames if frame[0] not in _OURS]
         own = [frame for frame in frames if frame[0] == self._file] or theirs
@@ -365,7 +365,7 @@ _lock = threading.Lock()
 
 
 def shared_pool() -> Pool:
-    """The pool of this process."""
+    """Returns the pool of this process, which the first call makes."""
     global _pool
     with _lock:
         if _pool is None:

@@ -1,9 +1,9 @@
 """Scores responses, and counts the calls that fail.
 
-Rewards that only compare texts (`terms.PLAIN`) are called here. A user's own, `math_equal` and
-`task_score`, which may loop, end the process or take all memory, are called in worker processes
-(`pool`). A response with a failed call is not scored: its reward is nan. If all calls of a step or
-an evaluation fail, the step or evaluation fails.
+Rewards that only compare texts (`terms.PLAIN`) are called in this process. User functions,
+`math_equal` and `task_score`, which may loop, end the process or take all memory, are called in
+worker processes (`pool`). A response with a failed call is not scored: its reward is nan. If all
+calls of a reward in a step or an evaluation fail, the step or evaluation fails.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Tally:
     """Counts the calls of an RL step or an evaluation, and those that failed."""
 
     def __init__(self, where: str):
-        """`where` begins a sentence: 'RL step 3'."""
+        """Begins at zero. `where` begins error messages: 'RL step 3'."""
         self._where = where
-        # By what is counted ('calls', 'failed', 'too long') and the name of what is called.
+        # Keys: what is counted ('calls', 'failed', 'too long'), and the name of the function.
         self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self._first: dict[str, Failure] = {}
 
@@ -66,11 +66,11 @@ class Tally:
         return None
 
     def everywhere(self, work: Callable[[], Any]) -> list[Any]:
-        """Runs `work`, which counts here, in each process; returns the results of all, and adds up
-        the counts of all.
+        """Runs `work`, which counts in this tally, in each process; returns the results, and adds
+        up the counts, of all processes.
 
         Raises:
-          RewardError: of `work` in any process.
+          RewardError: `work` raised it in some process.
         """
         from fp8rl_jax.base import processes  # imports JAX, which workers do not need
 
@@ -79,7 +79,7 @@ class Tally:
         before = self._counts.copy()
         found = processes.everywhere(lambda: (work(), self._counts - before, self._first))
         self._counts = sum((added for _, added, _ in found), before)
-        for _, _, first in reversed(found):  # of several, the first process's
+        for _, _, first in reversed(found):  # a failure in an earlier process takes precedence
             self._first = self._first | first
         return [result for result, _, _ in found]
 
@@ -90,7 +90,7 @@ class Tally:
                 raise self._error(name, f"all {count} calls" if count > 1 else "the only call")
 
     def nothing_scored(self, what: str) -> RewardError:
-        """The error for `what`, of which no response was scored."""
+        """Returns the error for a lack of scores; `what` begins '... was scored': 'no response'."""
         first = next(iter(self._first.values()), None)
         reason = "every reward returned None" if first is None else f"{first.text} ({first.place})"
         return RewardError(f"{self._where}: {what} was scored ({reason}); correct reward or data")
@@ -104,12 +104,12 @@ class Tally:
 
 
 class Scoring:
-    """Responses that are being scored; the calls begin when it is made."""
+    """The rewards of responses, in progress; the calls begin when the object is made."""
 
     def __init__(
         self, terms: Sequence[Term], questions: Sequence[Question], responses: Sequence[str]
     ):
-        """`questions`: one for each response."""
+        """Begins the calls; `questions` has one for each response."""
         self._terms, self._calls = terms, list[list[Future]]()
         for term in terms:
             with_row = term.form.takes_row
@@ -127,7 +127,7 @@ class Scoring:
           name, without its weight; nan where a call failed or no reward applies.
 
         Raises:
-          RewardError: of `Tally.value`, or no worker process can call the reward.
+          RewardError: as `Tally.value`, or no worker process can call the reward.
         """
         results: list[list] = []  # of each term: of each response
         with _cancelled_by_errors(itertools.chain(*self._calls)):
@@ -145,8 +145,8 @@ class Scoring:
 
 
 def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list | None:
-    """The answer of each response by the reward's `extract`, None if it has none or the call fails;
-    just None if the reward has no `extract`.
+    """Returns the answer of each response by the reward's `extract`, None where there is none or
+    the call fails; just None if the reward has no `extract`.
 
     Raises:
       RewardError: as `Scoring.result`.
@@ -160,7 +160,7 @@ def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list 
 
 
 def _begin(term: Term, extract: bool, calls: Sequence[tuple]) -> list[Future]:
-    """Begins calls of a reward, with a `Response` each, or of its `extract`; returns futures."""
+    """Begins calls of a reward (each with a `Response`) or of its `extract`; returns futures."""
     function: Any = term.function
     if term.name in PLAIN:
         function = function.extract if extract else function
@@ -190,7 +190,7 @@ def _call_here(function: Callable, *arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def _cancelled_by_errors(calls: Iterable[Future]) -> Iterator[None]:
-    """Within it an exception cancels the calls that have not begun."""
+    """Cancels the calls that have not begun if this context ends with an exception."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
-"""The terms of `env.reward`: built-in rules and a user's functions, summed with weights.
+"""Loads the terms of `env.reward`: built-in rules and a user's functions, summed with weights.
 
-A reward may have an attribute `extract`, a function from a response to its answer as text, or None:
-equal texts are one vote when the majority of several responses is evaluated.
+A reward may have an attribute `extract`, a function from a response to its answer (a text or None):
+equal texts vote for the same answer when the majority of several responses is evaluated.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ RewardFunction = Callable[..., float]
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
-    """1 if the response is the answer, ignoring white space around both; else 0."""
+    """Returns 1 if the response is the answer, ignoring white space around both; else 0."""
     del prompt
     return float(response.strip() == answer.strip())
 
 
 def task_score(prompt: str, response: str, answer: str, row: Mapping[str, Any]) -> float:
-    """The score, from 0 to 1, of the task's own scorer in reasoning_gym, given the last <answer> of
-    the response or else all of it; without such a scorer, `exact_match`."""
+    """Scores the last <answer> of the response, or else all of it, from 0 to 1 by the task's scorer
+    in reasoning_gym; without such a scorer, by `exact_match`."""
     task = row.get("metadata", {}).get("source_dataset", "")
     if not has_scorer(task):
         return exact_match(prompt, response, answer)
@@ -73,7 +73,7 @@ FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
 class Limits(NamedTuple):
-    """Limits of a worker: seconds of a call, bytes of memory (0: no limit)."""
+    """The limits of a worker: seconds of a call, bytes of memory (0: no limit)."""
 
     seconds: float
     memory: int
@@ -83,12 +83,12 @@ class Term(NamedTuple):
     """One reward of `env.reward`.
 
     Attributes:
-      name: as written there.
-      weight: of its value in the sum.
-      function: called in this process only if it is one of `PLAIN`.
-      form: of the function's arguments.
-      limits: of calls in workers.
-      digest: of the source of the function's module.
+      name: name of the reward, as written there.
+      weight: factor of its value in the sum.
+      function: the reward function; called in the run's process only if it is one of `PLAIN`.
+      form: form of the function's arguments.
+      limits: limits of calls in workers.
+      digest: hash of the source of the function's module.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Term(NamedTuple):
     digest: str
 
     def checked(self, value: float | Failure | None) -> float | Failure | None:
-        """The value, or a Failure if it, or its weighted value, is not finite in float32."""
+        """Returns the value, or a Failure if it or its weighted value is not finite in float32."""
         if value is None:
             return None
         if not isinstance(value, Failure):
@@ -111,28 +111,28 @@ class Term(NamedTuple):
 
 
 def weighted_sum(terms: Sequence[Term], values: Sequence[float | Failure | None]) -> float:
-    """The reward of a response from the `Term.checked` values: the weighted sum over the terms that
-    apply; nan (not scored) if a call failed or no term applies."""
+    """Sums the `Term.checked` values of a response, weighted, over the terms that apply; returns
+    nan (not scored) if a call failed or no term applies."""
     if any(isinstance(value, Failure) for value in values):
         return math.nan
     parts = [t.weight * v for t, v in zip(terms, values, strict=True) if isinstance(v, float)]
-    return functools.reduce(operator.add, parts) if parts else math.nan  # sum() rounds otherwise
+    return functools.reduce(operator.add, parts) if parts else math.nan  # sum() rounds differently
 
 
 def load_rewards(
     text: str, seconds: float = 30.0, memory_gb: float = 4.0, tasks: Sequence[str] = ()
 ) -> tuple[Term, ...]:
-    """The rewards of `env.reward`: 'NAME' or 'WEIGHT*NAME', separated by commas.
+    """Loads the rewards of `env.reward`: 'NAME' or 'WEIGHT*NAME', separated by commas.
 
     Args:
       text: the field; the name 'auto' stands for 'task_score' if one of the tasks has its own
         scorer, else for 'exact_match'.
-      seconds: limit of a call.
-      memory_gb: GiB, limit of a worker; 0 for none.
+      seconds: time limit of a call.
+      memory_gb: memory limit of a worker in GiB; 0 for none.
       tasks: sources of questions, as in `env.task`.
 
     Raises:
-      UserError: of `load_reward`, or a weight is not a number, or a name is given twice.
+      UserError: as `load_reward`; or a weight is not a number, or a name is given twice.
     """
     terms: list[Term] = []
     limits = Limits(seconds, int(memory_gb * 2**30))
@@ -156,21 +156,21 @@ def load_rewards(
 
 
 def reward_names(text: str) -> list[str]:
-    """The names in `env.reward`, without weights."""
+    """Returns the names in `env.reward`, without weights."""
     return [name for _, name in _parts(text)]
 
 
 def _parts(text: str) -> list[tuple[str, str]]:
-    """(weight as written, 1 without one; name) of each reward in `env.reward`."""
+    """Splits `env.reward` into (weight as written, '1' without one; name) of each reward."""
     found = (part.strip().rpartition("*") for part in text.split(","))
     return [(weight if times else "1", name.strip()) for weight, times, name in found]
 
 
 def load_reward(name: str) -> RewardFunction:
-    """A built-in reward by name, or ``"module:function"``, of one of the forms of `form`.
+    """Loads a built-in reward by name, or ``"module:function"``, of one of the forms of `form`.
 
-    It returns a number, or None if it does not apply to a response. The current directory is
-    searched for modules, too; another process must be able to import them.
+    The function returns a number, or None if it does not apply to a response. Modules may also be
+    in the current directory; another process must be able to import them.
 
     Raises:
       UserError: the name is not built in and cannot be imported, here or in another process, or
@@ -200,7 +200,7 @@ def _load(name: str) -> tuple[RewardFunction, Form]:
 
 
 def source_digest(reward: str) -> str:
-    """The hash of the present source of a reward's module; '' if there is none."""
+    """Returns the hash of the present source of a reward's module; '' if there is none."""
     try:
         with open(module_file(reward), "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()
@@ -209,6 +209,6 @@ def source_digest(reward: str) -> str:
 
 
 def module_file(reward: str) -> str:
-    """The file of a reward's imported module; '' for a built-in reward."""
+    """Returns the file of a reward's imported module; '' for a built-in reward."""
     module, colon, _ = reward.partition(":")
     return getattr(sys.modules.get(module), "__file__", None) or "" if colon else ""

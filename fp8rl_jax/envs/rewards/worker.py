@@ -3,10 +3,10 @@
 A worker reads requests from a connection and answers each call separately, so that the run knows
 which call did not return. It does not import JAX, unless a user's module does.
 
-It ends with the process that started it. An idle worker sees the end of the connection. In a call,
-a thread sees the end of a pipe and kills the worker with the processes that the call started. If
-the call never releases Python's lock, so that the thread cannot run, a timer of faulthandler, which
-needs no lock, ends the worker within the time limit plus two `_TICK`. Not covered: a worker that is
+A worker ends with the process that started it. If idle, it sees the end of the connection. In a
+call, a thread sees the end of a pipe and kills the worker with the processes that the call started.
+If the call never releases the GIL, so that the thread cannot run, a timer of faulthandler, which
+does not need the GIL, ends the worker within the time limit plus two `_TICK`. Not covered: a worker
 stopped by a signal, or blocked in the kernel for ever (by a file server that is gone).
 """
 
@@ -38,8 +38,8 @@ class Load(NamedTuple):
     """A request to import a reward; the answer is None, STALE or a Failure.
 
     Attributes:
-      reward: 'module:function', or the name of a built-in one.
-      digest: of its module's source, from `Term`.
+      reward: 'module:function', or the name of a built-in reward.
+      digest: hash of its module's source, from `Term`.
       path, directory: `sys.path` and the current directory, to find the module.
     """
 
@@ -50,12 +50,12 @@ class Load(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """A request for calls of a reward, or of its `extract`, each with one answer.
+    """A request for calls of a reward, or of its `extract`; the worker answers each call.
 
     Attributes:
       reward: the name of a loaded reward.
       extract: whether to call its `extract`.
-      arguments: of each call, pickled: a `Response`, or (response,).
+      arguments: pickled arguments of each call: a `Response`, or (response,) for `extract`.
     """
 
     reward: str
@@ -74,11 +74,11 @@ def main(connection_number: int, life: int, dump_number: int, limits: list, toke
       connection_number: file descriptor of the connection.
       life: file descriptor of a pipe that ends when the process that started this one ends.
       dump_number: file descriptor for the traceback of a call that ends this process.
-      limits: a `Limits`.
-      token: of the channel, in hexadecimal digits.
+      limits: the fields of a `Limits`.
+      token: token of the channel, in hexadecimal digits.
     """
     for number in (connection_number, life, dump_number):
-        os.set_inheritable(number, False)  # processes of a reward must not hold them
+        os.set_inheritable(number, False)  # a reward's child processes must not hold them
     channel = Channel(socket.socket(fileno=connection_number), bytes.fromhex(token))
     seconds, memory = limits
     _limit(resource.RLIMIT_CORE, 0)  # a crash writes no core file
@@ -113,7 +113,7 @@ def _watch(life: int, seconds: float, dump: IO) -> None:
     poll.register(life, select.POLLIN)
     ended: list = []
     while not ended:
-        # Reset in each iteration of this thread, so it fires only if the thread cannot run.
+        # This timer is reset in each iteration, so it fires only if this thread cannot run.
         faulthandler.dump_traceback_later(seconds + 2 * _TICK, exit=True, file=dump)
         ended = poll.poll(_TICK * 1000)
     os.killpg(0, signal.SIGKILL)
@@ -143,7 +143,7 @@ def _load(request: Load, terms: dict[str, Term]) -> Failure | str | None:
 
 
 def _call(term: Term, extract: bool, arguments: bytes) -> float | str | Failure | None:
-    """The result of a call of a reward, or of its `extract`."""
+    """Calls a reward, or its `extract`; returns the result."""
     try:
         found = pickle.loads(arguments)
     except BaseException as error:  # a class of the row is not found here
@@ -159,8 +159,8 @@ def _call(term: Term, extract: bool, arguments: bytes) -> float | str | Failure 
 
 
 def _seeded(call: Callable[[], Any], texts: Sequence[str]) -> Any:
-    """The result of a call, with the generators of Python, and of numpy if it is loaded, seeded
-    from texts, so that it does not depend on earlier calls."""
+    """Calls with the random generators of Python, and of numpy if loaded, seeded from texts, so
+    that the result does not depend on earlier calls."""
     content = "\0".join(texts).encode("utf-8", "surrogatepass")
     number = int.from_bytes(hashlib.sha256(content).digest()[:4])
     while True:

@@ -1,7 +1,7 @@
 r"""Reads numbers as people and policies write them: 1,072, -₹72, 2 1/2, 1e5, 10^{3}, \frac12, 50%.
 
-Unfinished calculations are not numbers: a quotient that is an integer (8/2), a sum, a product
-unless with a power of ten. Numbers are exact fractions. The time is linear in the length of a text.
+Unfinished calculations are not numbers: a quotient that is an integer (8/2), a sum, a product other
+than with a power of ten. Numbers are exact fractions. The time is linear in a text's length.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ class Number(NamedTuple):
         return self.value / 100 if self.percent else self.value
 
     def equals(self, other: Number) -> bool:
-        """Whether both are equal; as for math-verify, 50% equals 0.5 and 50."""
+        """Returns whether both are equal; as for math-verify, 50% equals 0.5 and 50."""
         if self.value == other.value:
             return True
         return self.percent != other.percent and self.plain == other.plain
 
     def is_about(self, other: Number) -> bool:
-        """Whether this is a repeating decimal and `other` its first six or more decimals."""
+        """Returns whether this is a repeating decimal, and `other` its first 6 or more decimals."""
         rest = self.value.denominator
         for factor in (2, 5):
             while rest % factor == 0:
@@ -114,8 +114,8 @@ class Number(NamedTuple):
 
 
 def whole_number(text: str) -> Number | None:
-    """The number of a text that has nothing else than a name, a sign, a currency, a unit and
-    punctuation ('x = 72', 'The answer is $72.', '72 km/h'); None for any other text, such as a
+    """Returns the number of a text that holds nothing else but a name, a sign, a currency, a unit
+    and punctuation ('x = 72', 'The answer is $72.', '72 km/h'); None for any other text, such as a
     list, a calculation, or a sentence with several numbers."""
     if len(text) > _LONGEST:
         return None
@@ -141,7 +141,7 @@ def whole_number(text: str) -> Number | None:
 
 
 def last_number(text: str) -> Number | None:
-    """The last number in a text; None if it holds none."""
+    """Returns the last number in a text; None if it holds none."""
     text, found = plain(text), None
     for match in _NUMBER.finditer(text):
         scaled = _SCALED.match(text, match.end())
@@ -151,7 +151,7 @@ def last_number(text: str) -> Number | None:
 
 
 def plain(text: str) -> str:
-    """The text with LaTeX's and Unicode's signs, spaces, powers and fractions in ASCII."""
+    """Rewrites LaTeX's and Unicode's signs, spaces, powers and fractions in ASCII."""
     text = in_ascii(_THIN_GROUP.sub("", text))
     for ascii_, spellings in _SPELLINGS:
         for written in spellings:
@@ -162,7 +162,7 @@ def plain(text: str) -> str:
 
 
 def in_ascii(text: str) -> str:
-    r"""The text with ½ as 1/2, 5² as 5^{2} and 0.1\overline{6} as 1/6."""
+    r"""Rewrites ½ as 1/2, 5² as 5^{2} and 0.1\overline{6} as 1/6."""
     for written, fraction in _VULGAR.items():
         if written in text:
             text = re.sub(rf"(?<=\d)\s*{written}", f" {fraction}", text)
@@ -187,7 +187,7 @@ def _fraction(match: re.Match) -> str:
 
 
 def _value(match: re.Match) -> fractions.Fraction | None:
-    """The value of a match of _NUMBER; None for an unfinished division."""
+    """Returns the value of a match of _NUMBER; None for an unfinished division or a huge number."""
     found = match.groupdict()
     sign = -1 if "-" in (found["sign"], found["late_sign"]) else 1
     if found["power"]:
