@@ -7,7 +7,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO
 
 
@@ -21,6 +21,9 @@ class _Outlived:
     def write(self, text: str) -> int:
         self._call(self._stream.write, text)
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def flush(self) -> None:
         self._call(self._stream.flush)

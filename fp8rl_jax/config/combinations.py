@@ -110,6 +110,14 @@ def _bf16_cache(resolved: Resolved) -> list[str]:
     return [f"recipe {r.name!r} of precision.{s}" for s, r in sides.items() if not r.kv_quantized]
 
 
+def _calibrated(resolved: Resolved) -> str:
+    """Names the field that asks for calibrated scales."""
+    if resolved.config.precision.kv_cache != "recipe":
+        return f"precision.kv_cache is {resolved.config.precision.kv_cache!r}"
+    side = "rollout" if resolved.rollout_recipe.kv == "calibrated" else "learner"
+    return f"precision.{side} is {resolved.config.precision[side]!r}, whose KV cache is calibrated"
+
+
 def _within_group(resolved: Resolved) -> bool:
     algo = resolved.config.algo
     return algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
@@ -151,8 +159,7 @@ FEATURES: dict[str, Feature] = {
     "FP8 attention": _field("precision.attention", lambda dtype: dtype == "fp8"),
     "a recipe with K and V in bf16": Feature(_bf16_cache, lambda r: _bf16_cache(r)[0]),
     "calibrated scales of K and V": Feature(
-        lambda r: "calibrated" in (r.rollout_recipe.kv, r.learner_recipe.kv),
-        _field("precision.kv_cache").said,
+        lambda r: "calibrated" in (r.rollout_recipe.kv, r.learner_recipe.kv), _calibrated
     ),
     "Mosaic kernels": _field(  # without a GPU the kernels themselves are refused
         "precision.kernels", lambda which: which == "mosaic" and backend() == "gpu"
@@ -168,7 +175,12 @@ FEATURES: dict[str, Feature] = {
     "rows without answers": _field("env.answer_key", lambda key: key == NO_ANSWER),
     "supervised fine-tuning": _field("sft.steps"),
     # algorithm
-    "advantages within a group": Feature(_within_group),
+    "advantages within a group": Feature(
+        _within_group,
+        lambda r: (
+            f"algo.baseline = {r.config.algo.baseline!r}, algo.scale = {r.config.algo.scale!r}"
+        ),
+    ),
     "dynamic sampling": _field("algo.dynamic_sampling"),
     "correction": _field("algo.correction", lambda which: which not in ("auto", "none")),
     "the rollout's log-probabilities": _field("algo.old_logprobs", lambda own: own == "rollout"),
@@ -253,7 +265,7 @@ PAIRS = (
     Pair(
         "advantages within a group",
         "groups of one",
-        "a reward minus its group's mean is then 0, and the standard deviation too",
+        "with {one} all advantages are then 0",
         "write a group of at least 2, or algo.preset='reinforce_pp'",
     ),
     Pair(

@@ -125,13 +125,16 @@ def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
         return pa.struct([field.with_type(_mapped(field.type, leaf)) for field in kind])
     if pa.types.is_map(kind):
         return pa.map_(_mapped(kind.key_type, leaf), _mapped(kind.item_type, leaf))
-    inner = _mapped(kind.value_type, leaf) if hasattr(kind, "value_type") else None
     if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(inner))
+        return pa.large_list(kind.value_field.with_type(_mapped(kind.value_type, leaf)))
     if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(inner), getattr(kind, "list_size", -1))
-    if inner is not None and inner != kind.value_type:  # Arrow cannot cast within these kinds
-        return inner if pa.types.is_dictionary(kind) else pa.large_list(inner)
+        inner = kind.value_field.with_type(_mapped(kind.value_type, leaf))
+        return pa.list_(inner, getattr(kind, "list_size", -1))
+    # Arrow cannot cast within these kinds.
+    view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+    if view or pa.types.is_dictionary(kind):
+        inner = _mapped(kind.value_type, leaf)
+        return kind if inner == kind.value_type else pa.large_list(inner) if view else inner
     return leaf(kind) if pa.types.is_primitive(kind) else kind
 
 

@@ -311,8 +311,9 @@ def find(file: str, key: str) -> Metric | None:
     return next((metric for metric in FILES[file] if metric.among([key])), None)
 
 
-def live_line(file: str, record: dict) -> str:
-    """The part of the live line that a record of `file`.jsonl fills."""
-    shown = (metric for metric in FILES[file] if metric.live and metric.name in record)
-    text = "  ".join(metric.live.format(record[metric.name]) for metric in shown)
-    return text.replace("drift 0.0e+00", "drift 0 exactly")
+def live_line(file: str, record: dict, accuracy: str) -> str:
+    """Returns the live line of a record of `file`.jsonl; `accuracy`: the last held-out accuracies,
+    which stand behind its first number."""
+    shown = [m.live.format(record[m.name]) for m in FILES[file] if m.live and m.name in record]
+    shown.insert(1, f"accuracy {accuracy}")
+    return "  ".join(shown).replace("drift 0.0e+00", "drift 0 exactly")

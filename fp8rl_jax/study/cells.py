@@ -58,6 +58,11 @@ class Cells:
         self.directory = directory
         if directory.exists() and not directory.is_dir():
             raise UserError(f"--cells={directory} is a file; name a directory")
+        if any(directory.glob("*-seed*.json")):
+            raise UserError(
+                f"{directory} holds cells as single .json files, as an earlier version wrote them: "
+                "name another directory"
+            )
         if not resume and any(directory.glob("*.jsonl")):
             raise UserError(
                 f"{directory} holds finished cells: add --resume to use them, or name another "
@@ -108,8 +113,9 @@ def _parse(path: pathlib.Path, content: bytes) -> dict[str, dict[str, Any]]:
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise UserError(f"{damaged} ({reason}): delete it") from None
+        kinds = {"name": str, "key": dict, "numbers": dict}
         parts = isinstance(cell, dict) and set(cell) >= _PARTS
-        if not parts or not all(isinstance(cell[part], dict) for part in ("key", "numbers")):
+        if not parts or not all(isinstance(cell[part], kind) for part, kind in kinds.items()):
             raise UserError(f"{damaged} (parts are missing): delete it")
         cells[cell["name"]] = cell
     return cells

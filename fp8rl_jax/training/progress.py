@@ -78,7 +78,7 @@ class Display:
 
     def step(self, file: str, record: dict) -> None:
         """Shows a record of sft.jsonl or metrics.jsonl; `file` is the name without .jsonl."""
-        self._update(record["step"], f"{live_line(file, record)}  accuracy {self._accuracy}")
+        self._update(record["step"], live_line(file, record, self._accuracy))
 
     def rollout(self, step: int, progress) -> None:
         """Shows how many responses of an RL step are done; `progress`: rollout's `Progress`."""

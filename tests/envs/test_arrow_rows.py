@@ -9,6 +9,7 @@ import pathlib
 import struct
 
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 from data_files import env
@@ -83,6 +84,15 @@ def path(request, tmp_path_factory) -> pathlib.Path:
         with pa.ipc.new_stream(str(path), table.schema) as stream:
             stream.write_table(table)
     return path
+
+
+def test_a_type_that_arrow_cannot_cast_is_left_alone(tmp_path):
+    columns = {"question": ["a", "b"], "answer": ["1", "2"]}
+    columns["runs"] = pyarrow.compute.run_end_encode(_F32)
+    table = pa.table(columns)
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    assert _load(tmp_path / "a.arrow")[0].row["runs"] == float(_F32[0].as_py())
 
 
 def test_columns_that_nobody_asked_for(path):

@@ -53,12 +53,19 @@ def test_a_cell_that_another_process_measured_meanwhile_stays(tmp_path):
     assert cells.get("s", Cell("other", {}, _never))["numbers"] == {"error": 1}
 
 
+def test_cells_of_an_earlier_form_are_not_measured_again(tmp_path):
+    (tmp_path / "cases-x-seed0.json").write_text("{}")
+    with pytest.raises(UserError, match="earlier version"):
+        Cells(tmp_path, resume=True)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("{", ["line 2", "damaged", "delete it"]),
         ("[]", ["line 2", "damaged", "parts are missing"]),
         ('{"key": {}}', ["line 2", "damaged", "parts are missing"]),
+        (json.dumps({**_FINISHED, "name": []}), ["line 2", "damaged", "parts are missing"]),
         (
             json.dumps({**_FINISHED, "name": "two", "key": {**_KEY, "model": "other"}}),
             ["cell two", "another configuration", "model differ"],
