@@ -265,7 +265,7 @@ def _span(errors: list[float]) -> str:
 
 def draw(result: dict) -> Figure:
     """Draws the article's columns and ours over the shapes (left) and every recipe (right)."""
-    from matplotlib.figure import Figure  # here alone: the other commands start without it
+    from matplotlib.figure import Figure  # not at the top: other commands start without it
 
     size = (13, max(4.2, 1.6 + 0.42 * len(result["recipes"])))
     figure = Figure(figsize=size, layout="constrained", dpi=110)

@@ -190,7 +190,7 @@ _COMMANDS = (
         _kernels,
         (
             argument("--models", "published models whose matrices to run (default: three)"),
-            argument("--rows", "rows of the products", "N,N", type=counts(_MOST_ROWS)),
+            argument("--rows", "numbers of rows of the products", "N,N", type=counts(_MOST_ROWS)),
             argument(
                 "--quick",
                 "run only the largest matrix of each model, and attention at the targets' shapes",
@@ -217,12 +217,20 @@ _COMMANDS = (
         _rollout,
         (
             argument("--models", "names of models to run, instead of a config's model"),
-            argument("--cases", "cases of FP8 to time", default="bf16,fp8_linears,fp8_kv,fp8"),
+            argument(
+                "--cases",
+                f"what is in FP8: nothing, linear layers, the KV cache, both {_DEFAULT}",
+                default="bf16,fp8_linears,fp8_kv,fp8",
+            ),
             _slots("--batch", "8,32", "sequences decoded at once"),
             _slots("--prompt", "64", "tokens of a prompt"),
             _slots("--new", "128", "most tokens of a response"),
             _slots("--group", "1,8", "samples per prompt"),
-            argument("--lengths", f"full, long_tail, or full,long_tail {_DEFAULT}", default="full"),
+            argument(
+                "--lengths",
+                f"lengths of responses: full, long_tail, or full,long_tail {_DEFAULT}",
+                default="full",
+            ),
             argument("--peers", "other libraries to time; empty for none", default="transformers"),
             _repeats(3),
             _out("runs/bench_rollout", "rollout.json"),

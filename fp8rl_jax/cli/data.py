@@ -159,7 +159,9 @@ COMMANDS = (
         _show,
         (
             argument("task", "a task or data set, written as env.task", "TASK", nargs="?"),
-            argument("--rows", "rows to show per split", "N", type=whole(1), default=3),
+            argument(
+                "--rows", "rows to show per split (default: 3)", "N", type=whole(1), default=3
+            ),
         ),
         config=True,
         starts="reads the rows; a few seconds",

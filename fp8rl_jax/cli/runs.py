@@ -92,7 +92,15 @@ REPORT = Command(
     "report",
     "writes RUN_DIR/report.html again, with a comparison if other runs are named",
     _report,
-    (argument("directories", "a run, and others to compare", "RUN_DIR", nargs="*", type=a_path),),
+    (
+        argument(
+            "directories",
+            "directory of the run, and of others to compare with it",
+            "RUN_DIR",
+            nargs="*",
+            type=a_path,
+        ),
+    ),
     starts="reads the run and draws its plots; about ten seconds",
 )
 

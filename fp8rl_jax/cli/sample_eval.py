@@ -38,7 +38,7 @@ _POLICY = (
     argument("--chat-options", "variables of the chat template", "NAME=VALUE,...", default=""),
     argument("--max-new-tokens", "most tokens of an answer", "N", type=int),
     argument("--seed", "seed of sampling, and of the questions", "S", type=int),
-    argument("--precision", "recipe of the numbers: fp8, bf16, f32, ...", "RECIPE"),
+    argument("--precision", "precision recipe: fp8, bf16, f32, ...", "RECIPE"),
     ALLOW_IMPORT,
 )
 _FIELD_OF = {

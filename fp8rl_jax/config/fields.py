@@ -74,7 +74,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "samples": Field(4, "transcripts written at each evaluation"),
         "loggers": Field(
             "tensorboard",
-            "where metrics go besides metrics.jsonl: tensorboard, wandb, "
+            "where metrics go besides the run's .jsonl files: tensorboard, wandb, "
             "mlflow, or several with commas",
         ),
         "project": Field("fp8rl", "project (wandb) or experiment (mlflow) of the run"),
@@ -292,7 +292,9 @@ FIELDS: dict[str, dict[str, Field]] = {
             "token_mean", "how the losses of an update's tokens are added", choices=(*AGGREGATIONS,)
         ),
         "loss_length": Field(
-            0, "constant divisor of seq_mean_token_sum_norm; 0 for rollout.max_new_tokens"
+            0,
+            "with loss_aggregation=seq_mean_token_sum_norm: its constant divisor; 0 for "
+            "rollout.max_new_tokens",
         ),
         "kl_coef": Field(0.0, "weight of the KL divergence from the policy before RL"),
         "kl_estimator": Field(
@@ -357,10 +359,10 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     "optimizer": {
         "learning_rate": Field(1e-4, "peak learning rate of RL, after warm-up"),
-        "warmup_steps": Field(5, "updates of linear warm-up"),
-        "b1": Field(0.9, "AdamW's first decay"),
-        "b2": Field(0.99, "AdamW's second decay"),
-        "weight_decay": Field(0.0, "AdamW's decoupled decay"),
+        "warmup_steps": Field(5, "updates of linear warm-up of RL"),
+        "b1": Field(0.9, "AdamW's decay of the first moment"),
+        "b2": Field(0.99, "AdamW's decay of the second moment"),
+        "weight_decay": Field(0.0, "AdamW's decoupled weight decay"),
         "clip_norm": Field(1.0, "largest global norm of a gradient"),
     },
     "sft": {
@@ -368,10 +370,10 @@ FIELDS: dict[str, dict[str, Field]] = {
         "questions": Field(4096, "distinct demonstrations"),
         "batch_size": Field(64, "demonstrations per update"),
         "learning_rate": Field(4e-3, "peak learning rate of supervised fine-tuning"),
-        "warmup_steps": Field(30, "updates of linear warm-up"),
+        "warmup_steps": Field(30, "updates of linear warm-up of supervised fine-tuning"),
         "end_fraction": Field(1.0, "cosine decay to this share of the peak learning rate"),
-        "b2": Field(0.98, "AdamW's second decay"),
-        "weight_decay": Field(0.01, "AdamW's decoupled decay"),
+        "b2": Field(0.98, "AdamW's decay of the second moment"),
+        "weight_decay": Field(0.01, "AdamW's decoupled weight decay"),
         "evaluations": Field(6, "evaluations of supervised fine-tuning, the last at its end"),
     },
     "eval": {

@@ -56,7 +56,7 @@ class SeedMean(Estimate):
 
 
 class Trend(NamedTuple):
-    """A rank correlation from -1 to 1, and the two-sided p-value that there is none."""
+    """A rank correlation from -1 to 1, and its two-sided p-value under no correlation."""
 
     value: float
     p: float
