@@ -1,14 +1,14 @@
-"""`fp8rl bench drift-cost`: what zero drift costs, exact programs against naive ones.
+"""`fp8rl bench drift-cost`: what zero drift costs, by exact programs compared with naive ones.
 
-The naive programs are those that one would write without the promise: each product (of linear
-layers, the output head and a router) is one dot over the whole contraction (FP8 operands are
-dequantised first), attention is one softmax over all keys, and XLA compiles with its own options.
-Everything else is the same code; on a GPU the naive programs take no kernel of ours. They drift;
-the table says by how much.
+The naive programs are those that one would write without the promise of zero drift: each product
+(of linear layers, the output head and a router) is one dot over the full contraction (FP8 operands
+are dequantised first), attention is one softmax over all keys, and XLA compiles with its default
+options. Everything else is the same code; on a GPU the naive programs use no kernel of ours. They
+drift; the table says by how much.
 
 Both run in one process and take turns within each repetition; ratios are medians over repetitions
-of exact over naive. Compile time is that of the first call less a typical one, without a
-compilation cache.
+of exact over naive. Compile time is the first call's time minus the median of later calls, without
+a compilation cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp8rl_jax.kernels import K_BLOCK, dequantized, reference
 
 
 def _spread(scale: jax.Array, axis: int, size: int) -> jax.Array:
-    """Scales per block of 128 along `axis`, one for each of `size` elements."""
+    """Repeats scales per block of 128 along `axis` to one for each of `size` elements."""
     if scale.shape[axis] == size:
         return scale
     return jnp.take(jnp.repeat(scale, K_BLOCK, axis=axis), jnp.arange(size), axis=axis)
@@ -43,7 +43,7 @@ def naive_matmul(
     way: None = None,
     devices: int = 1,
 ) -> jax.Array:
-    """`reference.matmul.block_matmul` as one dot; arguments and result are the same."""
+    """Computes `reference.matmul.block_matmul` as one dot, up to the order of its sums."""
     depth, columns = rhs.shape
     if lhs_scale is not None:
         lhs = lhs.astype(jnp.float32) * _spread(lhs_scale, 1, depth)
@@ -68,7 +68,7 @@ def naive_attention(
     keys_by_feature: bool = False,
     way: None = None,
 ) -> jax.Array:
-    """`reference.attention.attention` as one softmax; arguments and result are the same."""
+    """Computes `reference.attention.attention` as one softmax, up to the order of its sums."""
 
     def cached(x: jax.Array, s: jax.Array | None) -> jax.Array:
         x = dequantized(x, s)
@@ -91,7 +91,7 @@ def naive_attention(
 
 @contextlib.contextmanager
 def naively() -> Iterator[None]:
-    """Makes programs that are traced and compiled inside naive, where they take the references."""
+    """Makes programs naive that are traced and compiled inside, if they use reference kernels."""
     # Measures what the library does not offer as an option, so it replaces functions.
     with (
         mock.patch.object(reference.matmul, "block_matmul", naive_matmul),
@@ -104,15 +104,15 @@ def naively() -> Iterator[None]:
 def drift_cost(
     config: ml_collections.ConfigDict, recipes: list[str], repeats: int
 ) -> list[dict[str, float | str]]:
-    """Times both programs under each recipe; see the module.
+    """Times exact and naive programs under each recipe.
 
     Args:
       config: shapes and batch sizes.
-      recipes: names.
+      recipes: names of recipes.
       repeats: timed repetitions after the one that compiles.
 
     Returns:
-      One row a recipe: recipe; decode_ratio, train_ratio, compile_decode_ratio and
+      One row per recipe: recipe; decode_ratio, train_ratio, compile_decode_ratio and
       compile_train_ratio (exact over naive); exact_decode_s, exact_train_s, compile_decode_s and
       compile_train_s (of the exact programs, seconds); exact_drift_max and naive_drift_max.
     """
@@ -154,7 +154,7 @@ _COLUMNS = {
 
 
 def format_cost_table(rows: list[dict]) -> str:
-    """The rows of `drift_cost` as text."""
+    """Returns the rows of `drift_cost` as text."""
 
     def drift(row: dict, form: str) -> str:
         largest = row[f"{form}_drift_max"]

@@ -1,9 +1,9 @@
 """`fp8rl bench gemm-error`: how far quantised matrix products are from the exact ones.
 
-Two tables. The first sets our figures beside those of the article "Unified FP8: Moving Beyond
-Mixed Precision for Stable and Accelerated MoE RL" (InfiXAI, Ant, SGLang and Miles teams, 25
+Prints two tables. The first compares our figures with those of the article "Unified FP8: Moving
+Beyond Mixed Precision for Stable and Accelerated MoE RL" (InfiXAI, Ant, SGLang and Miles teams, 25
 November 2025), which compared two FP8 kernels at eight shapes (M, K, N) on normal numbers. The
-second adds every recipe of ours at the same shapes: a linear layer with M tokens, K inputs and N
+second has every recipe of ours at the same shapes: a linear layer with M tokens, K inputs and N
 outputs, so that fprop contracts over K, dgrad over N and wgrad over M.
 
 The metric is DeepGEMM's ``calc_diff = 1 - 2 <x, y> / (<x, x> + <y, y>)`` in float64, x being the
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, int, int]
 
-# The article's own figures, as printed there: (M, K, N) -> (cuBLAS through TransformerEngine,
-# DeepGEMM). The only numbers here that were not computed.
+# The article's figures, as printed there: (M, K, N) -> (cuBLAS through TransformerEngine,
+# DeepGEMM). The only numbers here that are not computed.
 ARTICLE: dict[Shape, tuple[float, float]] = {
     (128, 128, 128): (0.00068, 0.00036),
     (256, 128, 256): (0.00068, 0.00037),
@@ -61,14 +61,14 @@ ARTICLE: dict[Shape, tuple[float, float]] = {
 }
 GEMMS = ("fprop", "dgrad", "wgrad")
 _SEED = 0
-_RESIDUAL = 10.0  # standard deviation of what is added to both sides
-_BLOCKS = {"cublas": (128, 128), "deepgemm": (128, 1)}  # of the right operand, (K, N)
+_RESIDUAL = 10.0  # standard deviation of the numbers added to both products
+_BLOCKS = {"cublas": (128, 128), "deepgemm": (128, 1)}  # blocks of the right operand, (K, N)
 _LAYER = (((1,), (0,)), ((), ()))  # y = x w
 _COLOURS = {"fprop": "#0072b2", "dgrad": "#d55e00", "wgrad": "#009e73"}
 
 
 def calc_diff(x: np.ndarray, y: np.ndarray) -> float:
-    """``1 - 2 <x, y> / (<x, x> + <y, y>)`` in float64: 0 for equal arrays, and for two of zeros.
+    """Returns ``1 - 2 <x, y> / (<x, x> + <y, y>)`` in float64: 0 for equal arrays, also of zeros.
 
     Computed as ``<x - y, x - y> / (<x, x> + <y, y>)``, which is the same number without the
     cancellation: differences far below 1e-16 keep their digits.
@@ -95,7 +95,7 @@ class _Operands(NamedTuple):
 
 
 def _operands(shape: Shape) -> _Operands:
-    """Those of a shape, whatever other shapes are measured."""
+    """Draws the operands of a shape, which do not depend on the other shapes that are measured."""
     m, k, n = shape
     rng = np.random.default_rng((_SEED, *shape))
     shapes = ((m, k), (k, n), (m, n))
@@ -108,8 +108,8 @@ def _operands(shape: Shape) -> _Operands:
 class _Layer:
     """One recipe's linear layer, forward and backward, as a model would run it.
 
-    Activations and gradients come and go in the recipe's compute dtype; weights and their
-    gradients are float32. A recipe with a state has had one earlier step, with the same operands.
+    Activations and their gradients have the recipe's compute dtype; weights and their gradients are
+    float32. The state of a stateful recipe comes from one earlier step with the same operands.
     """
 
     def __init__(self, recipe: Recipe):
@@ -125,7 +125,7 @@ class _Layer:
         self._layer = exact_jit(layer)
 
     def products(self, operands: _Operands) -> dict[str, np.ndarray]:
-        """{GEMM: float64 product under the recipe}."""
+        """Returns {GEMM: its product under the recipe, as float64}."""
         recipe = self.recipe
         x, dy = (jnp.asarray(a, recipe.compute_dtype) for a in (operands.x, operands.dy))
         w = jnp.asarray(operands.w)
@@ -147,22 +147,22 @@ def gemm_errors(
     """Measures every recipe at every shape.
 
     Args:
-      recipes: names, or ``package.module:function``; None: all that have a name, aliases aside.
+      recipes: names, or ``package.module:function``; None: all named recipes without aliases.
       shapes: (M, K, N) of the layers; None: the article's eight.
       note: called with a line after each shape.
 
     Returns:
-      What `gemm_error.json` holds. All errors are calc_diff, without unit.
-      ``seed``: of the operands. ``platform``: of JAX.
-      ``article``: one entry a shape: ``shape``; ``article_cublas`` and ``article_deepgemm``, as
+      The content of `gemm_error.json`. All errors are calc_diff, without unit.
+      ``seed`` of the operands, and JAX's ``platform``.
+      ``article``: one entry per shape: ``shape``; ``article_cublas`` and ``article_deepgemm``, as
       printed in the article (None at other shapes); ``cublas`` (1x128 by 128x128),
       ``cublas_diluted`` (the same with the residual), ``deepgemm_undiluted`` (1x128 by 1x128) and
       ``deepgemm`` (the same with the residual).
-      ``recipes``: one entry a recipe: ``recipe``; ``stateful``: whether an earlier step gave its
+      ``recipes``: one entry per recipe: ``recipe``; ``stateful``: whether an earlier step gave its
       scales; ``errors``: {GEMM: [error per shape]}.
 
     Raises:
-      UserError: no recipe is named, or one that there is not.
+      UserError: no recipe is named, or an unknown one.
     """
     if recipes is None:
         recipes = [name for name in recipe_names() if get_recipe(name).name == name]
@@ -188,7 +188,7 @@ def gemm_errors(
 
 @functools.cache
 def _block_product(w_block: tuple[int, int]) -> Callable[..., jax.Array]:
-    """(x, w) -> the FP8 product of x in 1x128 blocks and w in these, float32 scales."""
+    """Returns (x, w) -> their FP8 product, x in 1x128 blocks, w in `w_block`, float32 scales."""
     return exact_jit(lambda x, w: scaled_matmul(quantize(x, (1, 128)), quantize(w, w_block)))
 
 
@@ -215,7 +215,7 @@ def _shape_text(shape: Sequence[int]) -> str:
     return ",".join(map(str, shape))
 
 
-_COLUMNS = {  # of the first table: key -> three lines of heading
+_COLUMNS = {  # columns of the first table: key -> three lines of heading
     "article_cublas": ("article", "cuBLAS(TE)", ""),
     "cublas": ("ours", "1x128 by", "128x128"),
     "article_deepgemm": ("article", "DeepGEMM", ""),
@@ -233,7 +233,7 @@ both; that the article ran it is inferred. The last two columns show either chan
 
 
 def format_table(result: dict) -> str:
-    """The result of `gemm_errors` as text: the article's table beside ours, then the recipes."""
+    """Returns the result of `gemm_errors` as text: the article's table and ours, then recipes."""
     article = [("M,K,N", *row) for row in zip(*_COLUMNS.values(), strict=True)]
     article[1:] = [("", *row[1:]) for row in article[1:]]
     for row in result["article"]:
@@ -264,8 +264,8 @@ def _span(errors: list[float]) -> str:
 
 
 def draw(result: dict) -> Figure:
-    """Left: the article's columns and ours over the shapes. Right: every recipe."""
-    from matplotlib.figure import Figure  # here alone: the other commands start without it
+    """Draws the article's columns and ours over the shapes (left) and every recipe (right)."""
+    from matplotlib.figure import Figure  # not at the top: other commands start without it
 
     size = (13, max(4.2, 1.6 + 0.42 * len(result["recipes"])))
     figure = Figure(figsize=size, layout="constrained", dpi=110)

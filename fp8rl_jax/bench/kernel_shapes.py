@@ -1,11 +1,11 @@
-"""Which calls `fp8rl bench kernels` times: products of published models, and attention.
+"""Lists the calls that `fp8rl bench kernels` times: products of published models, and attention.
 
 A decode step multiplies a few rows by every matrix of a layer; a train step multiplies thousands,
 three times: fprop, dgrad (contracts over the outputs) and wgrad (over the rows). A `Product` is one
-of those in the terms of the kernel: rows x depth by depth x columns. `Attention` has the heads of
-Qwen3-8B: decode over pages of 8 to 256 sequences, and prefill of one.
+such call of a kernel: rows x depth by depth x columns. `Attention` has the heads of Qwen3-8B:
+decode over the pages of 8 to 256 sequences, and prefill of one sequence.
 
-Not here: the absorbed matrices of latent attention, which have no kernel yet, and its heads.
+Not here: latent attention, whose absorbed matrices have no kernel yet.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fp8rl_jax.models.presets import preset
 MODELS = ("qwen3_8b", "qwen3_30b_a3b", "llama3p1_8b")
 ROWS = (1, 8, 64, 128, 256, 4096, 16_384, 65_536)
 TRAINING = 4096  # from this many rows on a product is a train step's: dgrad and wgrad too
-_ALL_MATRICES_AT = 64  # rows; at other numbers a model's two largest are run
+_ALL_MATRICES_AT = 64  # rows; with other numbers of rows a model's two largest matrices are run
 _QUICK_ROWS = (1, 64, 4096)
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 
-ROTATED = 240e6  # bytes of operands that one program reads at least: four times an H200's L2
-IN_FLIGHT = 4e-3  # seconds that a sample lasts at least, by the estimate
-MOST_CALLS = 128  # in a program; more would be spent on its arguments
+ROTATED = 240e6  # least bytes of operands that one program reads: four times an H200's L2
+IN_FLIGHT = 4e-3  # least estimated seconds of a sample
+MOST_CALLS = 128  # most calls in a program: more would time the passing of its arguments
 # Estimates that choose the number of calls; what is reported is measured.
 _BYTES_PER_S, _FLOPS_PER_S = 4e12, {"fp8": 1.2e15, "bf16": 7e14, "float32": 4e13}
 _ITEM = {"fp8": 1, "bf16": 2, "float32": 4}  # bytes
@@ -39,14 +39,14 @@ _ITEM = {"fp8": 1, "bf16": 2, "float32": 4}  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One product.
+    """One matrix product.
 
     Attributes:
       name: model and layers, such as 'qwen3_8b gate/up'.
       gemm: 'fprop', 'dgrad' or 'wgrad'.
-      kind: 'fp8', 'bf16' or 'float32', of the operands.
-      rows, depth, columns: of the product; `rows` are tokens where there are experts.
-      experts, top_k: matrices, and how many of them a token takes; 0 for a dense product.
+      kind: dtype of the operands: 'fp8', 'bf16' or 'float32'.
+      rows, depth, columns: shape, rows x depth by depth x columns; with experts `rows` are tokens.
+      experts, top_k: number of matrices, and of those that a token uses; 0 for a dense product.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Product:
 
     @property
     def multiplied(self) -> int:
-        """Rows that are multiplied: of experts, `top_k` a token, padding not counted."""
+        """Rows that are multiplied, without padding: with experts, `top_k` per token."""
         return self.rows * max(self.top_k, 1)
 
     @property
@@ -69,7 +69,7 @@ class Product:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the second operand, without scales; of experts, as many as random choices hit."""
+        """Bytes of the second operand, without scales; only of experts that random choices hit."""
         if self.experts and self.gemm == "wgrad":
             return self.multiplied * self.columns * _ITEM[self.kind]
         used = 1.0
@@ -79,7 +79,7 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        """Fewest bytes through memory: operands once, a bf16 result (float32 of wgrad) once."""
+        """Fewest bytes through memory: operands once, and a bf16 (wgrad: float32) result once."""
         first = self.multiplied * self.depth
         scales = 4 * first // K_BLOCK if self.kind == "fp8" else 0
         out = 2 * self.multiplied * self.columns
@@ -99,8 +99,8 @@ class Attention:
 
     Attributes:
       use: 'decode', one query a sequence over pages, or 'prefill', all of a sequence's queries.
-      kind: 'fp8' or 'bf16', of keys and values; queries are bf16.
-      batch, length: sequences, and keys of each.
+      kind: dtype of keys and values, 'fp8' or 'bf16'; queries are bf16.
+      batch, length: number of sequences, and of keys in each.
     """
 
     use: str
@@ -133,20 +133,20 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        """Of both products, over the keys that a query sees: causal, half of the square."""
+        """FLOPs of both products over the keys that a query sees: causal, half of the square."""
         seen = self.length if self.use == "decode" else self.length * (self.length + 1) // 2
         return 4.0 * self.batch * HEADS * WIDTH * seen
 
 
 def calls(case: Product | Attention) -> tuple[int, int]:
-    """(calls in a program, programs in flight)."""
+    """Returns the number of calls in a program, and of programs in flight."""
     seconds = max(case.bytes / _BYTES_PER_S, case.flops / _FLOPS_PER_S[case.kind])
     count = min(MOST_CALLS, math.ceil(max(IN_FLIGHT / 2 / seconds, ROTATED / case.bytes)))
     return count, max(1, math.ceil(IN_FLIGHT / (count * seconds)))
 
 
 def attention_cases(quick: bool = False) -> list[Attention]:
-    """Decode and prefill in FP8 and bf16; with `quick`, the targets' and the short prefill."""
+    """Lists decode and prefill in FP8 and bf16; with `quick`, targets and the short prefill."""
     shapes = [("decode", b, n) for n in (4096, 8192, 32_768) for b in (8, 32, 128, 256)]
     shapes += [("prefill", 1, n) for n in (4096, 16_384)]
     found = [Attention(use, kind, *size) for use, *size in shapes for kind in ("fp8", "bf16")]
@@ -154,10 +154,10 @@ def attention_cases(quick: bool = False) -> list[Attention]:
 
 
 def matrices(model: str) -> list[Product]:
-    """One row times each matrix of a published model, the largest first, without duplicates.
+    """Lists one row times each matrix of a published model, largest first, without duplicates.
 
     Raises:
-      UserError: no such model.
+      UserError: there is no such model.
     """
     config = preset(model)
     layers = {("bf16", config.hidden_size, config.vocab_size): ["lm_head"]}
@@ -176,7 +176,7 @@ def matrices(model: str) -> list[Product]:
 
 
 def _train_step(case: Product) -> list[Product]:
-    """The three products of a layer in a train step."""
+    """Returns the three products of a layer in a train step."""
     rows, depth, columns = case.rows, case.depth, case.columns
     dgrad = dataclasses.replace(case, gemm="dgrad", depth=columns, columns=depth)
     wgrad = dataclasses.replace(case, gemm="wgrad")
@@ -186,7 +186,7 @@ def _train_step(case: Product) -> list[Product]:
 
 
 def target_cases() -> list[Product]:
-    """The shapes that the project's targets name."""
+    """Lists the products that the project's targets name."""
     squares = [(n, kind) for n in (4096, 8192) for kind in ("fp8", "bf16")]
     return [
         *(Product(f"square {n}", "fprop", kind, n, n, n) for n, kind in squares),
@@ -197,13 +197,14 @@ def target_cases() -> list[Product]:
 def cases(
     models: Sequence[str] = MODELS, rows: Sequence[int] | None = None, quick: bool = False
 ) -> list[Product]:
-    """The products to run, those of the targets first, none twice.
+    """Lists the products to run, those of the targets first, without duplicates.
 
-    Every matrix is run at 64 rows, a model's two largest at other numbers, three times (fprop,
-    dgrad, wgrad) from 4,096 rows on. With `quick`, the largest of every model, and fewer rows.
+    Every matrix is run with 64 rows, a model's two largest with other numbers of rows too; from
+    4,096 rows on three times (fprop, dgrad, wgrad). With `quick`, only the largest of every model,
+    with fewer numbers of rows.
 
     Raises:
-      UserError: no such model.
+      UserError: there is no such model.
     """
     found = target_cases()
     for model in models:
@@ -221,11 +222,8 @@ def cases(
 
 
 def groups(case: Product) -> tuple[np.ndarray, int]:
-    """Tiles of a sparse layer whose tokens choose their experts at random.
-
-    Returns:
-      The expert of each tile (tiles,) int32, as `make_tiles` has them, and the rows of a tile.
-    """
+    """Returns the tiles of a sparse layer whose tokens choose their experts at random: the expert
+    of each tile, (tiles,) int32, by `make_tiles`; and the rows of a tile."""
     draws = np.random.default_rng(0).random((case.rows, case.experts), np.float32)
     chosen = np.argpartition(draws, case.top_k - 1, axis=1)[:, : case.top_k].astype(np.int32)
     rows = tile_rows(chosen.size, case.experts)

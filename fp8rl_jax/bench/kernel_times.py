@@ -1,10 +1,10 @@
-"""Times of products and attention on a GPU, beside XLA's products of their shapes.
+"""Times products and attention on a GPU, and XLA's products of the same shapes.
 
-One program makes many independent calls, each on operands of its own that together exceed the L2
+One program makes many independent calls, each on different operands, which together exceed the L2
 several times, so that no call finds its operands there (and so that XLA has nothing to share
 between its dots). Programs are launched one after another without waiting, until a few milliseconds
-are in flight; the wall clock around the last `block_until_ready`, over the number of calls, is the
-time. It includes the gaps between launches, as a decode step has them: a kernel of a microsecond or
+are in flight; the wall time until the last result is ready, over the number of calls, is the time
+of a call. It includes the gaps between launches, as in a decode step: a kernel of a microsecond or
 two is not measured better than that. Every version is timed twice; the difference is the spread.
 
 Operands of products are K-major, the layout in which a rollout keeps its weights: transposes that a
@@ -12,9 +12,9 @@ train step makes for dgrad and wgrad are not in these times, nor is quantisation
 no counterpart in XLA at this speed, so it is compared with a dense product of as many rows.
 
 Decode attention reads one pool of pages in all calls of a program, as the layers of a model do,
-each by a table of its own: no two calls share a page, and pages are in random order. Its kernel has
-two forms, a program for each split of the keys or for all of them, and the library takes one by
-shape; the other is timed too, since the bits do not depend on it.
+each through a different page table: no two calls share a page, and pages are in random order. Its
+kernel has two forms, with a program for each split of the keys or one for all of them. The library
+chooses one by shape; the other is timed too, since the bits do not depend on the form.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from fp8rl_jax.kernels.gpu.matmul import grouped_matmul, grouped_wgrad, matmul
 
 _REPEATS = 7
 _COPIED = 2**30  # bytes of the copy that gives the ceiling
-_PAGES_DRAWN = 1 << 12  # of random numbers; a larger pool of pages repeats them
-# XLA's counterparts are cuBLAS's, not XLA's own kernels (which still take products of one row).
+_PAGES_DRAWN = 1 << 12  # most pages of random numbers; a larger pool of pages repeats them
+# XLA's products go to cuBLAS, not to XLA's own kernels (which still take products of one row).
 _CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 E4M3 = jnp.float8_e4m3fn
 DTYPES = {"fp8": E4M3, "bf16": jnp.bfloat16, "float32": jnp.float32}
 Operands = tuple[Any, ...]
-# What computes a version, and the operands of a call.
+# The function of a version, and a function that makes the operands of a call.
 Version = tuple[Callable, Callable[[], Operands]]
 
 
@@ -58,7 +58,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 class Source:
     """Random operands; equal calls in equal order give equal ones.
 
-    Never zeros: they hide what was not written, and they run faster.
+    Never zeros: they would hide results that were not written, and they run faster.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class Source:
         self._keys = (jax.random.fold_in(key, i) for i in itertools.count())
 
     def take(self, dtype, *shape: int) -> jax.Array:
-        """Normal numbers, rounded to `dtype`."""
+        """Draws normal numbers, rounded to `dtype`."""
         return _normal(next(self._keys), shape, jnp.dtype(dtype))
 
     def scales(self, *shape: int) -> jax.Array:
-        """Float32 between 0.5 and 1.5, no two neighbours alike."""
+        """Draws float32 scales between 0.5 and 1.5, so that neighbours differ."""
         return 0.5 + jnp.minimum(jnp.abs(self.take(jnp.float32, *shape)), 1.0)
 
 
@@ -81,13 +81,13 @@ def blocks(count: int) -> int:
 def seconds_per_call(
     function: Callable, operands: list[Operands], programs: int, options: dict | None = None
 ) -> tuple[float, float]:
-    """(median seconds of a call, spread of two medians over the smaller).
+    """Returns the smaller of two medians of a call's seconds, and their difference over it.
 
     Args:
-      function: takes the entries of `operands` one by one.
-      operands: a tuple per call of the program.
-      programs: that are in flight together.
-      options: for the compiler.
+      function: called once for each entry of `operands`.
+      operands: a tuple of arguments per call of the program.
+      programs: number of programs in flight together.
+      options: options of the compiler.
     """
     program = jax.jit(lambda all_: [function(*one) for one in all_], compiler_options=options)
     for _ in range(2):
@@ -108,7 +108,7 @@ def seconds_per_call(
 
 
 def ceilings(source: Source) -> dict[str, float]:
-    """What this device does at best: {'copy_gbps': read and written, 'bf16_tflops' at 8192^3}."""
+    """Measures the device's best {'copy_gbps': bytes read and written, 'bf16_tflops' at 8192^3}."""
     data = [(source.take(jnp.bfloat16, _COPIED // 2),) for _ in range(2)]
     # A pass that computes next to nothing: XLA would hand an unchanged argument through.
     copy, _ = seconds_per_call(lambda x: -x, data, 4)
@@ -119,12 +119,12 @@ def ceilings(source: Source) -> dict[str, float]:
 
 
 def _xla(x: jax.Array, w: jax.Array) -> jax.Array:
-    """XLA's bf16 product of (M, K) and (N, K)."""
+    """Computes XLA's bf16 product of (M, K) and (N, K)."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
 
 
 def _xla_fp8(x: jax.Array, w: jax.Array, scales: jax.Array) -> jax.Array:
-    """XLA's FP8 product with a scale per tensor: dequantised in the form that it hands to cuBLAS.
+    """Computes XLA's FP8 product with scales per tensor, in the form that XLA hands to cuBLAS.
 
     Scaling the result instead would cost a second pass over it.
     """
@@ -136,8 +136,8 @@ def _pair(case: Product, source: Source, dtype) -> Operands:
 
 
 def versions(case: Product | Attention, source: Source) -> dict[str, Version]:
-    """What is timed: 'ours'; of products XLA's 'bf16' and 'fp8', of experts our 'dense' kernel; of
-    decode attention the 'other' form of ours."""
+    """Returns {name: version} to time: 'ours'; for products XLA's 'bf16' and 'fp8'; for experts our
+    'dense' kernel; for decode attention the 'other' form of ours."""
     if isinstance(case, Attention):
         return _attention(case, source)
     dense = case
@@ -213,14 +213,14 @@ def _experts_wgrad(case: Product, source: Source) -> Version:
 
 
 def _pool(make: Callable, pages: int, *rest: int) -> jax.Array:
-    """(pages, 64, KV heads, ...), of `_PAGES_DRAWN` drawn ones or fewer, repeated."""
+    """Makes pages (pages, 64, KV heads, ...) by repeating at most `_PAGES_DRAWN` random ones."""
     drawn = math.gcd(pages, _PAGES_DRAWN)
     repeat = jax.jit(lambda x: jnp.tile(x, (pages // drawn,) + (1,) * (x.ndim - 1)))
     return repeat(make(drawn, KV_CHUNK, KV_HEADS, *rest))
 
 
 def _attention(case: Attention, source: Source) -> dict[str, Version]:
-    """The form that the library takes and, of decode, the other; both read the same cache."""
+    """Returns the form that the library takes and, for decode, the other; both read one cache."""
     count, rows = calls(case)[0], (case.batch, case.queries)
 
     def cache(make: Callable, *rest: int) -> jax.Array:
@@ -255,7 +255,7 @@ def _attention(case: Attention, source: Source) -> dict[str, Version]:
 
 
 def time_case(case: Product | Attention, source: Source) -> dict[str, Any]:
-    """{version: {'us', 'spread'} or {'error': text}}."""
+    """Times a case: {version: {'us', 'spread'} or {'error': text}}."""
     found: dict[str, Any] = {}
     count, programs = calls(case)
     for version, (function, make) in versions(case, source).items():

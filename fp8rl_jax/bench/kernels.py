@@ -1,9 +1,9 @@
-"""`fp8rl bench kernels`: the GPU kernels' speed beside XLA's products, and the targets.
+"""`fp8rl bench kernels`: speed of the GPU kernels compared with XLA's products, and the targets.
 
 Two ceilings are measured in the same run: a copy, for decode attention and products of few rows,
-whose time is the cache's and the weight's bytes, and a bf16 product of 8192^3 for many. The
-project's targets come last: met, missed and by how much, or not measured. Whether the kernels are
-right is for the tests: tests/gpu.
+which are bound by the bytes of cache and weights; and a bf16 product of 8192^3, for products of
+many rows. The project's targets come last: met, missed and by how much, or not measured. Whether
+the kernels are right is for the tests: tests/gpu.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fp8rl_jax.bench.kernel_shapes import Attention, Product
 from fp8rl_jax.kernels import backend, triton_installed
 
 _VERSIONS = ("jax", "jaxlib", "jax-triton", "triton", "torch", "numpy", "jax-cuda13-plugin")
-_COPY_GBPS = 4300.0  # of an H200, which a target names
+_COPY_GBPS = 4300.0  # GB/s of a copy on an H200, to which a target refers
 
 
 def require_gpu(command: str) -> None:
-    """Returns where the Triton kernels run.
+    """Checks that the Triton kernels can run here.
 
     Raises:
       UserError: JAX finds no GPU, or jax-triton or Triton is missing.
@@ -48,7 +48,7 @@ def require_gpu(command: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Device, driver, versions (None: not installed) and date."""
+    """Returns device, driver, versions (None: not installed) and date."""
     device, versions = jax.devices()[0], dict.fromkeys(_VERSIONS)
     for name in versions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -76,16 +76,16 @@ def bench(
 
     Args:
       models: names of presets.
-      rows: of the products; None: those of `kernel_shapes.cases`.
-      quick: the largest matrix of each model and the shapes of attention's targets alone.
+      rows: numbers of rows of the products; None: those of `kernel_shapes.cases`.
+      quick: run only the largest matrix of each model and the shapes of attention's targets.
       note: called with each row of the table.
 
     Returns:
-      What `kernels.json` holds: environment; quick; ceilings; rows (one of each case, attention
-      first); ok: whether all ran; targets.
+      The content of `kernels.json`: environment; quick; ceilings; rows (one per case, attention
+      first); ok: whether all kernels ran; targets.
 
     Raises:
-      UserError: no such model.
+      UserError: there is no such model.
     """
     cases: list[Product | Attention] = [
         *shapes.attention_cases(quick),
@@ -113,7 +113,7 @@ def bench(
 def row(
     case: Product | Attention, times: dict[str, Any], ceilings: dict[str, float]
 ) -> dict[str, Any]:
-    """A case with its times and what follows from them; over_X is the time of X over ours."""
+    """Returns a case, its times and derived figures; over_X is the time of X over ours."""
     found = {"case": str(case), **dataclasses.asdict(case), "times": times}
     found |= dict(zip(("calls", "programs"), shapes.calls(case), strict=True))
     if "error" in times["ours"]:
@@ -132,7 +132,7 @@ def row(
 
 
 def _compare_caches(rows: list[dict[str, Any]]) -> None:
-    """Adds 'over_bf16' to attention over FP8: the time of bf16 keys and values over theirs."""
+    """Adds 'over_bf16' to attention over an FP8 cache: the time over a bf16 cache over its time."""
     times = {row["case"]: row["times"]["ours"].get("us") for row in rows}
     for row in rows:
         if "use" in row and row["kind"] == "fp8":
@@ -142,11 +142,11 @@ def _compare_caches(rows: list[dict[str, Any]]) -> None:
 
 
 def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
-    """The project's targets, by the rows of `bench`.
+    """Judges the project's targets by the rows of `bench`.
 
     Returns:
-      One entry each: target; wanted; found, of the worst case (None without any); verdict: 'met',
-      'missed by 12% at CASE' or 'not measured', and which cases failed.
+      One entry per target: target; wanted; found, the figure of the worst case (None without a
+      case); verdict: 'met', 'missed by 12% at CASE' or 'not measured', and which cases failed.
     """
     square = [r for r in rows if r["case"].startswith("square") and r["kind"] == "fp8"]
     experts = [r for r in rows if r["case"].startswith("128 experts")]
@@ -194,7 +194,7 @@ causal, half of the square."""
 
 
 def line(found: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     name, ours = found["case"], found["times"]["ours"]
     text = f"{name if len(name) <= _WIDTH else name[: _WIDTH - 3] + '...':<{_WIDTH}}"
     if "error" in ours:
@@ -214,7 +214,7 @@ def line(found: dict[str, Any]) -> str:
 
 
 def format_table(result: dict) -> str:
-    """The result of `bench` as text."""
+    """Returns the result of `bench` as text."""
     env, ceilings = result["environment"], result["ceilings"]
     versions = [f"{name} {version}" for name, version in env["versions"].items() if version]
     lines = [

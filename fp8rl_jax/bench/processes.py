@@ -1,9 +1,9 @@
-"""`fp8rl bench processes`: one process with N devices against N processes with one device each.
+"""`fp8rl bench processes`: one process with N devices compared with N processes with one device.
 
-Both run the same training, two programs side by side that take turns: a step of one, then the same
-step of the other. Figures are medians of the steps. CPU seconds are those of all processes of a
-form, without their reward workers. The host's part of a step is what remains of its time without
-the compiled programs: text, rewards, records, and what travels between the hosts.
+Both forms run the same training and take turns: a step of one, then the same step of the other.
+Figures are medians of the steps. CPU seconds are those of all processes of a form, without their
+reward workers. The host's part of a step is its time outside the compiled programs: text, rewards,
+records, and communication between the hosts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import record_table
 
 _COMPILING = 3  # turns that are not counted: the start, the first step, and one more
-_MANY = 64  # processes that the bytes of the gathers are computed for
+_MANY = 64  # number of processes for which the bytes of the gathers are computed
 _LONG = 1_000_000
 
 
 class _Form:
-    """The processes of one form of the program.
+    """The processes of one form of the training.
 
     Args:
-      arguments: of `fp8rl train`, that make the configuration.
-      count, devices: processes, and devices of each.
-      folder: for what the run writes.
+      arguments: arguments of `fp8rl train` that give the configuration.
+      count, devices: number of processes, and of devices of each.
+      folder: directory for the run's files.
     """
 
     def __init__(self, arguments: Sequence[str], count: int, devices: int, folder: pathlib.Path):
@@ -68,7 +68,7 @@ class _Form:
         """Lets all processes make one step, and records its times.
 
         Raises:
-          UserError: they cannot; with what the first of them said.
+          UserError: process 0 has ended; the message has the last line of an error output.
         """
         for process in self._processes:
             assert process.stdin
@@ -100,16 +100,16 @@ class _Form:
 def bench(
     arguments: Sequence[str], count: int, pairs: int, note: Callable[[str], None]
 ) -> list[_Form]:
-    """Times both forms.
+    """Runs both forms in turns, and returns them with their times.
 
     Args:
-      arguments: of `fp8rl train`, that make the configuration.
-      count: of processes, and of devices in all.
-      pairs: of steps.
+      arguments: arguments of `fp8rl train` that give the configuration.
+      count: number of processes, and of devices in all.
+      pairs: number of timed steps of each form.
       note: called with lines of progress.
 
     Raises:
-      UserError: one of them cannot run.
+      UserError: a form cannot run.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fp8rl-bench-") as root,
@@ -142,7 +142,7 @@ _COLUMNS = {
 
 
 def format_table(forms: list[_Form]) -> str:
-    """The table, with a line for the bytes that the gathers of many processes would take."""
+    """Returns the table, and a line with the bytes that gathers of many processes would take."""
     first = forms[0].median("cpu")
     records = []
     for form in forms:
@@ -163,7 +163,7 @@ def format_table(forms: list[_Form]) -> str:
 
 
 class _Clock:
-    """The clocks of one process, and its turns: `stop` of `train`."""
+    """Measures the steps of one process; its `turn` is the `stop` of `train`."""
 
     def __init__(self) -> None:
         self._out = open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115
@@ -172,7 +172,7 @@ class _Clock:
         self._begun: dict[str, float] | None = None
 
     def timed(self, program: Callable) -> Callable:
-        """`program`, whose time counts as that of a compiled one."""
+        """Wraps a compiled program so that its time is counted as such."""
 
         def run(*arguments, **options):
             begin = time.perf_counter()
@@ -191,7 +191,7 @@ class _Clock:
         } | processes.traffic()._asdict()
 
     def turn(self) -> None:
-        """Reports the step that has ended, and waits for the next turn."""
+        """Reports the step that has ended, and waits for a line on standard input."""
         if self._begun is not None:
             now = self._now()
             spent = {name: value - self._begun[name] for name, value in now.items()}
@@ -207,7 +207,7 @@ _PROGRAMS = ("refit", "score", "calibrate")
 
 
 def _worker(arguments: list[str]) -> None:
-    """One process of a form: trains, a step at each turn."""
+    """Runs one process of a form: trains one step at each turn."""
     clock = _Clock()
     processes.join()
     from fp8rl_jax import train as training

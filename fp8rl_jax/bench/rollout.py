@@ -4,11 +4,11 @@ Every cell (model, batch, prompt, response, group) runs all cases and peers, whi
 each repetition, so that a machine that slows down slows all of them. Figures are medians; ratios
 are medians of the ratios within a repetition. A response has its full length, no token ends it, and
 prefill is part of the time; compilation is not. With response lengths from `long_tail`, the ways of
-sampling more sequences than slots are timed instead, `QUEUE` sequences a slot.
+sampling more sequences than slots (rollout_ways.py) are timed instead, `QUEUE` sequences per slot.
 
-On a CPU FP8 is emulated: operands are converted to bf16 and multiplied there.
+On a CPU FP8 is emulated: operands are converted to bf16 before the product.
 
-Not done: several devices. A config gives the model's shape alone.
+Not done: several devices. Of a config only the model's shape is used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PEERS = ("transformers",)
 
 
 def _qwen3(vocabulary: int, width: int, layers: int) -> ModelConfig:
-    """Qwen3's rules in a size that two CPU cores decode."""
+    """Returns a model with Qwen3's rules, small enough to decode on two CPU cores."""
     return ModelConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -64,7 +64,7 @@ def _qwen3(vocabulary: int, width: int, layers: int) -> ModelConfig:
 
 # 4,459,264 and 29,369,856 parameters.
 SMALL = {"qwen3_4p5m": _qwen3(5120, 256, 4), "qwen3_29m": _qwen3(8192, 512, 8)}
-# Tokens per second over transformers' that the project wants, on a CPU, in this cell.
+# Targets of the project: tokens per second over transformers', on a CPU, in this cell.
 TARGETS = {"bf16": 3.0, "fp8": 1.5}
 _TARGET_CELL = Cell(32, 64, 128, 1)
 
@@ -77,13 +77,13 @@ class Plan:
       batches: sequences decoded at once, prompt and response together.
       prompts, news: tokens of a prompt and of a response.
       groups: samples per prompt.
-      cases: names of CASES; the first is the one that ratios refer to.
+      cases: names of CASES; ratios refer to the first.
       lengths: names of LENGTHS.
       peers: names of PEERS.
       repeats: timed repetitions after the one that compiles.
 
     Raises:
-      UserError: something that cannot be run.
+      UserError: a value is unknown or out of bounds.
     """
 
     batches: Sequence[int]
@@ -119,10 +119,10 @@ class Plan:
 
 
 def model_of(name: str) -> ModelConfig:
-    """The shapes of SMALL or of a preset.
+    """Returns the shapes of SMALL or of a preset.
 
     Raises:
-      UserError: no such name.
+      UserError: there is no such name.
     """
     if name in SMALL:
         return SMALL[name]
@@ -132,7 +132,7 @@ def model_of(name: str) -> ModelConfig:
 
 
 def served_weights(params: Any, recipe: Recipe):
-    """Rollout weights of float32 masters, on a GPU laid out as its kernels read them."""
+    """Makes rollout weights of float32 masters; on a GPU in the layout that its kernels read."""
     shapes = jax.eval_shape(lambda params: quantize_params(params, recipe), params)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     formats = jax.tree.map(lambda _: here, shapes)
@@ -145,7 +145,7 @@ def served_weights(params: Any, recipe: Recipe):
 def arguments(
     model: ModelConfig, weights: Any, cell: Cell, count: int, limits: np.ndarray
 ) -> tuple:
-    """What a sampler is called with: `count` sequences of random prompts, temperature 1."""
+    """Returns a sampler's arguments for `count` sequences of random prompts at temperature 1."""
     prompts = random_prompts(model, cell, count)
     return (
         weights,
@@ -160,7 +160,7 @@ def arguments(
 
 
 def random_prompts(model: ModelConfig, cell: Cell, count: int) -> np.ndarray:
-    """Tokens (count / group, prompt) int32 of every prompt that `count` sequences have."""
+    """Draws the prompts of `count` sequences: tokens (count / group, prompt) int32."""
     shape = (count // cell.group, cell.prompt)
     return np.random.default_rng(0).integers(0, model.vocab_size, shape).astype(np.int32)
 
@@ -168,7 +168,7 @@ def random_prompts(model: ModelConfig, cell: Cell, count: int) -> np.ndarray:
 def _timed(
     subjects: Mapping[tuple[str, str], Callable[[], int]], repeats: int
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """{subject: tokens of a call, seconds of each repetition and of the first call}."""
+    """Times calls in turns: {name: tokens of a call, seconds of each repetition, first seconds}."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for turn in range(1 + repeats):
         for name, call in subjects.items():
@@ -183,13 +183,13 @@ def _timed(
 
 
 def _faster(one: dict, other: dict) -> float:
-    """Tokens per second of one over the other's."""
+    """Returns the median ratio of one's tokens per second to the other's."""
     seconds = np.array(other["seconds"]) / np.array(one["seconds"])
     return float(np.median(seconds) * one["tokens"] / other["tokens"])
 
 
 def _sampled(sample: Callable[..., Rollout], *call: Any) -> int:
-    """How many tokens a call samples."""
+    """Calls a sampler and returns how many tokens it sampled."""
     return int(np.asarray(sample(*call).mask).sum())
 
 
@@ -202,7 +202,7 @@ def _rows(
     cell: Cell,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """Of a cell: every case and the peer with full responses, or every case in every way."""
+    """Times a cell: every case and the peer with full responses, else every case in every way."""
     full = lengths == "full"
     count = cell.batch if full else QUEUE * cell.batch
     limits = np.full(count, cell.new, np.int32) if full else long_tail(count, cell.new)
@@ -250,13 +250,13 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
       note: called with lines of progress, and with what is left out.
 
     Returns:
-      What `rollout.json` holds. `models`: shapes and parameters of each. `full`: a row of each
+      The content of `rollout.json`. `models`: shapes and parameters of each. `full`: a row for each
       case and peer of each cell: model, batch, prompt, new, group, case; tokens of one call,
       seconds of each repetition, first_s (the first call, compilation included); tokens_per_s;
       step_ms, milliseconds per token of a sequence; over_first and over_transformers, tokens per
-      second over the first case's and the peer's; target, of the latter. `long_tail`: a row of
-      each case and way of each cell: samples, the number of sequences; over_first_way, tokens per
-      second over the first way's. Further fields say where it ran.
+      second over the first case's and the peer's; target of over_transformers. `long_tail`: a row
+      for each case and way of each cell: samples, the number of sequences; over_first_way, tokens
+      per second over the first way's. Further fields describe the machine and the versions.
     """
     has_peer = "transformers" in plan.peers and "full" in plan.lengths
     versions = {
@@ -307,7 +307,7 @@ _EXPLANATIONS = {
 
 
 def format_table(result: dict) -> str:
-    """The result of `bench` as text; ratios above 1 are faster."""
+    """Returns the result of `bench` as text; ratios above 1 are faster."""
     lines: list[str] = []
     for kind, explanation in _EXPLANATIONS.items():
         cells: dict[tuple[str, Cell], list[dict]] = {}

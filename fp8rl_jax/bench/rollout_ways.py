@@ -1,8 +1,8 @@
-"""Ways to sample more sequences than there are slots, and how long their responses are.
+"""Ways to sample more sequences than there are slots, and random lengths of their responses.
 
-A way is made from a model, a recipe and a cell; what it returns is called as `make_sampler`'s
-result is, with any number of prompts. `WAYS` lists those that the bench times; the first is the one
-that ratios refer to.
+A way is a function of a model, a recipe and a cell that returns a sampler: a function with the
+arguments of `make_sampler`'s result, for any number of prompts. `WAYS` lists those that the bench
+times; ratios refer to the first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RATE = 3.59351
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One workload: `batch` sequences at once, `group` of them of a prompt."""
+    """One workload: `batch` sequences at once, `group` per prompt, of `prompt` + `new` tokens."""
 
     batch: int
     prompt: int
@@ -34,7 +34,7 @@ class Cell:
 
     @property
     def settings(self) -> SamplerConfig:
-        """Of the sampler; no token ends a response."""
+        """Settings of the sampler; no token ends a response."""
         return SamplerConfig(self.new, self.group, eos_ids=(), pad_id=0)
 
     def __str__(self) -> str:
@@ -42,9 +42,9 @@ class Cell:
 
 
 def long_tail(count: int, most: int) -> np.ndarray:
-    """Response lengths (count,) int32 from 1 to `most`, mean about a quarter of it.
+    """Draws response lengths (count,) int32 from 1 to `most`, with a mean of about `most` / 4.
 
-    Drawn from an exponential distribution cut off at `most` and rounded up: few are long, and a
+    They have an exponential distribution, cut off at `most` and rounded up: few are long, and a
     batch waits for the longest.
     """
     uniform = np.random.default_rng(0).random(count)
@@ -53,9 +53,9 @@ def long_tail(count: int, most: int) -> np.ndarray:
 
 
 def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
-    """Batches of `cell.batch` sequences, one after the other, each until its last one has ended.
+    """Returns a sampler of batches of `cell.batch` sequences, each until its last one has ended.
 
-    One compiled program, called several times. It takes numbers of samples that the batch divides.
+    It calls one compiled program several times; `cell.batch` must divide the number of samples.
     """
     program, prompts_each = HalvedSampler(model, recipe, cell.settings), cell.batch // cell.group
 
@@ -74,7 +74,7 @@ def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
 
 
 def make_continuous(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
-    """Continuous batching through `cell.batch` slots, with pages for whole sequences in all."""
+    """Returns a sampler with continuous batching: `cell.batch` slots, and pages to fill all."""
     pages = cell.batch * (pages_of(cell.prompt + cell.new) + 1)
     return ContinuousSampler(model, recipe, cell.settings, Batching(cell.batch, pages))
 

@@ -1,11 +1,11 @@
 """`fp8rl bench`: time of a rollout and of a train step under several recipes, in one process.
 
-Every recipe runs on the same prompts and the same random model, on real questions of the
-configured task; recipes take turns within each repetition, so that a machine that slows down slows
-all of them. The figures are medians; the ratios are to the first recipe, which is timed a second
-time without the counts of `precision.health`. Compilation is timed, too, without the compilation
-cache: as what the first call takes longer than the median. On a CPU FP8 is emulated (operands are
-converted to bf16 or float32), so FP8 is slower there than bf16: the table says how much.
+Every recipe runs on the same random model and the same questions of the configured task; recipes
+take turns within each repetition, so that a machine that slows down slows all of them. The figures
+are medians; the ratios are to the first recipe, which is timed a second time without the counts of
+`precision.health`. Compilation is timed too, without the compilation cache: it is the first call's
+time minus the median. On a CPU FP8 is emulated (operands are converted to bf16 or float32), so FP8
+is slower there than bf16: the table says how much.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Subject:
 
     Attributes:
       times: {'decode' or 'train': seconds of each call of `run`}; the first compiles.
-      tokens: of the responses of a rollout.
+      tokens: number of response tokens of the first rollout.
       drift: largest |dlogp| of the first rollout and train step.
     """
 
     def __init__(
         self, config: ml_collections.ConfigDict, recipe: str, health: bool, form: str = ""
     ):
-        """`form` is added to the recipes' names: equal recipes may share what was traced."""
+        """`form` is added to the recipes' names, since equal recipes would share traced code."""
         config = config.copy_and_resolve_references()
         config.precision.rollout = config.precision.learner = recipe
         config.precision.zero_drift = "report"
@@ -63,7 +63,7 @@ class Subject:
         self.times: dict[str, list[float]] = {"decode": [], "train": []}
 
     def run(self) -> None:
-        """One rollout, and one train step on the first rollout with random advantages."""
+        """Times one rollout, and one train step on the first rollout with random advantages."""
         rt, engine = self._runtime, self._runtime.engine
         start = time.perf_counter()
         rollout = engine.sample(self._weights, self._prompts)
@@ -89,13 +89,13 @@ class Subject:
         return self.times[phase][0] - self.seconds(phase)
 
     def ratio(self, other: Subject, phase: str) -> float:
-        """Median over repetitions of the time over the other's."""
+        """Returns the median over repetitions of the time over the other subject's."""
         mine, theirs = np.array(self.times[phase][1:]), np.array(other.times[phase][1:])
         return float(np.median(mine / theirs))
 
 
 def check(recipes: list[str], repeats: int) -> None:
-    """Raises UserError where nothing can be timed."""
+    """Raises UserError if there are no repetitions or a recipe is unknown."""
     if repeats < 1:
         raise UserError(f"--repeats is {repeats}; write at least 1")
     for recipe in recipes:
@@ -105,15 +105,15 @@ def check(recipes: list[str], repeats: int) -> None:
 def bench(
     config: ml_collections.ConfigDict, recipes: list[str], repeats: int
 ) -> list[dict[str, float | str]]:
-    """Times each recipe; see the module.
+    """Times a rollout and a train step under each recipe.
 
     Args:
       config: shapes and batch sizes.
-      recipes: names; the first is the one that ratios refer to.
+      recipes: names of recipes; ratios refer to the first.
       repeats: timed repetitions after the one that compiles.
 
     Returns:
-      One row a recipe, and one of the first without health counts: recipe, decode_s, train_s
+      A row per recipe, and one for the first without health counts: recipe, decode_s, train_s
       (median seconds), decode_compile_s, train_compile_s (seconds), decode_tokens_per_s,
       decode_ratio, train_ratio (median over repetitions of this recipe over the first).
     """
@@ -150,7 +150,7 @@ _COLUMNS = {
 
 
 def format_table(rows: list[dict]) -> str:
-    """The rows of `bench` as text; ratios above 1 are slower than the first recipe."""
+    """Returns the rows of `bench` as text; ratios above 1 are slower than the first recipe."""
     records = [r | {"compile_s": r["decode_compile_s"] + r["train_compile_s"]} for r in rows]
     platform = jax.devices()[0].platform
     text = f"platform {platform}; ratios are to {rows[0]['recipe']}, above 1 is slower"

@@ -1,4 +1,4 @@
-"""How the tables of the benches are written."""
+"""Formats the text tables of benches and plans."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ EMULATED = "FP8 is emulated on a CPU: its speed here says nothing about a GPU"
 
 
 def record_table(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table with a row for each record.
+    """Returns the lines of a table with a row for each record.
 
     Args:
       columns: {heading: format of a cell}, such as {'seconds': '{train_s:.3f}'}.
-      records: what the formats name.
+      records: {name in the formats: value} for each row.
     """
     cells = ([form.format(**record) for form in columns.values()] for record in records)
     return text_table(tuple(columns), *cells)
 
 
 def text_table(*rows: Sequence[str]) -> list[str]:
-    """A line for each row: columns as wide as their widest cell, the first to the left."""
+    """Returns a line for each row; columns are as wide as their widest cell, the first is
+    left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

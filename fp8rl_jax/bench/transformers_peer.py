@@ -1,9 +1,10 @@
-"""transformers' `generate` on our random weights, as a peer of the sampler.
+"""Runs transformers' `generate` on our random weights, as a peer of the sampler.
 
-The weights go through a checkpoint in Hugging Face's format, so both run the same model. It is
-called as its users call it: eager, with its default attention and cache, sampling from the whole
-vocabulary at temperature 1. float32 and bf16 are both timed once, and the faster one is kept: on a
-CPU without bf16 matrix instructions that is float32. It records no log-probabilities; ours does.
+The weights go through a checkpoint in Hugging Face's format, so both run the same model.
+`generate` is called as users call it: eager, with the default attention and cache, sampling from
+the full vocabulary at temperature 1. float32 and bf16 are both timed once, and the faster one is
+kept: on a CPU without bf16 matrix instructions that is float32. Unlike our sampler it records no
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def versions() -> dict[str, str]:
-    """{library: version}.
+    """Returns {library: version}.
 
     Raises:
       ImportError: transformers or torch is not installed.
@@ -35,13 +36,13 @@ def versions() -> dict[str, str]:
 
 
 class Peer:
-    """One model in both types."""
+    """One model in both DTYPES."""
 
     def __init__(self, config: ModelConfig, params: Any):
         """Loads `params`, float32 masters of `config`.
 
         Raises:
-          UserError: no model type of transformers has these rules.
+          UserError: no model type of transformers has the rules of `config`.
         """
         import torch
         import transformers
@@ -66,7 +67,7 @@ class Peer:
             }
 
     def generate(self, dtype: str, prompts: np.ndarray, new: int, group: int) -> np.ndarray:
-        """`group` responses of exactly `new` tokens to each of prompts (P, Tp): (P*group, new)."""
+        """Samples `group` responses of `new` tokens to each of prompts (P, Tp): (P*group, new)."""
         torch, model = self._torch, self.models[dtype]
         tokens = torch.tensor(prompts, dtype=torch.long, device=model.device)
         with torch.inference_mode():
@@ -85,7 +86,7 @@ class Peer:
         return out[:, prompts.shape[1] :].cpu().numpy()
 
     def faster(self, prompts: np.ndarray, new: int, group: int) -> dict[str, float]:
-        """{type: seconds of one call after a short one}, the faster type first."""
+        """Times one call in each dtype, after a short one: {dtype: seconds}, the faster first."""
         seconds = {}
         for dtype in DTYPES:
             self.generate(dtype, prompts, min(new, 8), group)

@@ -7,9 +7,9 @@
                 +---- status <------- Command.run(values), which imports the library
 
 An error that the user can fix is a UserError: one sentence, status 2 (`main.run`). `tree` makes the
-parsers that help, completion and the documentation share; `output` and `interrupt` keep a run going
-without its terminal. Read `main` first, then `arguments`. Modules here import JAX and the library
-inside functions only, so that help answers at once.
+parsers that help, completion and the documentation share; `output` keeps a run going without its
+terminal; `interrupt` ends it with a checkpoint. Read `main` first, then `arguments`. Modules here
+import JAX and the library only inside functions, so that help answers at once.
 """
 
 import signal
@@ -22,14 +22,14 @@ _INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command; returns the exit status. Errors of ours propagate as exceptions."""
+    """Runs one command and returns the exit status; bugs propagate as exceptions."""
     from fp8rl_jax.cli import main
 
     return main.run(arguments)
 
 
 def entry() -> None:
-    """Entry point of the console script: also for Ctrl-C and an output that cannot be written."""
+    """Runs the console script; handles Ctrl-C and an output that cannot be written."""
     prepare_streams()
     from fp8rl_jax.cli import main
     from fp8rl_jax.cli.arguments import note

@@ -1,4 +1,4 @@
-"""How the arguments of the commands are declared, parsed and checked."""
+"""Declares, parses and checks the arguments of the commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8rl_jax.base.paths import expanded
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence."""
+    """An argument parser that raises its errors as a UserError of one sentence."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 def argument(
     name: str, help: str, metavar: str = "", **settings: Any
 ) -> tuple[str, dict[str, Any]]:
-    """An argument of a command, as `ArgumentParser.add_argument` takes it."""
+    """Returns an argument of a command as `ArgumentParser.add_argument` takes it."""
     return name, {"help": help, **({"metavar": metavar} if metavar else {}), **settings}
 
 
@@ -39,13 +39,13 @@ class Command:
     Attributes:
       name: its words, such as 'bench rollout'.
       summary: what it does, in a line or two.
-      run: takes the values, with `overrides` among them, and returns the exit status; None for a
-        name that only has commands below it.
-      arguments: of `argument`.
+      run: function of the parsed values (config overrides in `overrides`) that returns the exit
+        status; None for a name that only has subcommands.
+      arguments: results of `argument`.
       config: whether it takes a config FILE and --config.SECTION.FIELD=VALUE.
-      processes: whether several processes may run it as one.
-      starts: what it does first and how long that takes, for a line that is shown at once; '' for
-        a command that takes about a second.
+      processes: whether several processes may run it together.
+      starts: what it does first and how long that takes, shown at once; '' for a command that
+        takes about a second.
     """
 
     name: str
@@ -58,15 +58,15 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """Its name and what must follow it, such as 'fp8rl recipe show NAME'."""
+        """The command line with its positional arguments, such as 'fp8rl recipe show NAME'."""
         follow = [more["metavar"] for name, more in self.arguments if name[0] != "-"]
         return " ".join(["fp8rl", self.name, *follow])
 
     def fill(self, parser: argparse.ArgumentParser, group: bool) -> None:
         """Adds the command's arguments to its parser.
 
-        Where no argument is a word of its own, nor a command below (`group`), a word names the
-        config file.
+        A command with a config takes its file also as a positional argument, unless it has other
+        positional arguments or subcommands (`group`).
         """
         if self.config and not group and all(name[0] == "-" for name, _ in self.arguments):
             parser.add_argument("file", nargs="?", type=a_path, metavar="FILE", help="as --config")
@@ -83,7 +83,7 @@ class Command:
                 "--config.SECTION.FIELD=VALUE",
                 action="store_true",
                 dest="_field",
-                help="the value of a field; may be given several times",
+                help="sets a field; may be given several times",
             )
             parser.add_argument(
                 "--help-config",
@@ -95,7 +95,7 @@ class Command:
             parser.add_argument(name, **settings)
 
     def _takes(self, word: str, overrides: Sequence[str]) -> str:
-        """The remedy for a word that is not understood."""
+        """Returns the remedy for a word that is not understood."""
         name, equals, value = word.partition("=")
         if self.config and name.startswith("-"):
             from fp8rl_jax.config.names import field_meant
@@ -103,7 +103,7 @@ class Command:
             if field := field_meant(name.lstrip("-")):
                 return f"write --config.{field}={value if equals else 'VALUE'}"
         if self.config and not word.startswith("-"):
-            for field in (o for o in overrides if "=" not in o):  # its value stands behind a blank
+            for field in (o for o in overrides if "=" not in o):  # a blank instead of '='
                 return f"write {field}={word}"
             return "config fields are written --config.SECTION.FIELD=VALUE"
         names = [
@@ -113,14 +113,14 @@ class Command:
         return f"it takes {takes}{'' if self.config else ', and no config'}"
 
     def parse(self, parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-        """The values of a command line, config overrides as `overrides`.
+        """Parses a command line; the result holds config overrides as `overrides`.
 
         Args:
-          parser: of this command, filled by `fill`.
-          words: that follow the command's name.
+          parser: parser of this command, filled by `fill`.
+          words: words after the command's name.
 
         Raises:
-          UserError: an argument is not known, is missing or has no such value.
+          UserError: an argument is unknown or missing, or its value is not allowed.
         """
         overrides = [word for word in words if word.startswith(("--config.", "-config."))]
         rest = [word for word in words if word not in overrides]
@@ -143,7 +143,7 @@ class Command:
 
 
 def _hyphenated(word: str) -> str:
-    """'--fail_above=1' -> '--fail-above=1'."""
+    """Writes an option's name with hyphens: '--fail_above=1' -> '--fail-above=1'."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
@@ -157,12 +157,12 @@ ALLOW_IMPORT = argument(
 
 
 def words(text: str) -> list[str]:
-    """The words of 'one,two'; none of ''."""
+    """Splits 'one,two' into its words; '' has none."""
     return [word.strip() for word in text.split(",")] if text else []
 
 
 def counts(most: int, least: int = 1) -> Callable[[str], list[int]]:
-    """A type of an argument: whole numbers from `least` to `most`, separated by commas."""
+    """Returns an argument's type: integers from `least` to `most`, separated by commas."""
 
     def read(text: str) -> list[int]:
         found = words(text)
@@ -178,7 +178,7 @@ def counts(most: int, least: int = 1) -> Callable[[str], list[int]]:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A type of an argument: a whole number, at least `least`."""
+    """Returns an argument's type: an integer, at least `least`."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -191,7 +191,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def a_path(text: str) -> str:
-    """A type of an argument: the path of a file or a directory, with `~` expanded."""
+    """Expands `~` in the path of a file or a directory; an argument's type."""
     try:
         return expanded(text, "it")
     except UserError as error:
@@ -199,17 +199,17 @@ def a_path(text: str) -> str:
 
 
 def directory(text: str) -> str:
-    """A type of an argument: the path of a directory to write to."""
+    """Expands the path of a directory to write to and refuses ''; an argument's type."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; name a directory, or leave it out")
     return a_path(text)
 
 
 def config_file(command: str, values: argparse.Namespace) -> str:
-    """The file of --config.
+    """Returns the file of --config.
 
     Raises:
-      UserError: none is named.
+      UserError: no file is named.
     """
     if not values.config:
         other = ", or a directory with --checkpoint" if command in ("eval", "sample") else ""
@@ -221,10 +221,10 @@ def config_file(command: str, values: argparse.Namespace) -> str:
 
 
 def read_config(command: str, values: argparse.Namespace):
-    """The configuration that --config and its overrides give; its compiled programs are kept.
+    """Reads the configuration of --config and overrides; except for benches uses its program cache.
 
     Raises:
-      UserError: no file is named, or of `load_config`.
+      UserError: no file is named, or `load_config` refuses it.
     """
     from fp8rl_jax.config import load_config
 
@@ -235,7 +235,7 @@ def read_config(command: str, values: argparse.Namespace):
 
 
 def keep_programs(setting: str = "") -> None:
-    """Uses the compilation cache; `setting` is the field `run.compilation_cache`."""
+    """Uses the compilation cache; `setting` is the value of `run.compilation_cache`."""
     from fp8rl_jax.base.compilation_cache import use_compilation_cache
 
     if problem := use_compilation_cache(setting):
@@ -243,15 +243,15 @@ def keep_programs(setting: str = "") -> None:
 
 
 def note(text: str) -> None:
-    """Prints a line to standard error (results go to standard output); only process 0 does."""
-    processes = sys.modules.get("fp8rl_jax.base.processes")  # it needs JAX
+    """Prints a line to standard error (results go to standard output), in process 0 only."""
+    processes = sys.modules.get("fp8rl_jax.base.processes")  # not there before JAX is loaded
     if processes.first() if processes else place_of_environment().process == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def writing(command: str, directory: str | pathlib.Path) -> Iterator[None]:
-    """Turns an OSError into the sentence that nothing can be written to `directory`."""
+    """Turns an OSError into a UserError: nothing can be written to `directory`."""
     try:
         yield
     except OSError as error:

@@ -21,8 +21,8 @@ from fp8rl_jax.cli.arguments import (
     writing,
 )
 
-_MOST_ROWS = 1 << 17  # of a product that `fp8rl bench kernels` times: a batch of 128k tokens
-_MOST_SLOTS = 1 << 15  # sequences, and tokens of one, that `fp8rl bench rollout` takes
+_MOST_ROWS = 1 << 17  # most rows of a product in `fp8rl bench kernels`: a batch of 128k tokens
+_MOST_SLOTS = 1 << 15  # most sequences, and most tokens of one, in `fp8rl bench rollout`
 
 
 _DEFAULT = "(default: %(default)s)"
@@ -44,7 +44,7 @@ def _slots(name: str, default: str, help: str):
 
 
 def _write_json(command: str, path: pathlib.Path, result: dict) -> None:
-    """Writes a result and prints where."""
+    """Writes a result to a JSON file and prints its path."""
     with writing(command, path.parent):
         write_whole(path, json.dumps(result, indent=1) + "\n")
     print(path)
@@ -177,23 +177,23 @@ _COMMANDS = (
     ),
     Command(
         "bench gemm-error",
-        "error of every recipe's matrix products, beside a published table",
+        "error of every recipe's matrix products, next to a published table",
         _gemm_error,
         (
-            argument("--recipes", "recipes to measure; all that have a name if left out"),
+            argument("--recipes", "recipes to measure (default: all named recipes)"),
             _out("runs/gemm_error", "gemm_error.json and gemm_error.png"),
         ),
     ),
     Command(
         "bench kernels",
-        "speed of the GPU kernels beside XLA's products; status 1 if one of ours fails",
+        "speed of the GPU kernels compared with XLA's; status 1 if one of ours fails",
         _kernels,
         (
-            argument("--models", "presets whose matrices to run; three if left out"),
-            argument("--rows", "rows of the products", "N,N", type=counts(_MOST_ROWS)),
+            argument("--models", "published models whose matrices to run (default: three)"),
+            argument("--rows", "numbers of rows of the products", "N,N", type=counts(_MOST_ROWS)),
             argument(
                 "--quick",
-                "the largest matrix of each model and the targets' attention",
+                "run only the largest matrix of each model, and attention at the targets' shapes",
                 action="store_true",
             ),
             _out("runs/bench_kernels", "kernels.json"),
@@ -201,30 +201,36 @@ _COMMANDS = (
     ),
     Command(
         "bench processes",
-        "what several processes cost: a training with one process, and with several, in turns",
+        "cost of several processes: one training run with one process and with several, in turns",
         _processes,
         (
             argument(
                 "--processes", f"processes, and devices in all {_DEFAULT}", "N", type=int, default=2
             ),
-            argument(
-                "--pairs", f"steps of each that are timed {_DEFAULT}", "N", type=int, default=10
-            ),
+            argument("--pairs", f"timed steps of each run {_DEFAULT}", "N", type=int, default=10),
         ),
         config=True,
     ),
     Command(
         "bench rollout",
-        "tokens per second of the sampler on random weights, beside other libraries",
+        "tokens per second of the sampler on random weights, compared with other libraries",
         _rollout,
         (
-            argument("--models", "names of shapes to run, in the place of a config's"),
-            argument("--cases", "what is in FP8", default="bf16,fp8_linears,fp8_kv,fp8"),
+            argument("--models", "names of models to run, instead of a config's model"),
+            argument(
+                "--cases",
+                f"what is in FP8: nothing, linear layers, the KV cache, both {_DEFAULT}",
+                default="bf16,fp8_linears,fp8_kv,fp8",
+            ),
             _slots("--batch", "8,32", "sequences decoded at once"),
             _slots("--prompt", "64", "tokens of a prompt"),
             _slots("--new", "128", "most tokens of a response"),
             _slots("--group", "1,8", "samples per prompt"),
-            argument("--lengths", "of responses: full (default), long_tail, both", default="full"),
+            argument(
+                "--lengths",
+                f"lengths of responses: full, long_tail, or full,long_tail {_DEFAULT}",
+                default="full",
+            ),
             argument("--peers", "other libraries to time; empty for none", default="transformers"),
             _repeats(3),
             _out("runs/bench_rollout", "rollout.json"),

@@ -1,4 +1,4 @@
-"""`fp8rl completion SHELL`: the script by which a shell completes commands, options and fields."""
+"""`fp8rl completion SHELL`: prints a shell's completion script for commands, options and fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHELLS = ("bash", "zsh", "tcsh")
 
 
 def command(commands: Mapping[str, Command]) -> Command:
-    """The command `completion`, whose script completes `commands` (read when it runs)."""
+    """Returns the command `completion`; its script completes `commands` (read when it runs)."""
 
     def run(values: argparse.Namespace) -> int:
         if values.shell not in _SHELLS:

@@ -13,7 +13,7 @@ from fp8rl_jax.base.errors import UserError, visible
 from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.cli.arguments import Command, a_path, argument, whole, words, writable
 
-_MOST_CHARACTERS = 1000  # of a prompt or answer that is shown
+_MOST_CHARACTERS = 1000  # shown of a prompt or answer
 
 
 def _list(values: argparse.Namespace) -> int:
@@ -67,7 +67,7 @@ def _prepare(values: argparse.Namespace) -> int:
 
 
 def _files_by_split(text: str) -> dict[str, pathlib.Path]:
-    """{split: file} of --from; a single file may have any name."""
+    """Returns {split: file} of --from; a single file may have any name."""
     from fp8rl_jax.envs import files
     from fp8rl_jax.envs.splits import splits_named
 
@@ -136,7 +136,7 @@ COMMANDS = (
         "downloads a data set of tensorflow-datasets, or makes one of files; prints its directory",
         _prepare,
         (
-            argument("name", "of the data set", "NAME", nargs="?"),
+            argument("name", "name of the data set", "NAME", nargs="?"),
             argument(
                 "--from",
                 "files whose names say their split, such as train.jsonl,test.jsonl; needs no "
@@ -146,7 +146,7 @@ COMMANDS = (
             ),
             argument(
                 "--out",
-                "where data sets are; $TFDS_DATA_DIR or ~/tensorflow_datasets if left out",
+                "directory of data sets (default: $TFDS_DATA_DIR, else ~/tensorflow_datasets)",
                 "DIR",
                 type=a_path,
             ),
@@ -155,11 +155,13 @@ COMMANDS = (
     ),
     Command(
         "data show",
-        "what is read of a task: the form of its rows, what is left out, and the first questions",
+        "what is read of a task: the form of its rows, which are left out, and the first questions",
         _show,
         (
-            argument("task", "as env.task is written", "TASK", nargs="?"),
-            argument("--rows", "of each split", "N", type=whole(1), default=3),
+            argument("task", "a task or data set, written as env.task", "TASK", nargs="?"),
+            argument(
+                "--rows", "rows to show per split (default: 3)", "N", type=whole(1), default=3
+            ),
         ),
         config=True,
         starts="reads the rows; a few seconds",

@@ -22,7 +22,7 @@ from fp8rl_jax.cli.arguments import (
 
 
 def _drift_config(values: argparse.Namespace):
-    """The configuration of --config, or of the run that --checkpoint names."""
+    """Returns the configuration of --config, or of the run that --checkpoint names."""
     if values.config or values.checkpoint is None:
         return read_config("drift", values)
     from fp8rl_jax.config import override
@@ -75,21 +75,21 @@ DRIFT = Command(
     (
         argument(
             "--checkpoint",
-            "a run whose kept step, or else newest weights, to take instead of "
-            "random weights; without --config its own configuration",
+            "directory of a run: analyse its kept step, else its newest weights, instead of "
+            "random weights; without --config also its configuration",
             "RUN_DIR",
             type=a_path,
         ),
         argument(
             "--prompts",
-            "questions to sample with the newest weights; those of an RL step if left out",
+            "number of questions to sample with the newest weights (default: those of an RL step)",
             "N",
             type=int,
         ),
         ALLOW_IMPORT,
         argument(
             "--out",
-            "directory of drift.json and drift.html; run.dir if left out",
+            "directory of drift.json and drift.html (default: --checkpoint, else run.dir)",
             "DIR",
             type=a_path,
         ),

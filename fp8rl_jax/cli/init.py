@@ -73,7 +73,7 @@ def _init(values: argparse.Namespace) -> int:
 
 
 def _written(fields: dict) -> str:
-    """A section as Python writes it."""
+    """Returns a section as Python source."""
     values = ((k, json.dumps(v) if isinstance(v, str) else repr(v)) for k, v in fields.items())
     return "{" + ", ".join(f'"{name}": {value}' for name, value in values) + "}"
 
@@ -104,8 +104,8 @@ INIT = Command(
             "NAME",
             default="auto",
         ),
-        argument("--question-key", "as env.question_key", "COLUMN"),
-        argument("--answer-key", "as env.answer_key", "COLUMN"),
+        argument("--question-key", "column of the questions (env.question_key)", "COLUMN"),
+        argument("--answer-key", "column of the answers (env.answer_key)", "COLUMN"),
     ),
     starts="reads the questions and the tokenizer; about ten seconds",
 )

@@ -74,29 +74,24 @@ _COMMANDS = (
                 action="store_true",
             ),
             argument(
-                "--devices", "of the mesh; as many as its axes ask for if left out", "N", type=int
+                "--devices", "number of devices (default: product of the mesh axes)", "N", type=int
             ),
-            argument(
-                "--hosts",
-                "that the devices are on; one for eight of them if left out",
-                "H",
-                type=int,
-            ),
+            argument("--hosts", "number of hosts (default: one for eight devices)", "H", type=int),
             argument(
                 "--gpu",
-                "whose memory and speed to take (default: h200)",
+                "GPU model to plan for (default: h200)",
                 choices=("h100", "h200"),
                 default="h200",
             ),
             argument(
                 "--memory-gb",
-                "memory of a GPU, in GiB; 141 of an H200 and 80 of an H100 if left out",
+                "memory of a GPU, in GiB (default: 141 for an H200, 80 for an H100)",
                 "X",
                 type=float,
             ),
             argument(
                 "--compile",
-                "also compile train step and decode step for H200s that are not there, "
+                "also compile train step and decode step for H200s, without having one, "
                 "and print the compiler's figures (extra gpu_proofs; minutes)",
                 action="store_true",
             ),
@@ -114,7 +109,7 @@ COMMANDS["completion"] = completion.command(COMMANDS)
 
 
 def _version() -> str:
-    """The versions of this package, of its checkout's commit, of JAX and of Python."""
+    """Returns the versions of this package (with the commit of a checkout), JAX and Python."""
     import importlib.metadata
     import platform
 
@@ -126,7 +121,7 @@ def _version() -> str:
 
 
 def _find(words: Sequence[str]) -> tuple[Command, Sequence[str]]:
-    """The command that the first words name, and the remaining words."""
+    """Returns the command that the first words name, and the remaining words."""
     for count in (2, 1):
         if command := COMMANDS.get(" ".join(words[:count])):
             return command, words[count:]
@@ -137,10 +132,10 @@ def _find(words: Sequence[str]) -> tuple[Command, Sequence[str]]:
 
 
 def _parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """The values of a command's words.
+    """Parses a command's words.
 
     Raises:
-      UserError: of `Command.parse`; the command needs a subcommand and has none.
+      UserError: `Command.parse` refuses them, or the command needs a subcommand and has none.
     """
     if command.run is None:
         below = [f"`{c.usage}`" for c in COMMANDS.values() if c.name.startswith(command.name + " ")]
@@ -152,7 +147,7 @@ def _parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
 
 
 def _help(command: Command, words: Sequence[str]) -> str | None:
-    """The text that --help or --help-config asks for, whatever else is wrong; None without."""
+    """Returns the text for --help or --help-config, even if other words are wrong; else None."""
     if any(word in ("-h", "--help") for word in words):
         return tree.parser(COMMANDS)[1][command.name].format_help()
     for i, word in enumerate(words):
@@ -166,7 +161,7 @@ def _help(command: Command, words: Sequence[str]) -> str | None:
 
 
 def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line: None) -> int:
-    """Runs one command; returns the exit status. Errors of ours propagate as exceptions.
+    """Runs one command and returns the exit status; bugs propagate as exceptions.
 
     Args:
       arguments: the words after `fp8rl`.
@@ -189,7 +184,7 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
         prepare(command)
         assert command.run is not None
         status = command.run(values)
-        cache = sys.modules.get("fp8rl_jax.base.compilation_cache")  # of commands that compile
+        cache = sys.modules.get("fp8rl_jax.base.compilation_cache")  # if the command compiles
         if cache is not None and (found := cache.found_programs()):
             note(found)
         return status
@@ -219,7 +214,7 @@ def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line:
 
 
 def _end(status: int, text: str) -> int:
-    """Prints why this process ends, tells the other processes, and returns the status."""
+    """Prints why this process ends, ends the other processes too, and returns the status."""
     if (processes := sys.modules.get("fp8rl_jax.base.processes")) is not None:
         return processes.end(status, text)
     print(text, file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import TextIO
 
 
 class _Outlived:
-    """A text stream whose text is dropped once it cannot be written; standard error says so once if
+    """A text stream that drops text once writing fails; a line on standard error says so if
     `announce`."""
 
     def __init__(self, stream: TextIO, announce: bool):
@@ -92,7 +92,7 @@ def is_gone(stream: TextIO | None) -> bool:
 
 
 def silence(stream: TextIO) -> None:
-    """Redirects a stream to /dev/null, what it still buffers too."""
+    """Redirects a stream, with what it still buffers, to /dev/null."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     if nowhere != stream.fileno():  # equal if the stream was closed: the number was free
         os.dup2(nowhere, stream.fileno())

@@ -1,4 +1,4 @@
-"""`fp8rl plan`: what a config's rollout and learner need of GPUs that need not be there."""
+"""`fp8rl plan`: memory and times of a config's rollout and learner on GPUs that need not exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8rl_jax.plan.times import StepCost, decode_seconds, step_cost
 
 
 def _check(values: argparse.Namespace) -> None:
-    """Raises UserError for a number that says nothing."""
+    """Raises UserError for options out of bounds or that contradict each other."""
     if values.memory_gb is not None and not 0 < values.memory_gb < 2**20:
         raise UserError(
             f"fp8rl plan: --memory-gb is {values.memory_gb}; write the memory of a GPU, such as 80"
@@ -34,7 +34,7 @@ def _check(values: argparse.Namespace) -> None:
 
 
 def _describe_step(planned: Planned, rollout: RolloutPlan, cost: StepCost) -> str:
-    """The predicted times of an RL step and of the run: decoding, then the updates."""
+    """Returns the predicted times of an RL step (decoding, then updates) and the run, as text."""
     resolved, config, slots = planned.resolved, planned.config, rollout.slots
     algo, steps = config.algo, config.run.steps
     decode_step = decode_seconds(
@@ -56,7 +56,7 @@ def _describe_step(planned: Planned, rollout: RolloutPlan, cost: StepCost) -> st
 
 
 def plan(values: argparse.Namespace) -> int:
-    """`fp8rl plan`; returns the exit status.
+    """Runs `fp8rl plan`; returns the exit status.
 
     Raises:
       UserError: something in the configuration cannot work, or does not fit.

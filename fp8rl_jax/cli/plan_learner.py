@@ -1,8 +1,8 @@
-"""`fp8rl plan --learner`: what a config's train step needs of a device, and what it costs.
+"""`fp8rl plan --learner`: memory that a config's train step needs on a device, and its cost.
 
-Memory by plan/learner.py, FLOPs, traffic and times by plan/times.py. Where it does not fit, changes
-of the config that make it fit by the same plan, the cheapest first (plan/fixes.py). `--compile`:
-what XLA plans for train and decode step on H200s that are not there (training/aot.py).
+Memory is from plan/learner.py; FLOPs, traffic and times from plan/times.py. If the step does not
+fit, the error message names changes of the config with which it does, the cheapest first
+(plan/fixes.py). `--compile` adds XLA's plans for train and decode step on H200s (training/aot.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8rl_jax.plan.times import StepCost
 
 
 def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
-    """The tables of `fp8rl plan --learner`."""
+    """Returns the tables of `fp8rl plan --learner`."""
     gpu, count, work = planned.gpu, planned.mesh.size, plan.work
     recipe = planned.resolved.learner_recipe.name
     rows = work.micro_batches * work.rows * sharding.batch_divisor(planned.mesh)
@@ -84,10 +84,10 @@ def _format_cost(planned: Planned, plan: LearnerPlan, cost: StepCost) -> Iterato
 
 
 def check_fits(planned: Planned, plan: LearnerPlan) -> str:
-    """The verdict.
+    """Returns the verdict that the train step fits.
 
     Raises:
-      UserError: the train step does not fit; the sentence says what would make it fit.
+      UserError: it does not fit; the message says what would make it fit.
     """
     text = f"{gib(plan.needed)} a device, and {gib(planned.usable)} are usable"
     if plan.needed <= planned.usable:
@@ -100,12 +100,12 @@ def check_fits(planned: Planned, plan: LearnerPlan) -> str:
 def format_compiled(
     planned: Planned, plan: LearnerPlan, note: Callable[[str], None]
 ) -> Iterator[str]:
-    """Compiles train step and decode step: what XLA planned, beside the estimate.
+    """Compiles train step and decode step; yields lines that compare XLA's plan with the estimate.
 
     Args:
       planned: the configuration, and the devices.
       plan: the estimate of the train step.
-      note: shows a line of progress.
+      note: called with lines of progress.
 
     Raises:
       UserError: the config asks for another GPU, or JAX's CUDA plugin is not installed.

@@ -1,8 +1,7 @@
-"""`fp8rl plan --rollout`: what a config's rollout needs of a device, without that device.
+"""`fp8rl plan --rollout`: memory that a config's rollout needs on a device, without that device.
 
-The same plan by which a run allocates (plan/rollout.py), for GPUs of a given memory and a mesh of
-any size, in the config's own recipe and beside it in FP8 and BF16; and what that predicts of the
-times of decoding (plan/times.py).
+Prints the plan by which a run allocates (plan/rollout.py), for GPUs of a given memory and a mesh of
+any size, in the config's recipe, in FP8 and in BF16; and predicts decode times (plan/times.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fp8rl_jax.rollout.cases import CASES
 
 
 def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:
-    """The table of `fp8rl plan --rollout`; arguments are of `plan_rollouts`."""
+    """Returns the table of `fp8rl plan --rollout`; `plan_rollouts` makes `own` and `cases`."""
     count, recipe = planned.mesh.size, planned.resolved.rollout_recipe
     plans = {f"{recipe.name} *": own}
     for name in ("fp8", "bf16"):
@@ -57,7 +56,7 @@ def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPla
 def _decode_rows(
     planned: Planned, half: int, label: str, sequences: list[int]
 ) -> Iterator[tuple[str, ...]]:
-    """Rows of a decode step with so many sequences in each of CASES; dashes for none."""
+    """Yields the rows of a decode step, with `sequences` in each of CASES; dashes for none."""
     model, mesh, gpu = planned.resolved.model, planned.mesh, planned.gpu
     steps = [
         decode_seconds(model, make(), mesh, count, half, gpu)
@@ -81,7 +80,7 @@ def _decode_rows(
 
 
 def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:
-    """The predicted times of decoding: equal numbers of sequences, and as many as fit."""
+    """Returns the predicted times of decoding equal numbers of sequences, and as many as fit."""
     gpu, half = planned.gpu, own.half
     fitting = [plan.slots_of(half) or 0 for plan in cases.values()]
     reached = ", ".join(f"{n} {EFFICIENCY[n]:.0%}" for n in ("memory", "products", "attention"))
@@ -104,10 +103,10 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
 
 
 def describe_allocation(planned: Planned, own: RolloutPlan) -> str:
-    """What the sampler allocates for the configuration.
+    """Returns a sentence on what the sampler allocates for the configuration.
 
     Raises:
-      UserError: it cannot.
+      UserError: `rollout.pages` do not fit.
     """
     rollout, devices, pages = planned.config.rollout, planned.mesh.size, own.pages
     if not rollout.slots:

@@ -1,4 +1,4 @@
-"""`fp8rl recipe list` and `fp8rl recipe show NAME`: the named recipes, and what one does."""
+"""`fp8rl recipe list` and `fp8rl recipe show NAME`: the named recipes, and the fields of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fp8rl_jax.cli.arguments import Command, argument
 
 
 def list_recipes() -> str:
-    """Every name that a config may give as a recipe, one line each with what it is."""
+    """Returns a line with the description of every recipe name that a config may give."""
     from fp8rl_jax.quant import recipe_names
     from fp8rl_jax.quant.recipe import DESCRIPTIONS
 

@@ -1,4 +1,4 @@
-"""`fp8rl train`, `fp8rl report` and `fp8rl convert`: a run, and what is made of it."""
+"""`fp8rl train`, `fp8rl report` and `fp8rl convert`: a run, its report and its exported weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _train(values: argparse.Namespace) -> int:
     from fp8rl_jax.base import processes
 
     with keep_talking():
-        with Interrupt() as interrupt:  # imports too, which may lose a KeyboardInterrupt
+        with Interrupt() as interrupt:  # around imports too: they may lose a KeyboardInterrupt
             config = read_config("train", values)
             directory = os.path.abspath(config.run.dir)
             from fp8rl_jax.report.summary import summarise
@@ -92,13 +92,21 @@ REPORT = Command(
     "report",
     "writes RUN_DIR/report.html again, with a comparison if other runs are named",
     _report,
-    (argument("directories", "of runs", "RUN_DIR", nargs="*", type=a_path),),
+    (
+        argument(
+            "directories",
+            "directory of the run, and of others to compare with it",
+            "RUN_DIR",
+            nargs="*",
+            type=a_path,
+        ),
+    ),
     starts="reads the run and draws its plots; about ten seconds",
 )
 
 CONVERT = Command(
     "convert",
-    "a checkpoint in Hugging Face's format in another number format",
+    "writes a checkpoint in Hugging Face's format with weights in another number format",
     _convert,
     (
         argument(
@@ -109,10 +117,10 @@ CONVERT = Command(
             nargs="*",
             type=a_path,
         ),
-        argument("--dtype", "of the numbers written", choices=("bf16", "fp8")),
+        argument("--dtype", "number format of the weights", choices=("bf16", "fp8")),
         argument(
             "--max-shard-gb",
-            "size of a file above which there are several (default: 5)",
+            "largest size of a weight file, in GB (default: 5)",
             "X",
             type=float,
             default=5.0,

@@ -1,4 +1,4 @@
-"""`fp8rl sample` and `fp8rl eval`: a policy by its config, or by its directory."""
+"""`fp8rl sample` and `fp8rl eval`: use a policy named by its config or by its directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fp8rl_jax.cli.arguments import (
 _POLICY = (
     argument(
         "--checkpoint",
-        "directory of a run, or of a Hugging Face model; in the place of --config",
+        "directory of a run, or of a Hugging Face model; instead of --config",
         "DIR",
         type=a_path,
     ),
@@ -38,7 +38,7 @@ _POLICY = (
     argument("--chat-options", "variables of the chat template", "NAME=VALUE,...", default=""),
     argument("--max-new-tokens", "most tokens of an answer", "N", type=int),
     argument("--seed", "seed of sampling, and of the questions", "S", type=int),
-    argument("--precision", "fp8, bf16, f32, ...", "RECIPE"),
+    argument("--precision", "precision recipe: fp8, bf16, f32, ...", "RECIPE"),
     ALLOW_IMPORT,
 )
 _FIELD_OF = {
@@ -57,7 +57,7 @@ _FIELD_OF = {
 
 
 def _pairs(command: str, option: str, text: str) -> dict[str, object]:
-    """{name: value} of 'name=value,name=[1,2]', values as literals of JSON or Python, or text."""
+    """Returns {name: value} of 'name=value,name=[1,2]'; values are read by `literal`."""
     from fp8rl_jax.config import literal
 
     found = {}
@@ -72,12 +72,12 @@ def _pairs(command: str, option: str, text: str) -> dict[str, object]:
 
 
 def _same_file(one: str | None, other: str) -> bool:
-    """Whether two tasks are one file or directory of questions."""
+    """Returns whether two tasks are the same file or directory of questions."""
     return bool(one and os.path.exists(one) and os.path.realpath(one) == os.path.realpath(other))
 
 
 def _policy_config(command: str, values: argparse.Namespace):
-    """The configuration of --checkpoint or --config, and the options beside it."""
+    """Returns the configuration of --checkpoint or --config, changed by the other options."""
     from fp8rl_jax.config import load_config, override, set_options
     from fp8rl_jax.policy.source import directory_config, is_released
 
@@ -210,14 +210,14 @@ COMMANDS = (
                 "a task of reasoning_gym, or a data set (docs/data.md); or several with commas",
             ),
             argument("--task-options", "keywords of the task", "NAME=VALUE,...", default=""),
-            argument("--questions", "held-out questions", "N", type=int),
+            argument("--questions", "number of held-out questions", "N", type=int),
             argument("--samples", "sampled answers per question: pass@k up to N", "N", type=int),
             argument("--reward", "exact_match, math_equal, gsm8k, or module:function"),
-            argument("--batch-size", "questions at a time", "N", type=int),
-            argument("--temperature", "of the sampled answers", "T", type=float),
+            argument("--batch-size", "questions answered at a time", "N", type=int),
+            argument("--temperature", "temperature of the sampled answers", "T", type=float),
             argument(
                 "--top-p",
-                "of the sampled answers: this much probability; 1.0 for all",
+                "nucleus sampling: keep the most likely tokens up to this probability; 1.0 for all",
                 "P",
                 type=float,
             ),
@@ -232,7 +232,7 @@ COMMANDS = (
         "they are made",
         _sample,
         (
-            argument("questions_asked", "or a prompt", "QUESTION", nargs="*"),
+            argument("questions_asked", "a prompt, as with --prompt", "QUESTION", nargs="*"),
             *_POLICY,
             argument(
                 "--prompt",
@@ -247,8 +247,13 @@ COMMANDS = (
                 "T",
                 type=float,
             ),
-            argument("--top-k", "sample from this many tokens; 0 for all", "K", type=int),
-            argument("--top-p", "sample from this much probability; 1.0 for all", "P", type=float),
+            argument("--top-k", "sample from the K most likely tokens; 0 for all", "K", type=int),
+            argument(
+                "--top-p",
+                "nucleus sampling: keep the most likely tokens up to this probability; 1.0 for all",
+                "P",
+                type=float,
+            ),
         ),
         config=True,
         starts="loads the weights and compiles; about half a minute to the first token",

@@ -1,6 +1,6 @@
 """Prepares a parsed command: loads JAX, fixes settings and joins the processes.
 
-Help, --version and errors in the command line do not come here, so they answer at once.
+Not used for help, --version and errors in the command line, so they answer at once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TRAIN = (
 
 
 def prepare(command: Command) -> None:
-    """Loads JAX, sets what runs rely on, and joins the processes that the environment names.
+    """Loads JAX, fixes its settings, and joins the processes that the environment names.
 
     Raises:
-      UserError: JAX does not start here, a setting or a limit is refused, or the command runs in
-        one process, or of `processes.join`.
+      UserError: JAX does not start here, a setting or a limit is refused, the command cannot run in
+        several processes, or `processes.join` fails.
     """
     _load_jax()
     from fp8rl_jax.base import processes
@@ -51,7 +51,7 @@ def prepare(command: Command) -> None:
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """The sentence for a package of the extra [train] that is not installed; None for others."""
+    """Returns the message for a missing package of the extra [train]; None for other packages."""
     package = (error.name or "").partition(".")[0]
     if package not in _TRAIN.split():
         return None
@@ -65,7 +65,7 @@ def _load_jax() -> None:
     """Imports JAX.
 
     Raises:
-      UserError: it refuses this CPU, or the value of a variable of the environment.
+      UserError: JAX refuses this CPU, or the value of an environment variable.
     """
     try:
         with _interruptible():

@@ -70,7 +70,7 @@ def _check(command: str, values: argparse.Namespace) -> None:
 def _subjects(
     command: str, values: argparse.Namespace, out: pathlib.Path, questions: bool
 ) -> list[Subject]:
-    """The model that the options name, once for each seed."""
+    """Returns the model that the options name, once for each seed."""
     from fp8rl_jax.study import subjects
 
     if values.checkpoint is not None:
@@ -92,7 +92,8 @@ def _subjects(
 
 
 def _ladder(values: argparse.Namespace, out: pathlib.Path) -> list[Subject]:
-    """The models of `study scale`: some of a config file, the one that is named, or small ones."""
+    """Returns the models of `study scale`, for each seed: those of --rungs in the config file, else
+    the one that the options name, else two small ones."""
     from fp8rl_jax.study import subjects
 
     rungs = vars(values).get("rungs")  # no option of `study all`
@@ -110,7 +111,7 @@ def _ladder(values: argparse.Namespace, out: pathlib.Path) -> list[Subject]:
 
 
 def _open(command: str, values: argparse.Namespace) -> tuple[pathlib.Path, Cells]:
-    """The directory of the results, and the cells."""
+    """Returns the directory of the results, and the cells."""
     from fp8rl_jax.study.cells import Cells
 
     out = writable(command, values.out or f"runs/{command.replace(' ', '_')}")
@@ -118,14 +119,14 @@ def _open(command: str, values: argparse.Namespace) -> tuple[pathlib.Path, Cells
 
 
 def _run(name: str, values: argparse.Namespace) -> int:
-    """The command of one study."""
+    """Runs the command of one study."""
     _check(f"study {name}", values)
     _study(name, values, *_open(f"study {name}", values))
     return 0
 
 
 def _study(name: str, values: argparse.Namespace, out: pathlib.Path, cells: Cells) -> None:
-    """Runs a study, prints the sentences of its verdicts and writes its files."""
+    """Runs a study, prints its verdicts and writes its files."""
     from fp8rl_jax.study import frame
 
     command, study = f"study {name}", frame.load(name)
@@ -147,7 +148,7 @@ def _study(name: str, values: argparse.Namespace, out: pathlib.Path, cells: Cell
 
 
 def _all(values: argparse.Namespace) -> int:
-    """Runs each study with a directory of its own, and one directory of cells for all."""
+    """Runs every study, each in its own directory, with one directory of cells for all."""
     _check("study all", values)
     if values.checkpoint is not None:
         from fp8rl_jax.policy.source import directory_config
@@ -164,17 +165,17 @@ def _all(values: argparse.Namespace) -> int:
 
 
 def _command(name: str, summary: str, quick: str, *arguments) -> Command:
-    """A study's command: `quick` is the help of --quick, `arguments` are beside the common ones."""
+    """Returns a study's command; `quick` is the help of --quick, `arguments` are its own."""
     options = (
         argument(
             "--checkpoint",
-            "a run, or a Hugging Face model, in the place of a config's",
+            "directory of a run, or of a Hugging Face model, instead of --config",
             "DIR",
             type=a_path,
         ),
         argument(
             "--seeds",
-            "a model is trained for each of them (default: 0)",
+            "seeds, for each of which a model is trained (default: 0)",
             "N,...",
             type=counts((1 << 31) - 1, 0),
             default=[0],
@@ -188,11 +189,11 @@ def _command(name: str, summary: str, quick: str, *arguments) -> Command:
         ),
         argument(
             "--cells",
-            "directory of the finished cells; OUT/cells if left out",
+            "directory of cells, the study's finished measurements (default: OUT/cells)",
             "DIR",
             type=directory,
         ),
-        argument("--resume", "use the cells that are there", action="store_true"),
+        argument("--resume", "use the finished cells of that directory", action="store_true"),
         ALLOW_IMPORT,
     )
     return Command(
@@ -212,7 +213,8 @@ _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 
 COMMANDS = (
     Command(
-        "study", "hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, all"
+        "study",
+        "tests hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, all",
     ),
     _command(
         "layers",
@@ -237,8 +239,8 @@ COMMANDS = (
         "few questions; without --config, a dense model and one with experts",
         argument(
             "--rungs",
-            "arguments of the config file, one for each model (default: "
-            "%(default)s); empty: the config is of one model, as --checkpoint's is",
+            "models of the ladder, each an argument of the config file (FILE:NAME; default: "
+            "%(default)s); empty for a config file of one model",
             "NAME,...",
             default="d4,d8,d16,m8,m16,m32,s16",
         ),
@@ -258,6 +260,6 @@ COMMANDS = (
     _command(
         "all",
         "all studies of one model, each in a directory of its own; with --quick the ladder too",
-        "as for each study; without a model, their own small ones",
+        "small sizes for every study; without a model, each study's small one",
     ),
 )

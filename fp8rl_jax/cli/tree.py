@@ -1,4 +1,4 @@
-"""The tree of parsers that help, completion and the reference of commands are made from."""
+"""Makes the parsers from which help, completion and the command reference are generated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EPILOG = (
 
 
 def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of `fp8rl`, and the parsers of its commands by name.
+    """Returns the parser of `fp8rl`, and {name of a command: its parser}.
 
     Args:
-      commands: by name; a group stands before the commands below it.
+      commands: {name: command}; a group comes before its subcommands.
     """
     root = Parser(
         "fp8rl",

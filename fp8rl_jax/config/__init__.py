@@ -8,14 +8,14 @@ How a configuration becomes what programs take::
                                   |  ConfigDict: every field, types checked
        model_source (shapes) -> resolve <- precision (recipes)
                                   |
-                      checks, combinations: UserError, one sentence
+                      checks, combinations: a UserError of one sentence
                                   |
                                Resolved, which every program takes
 
 Read first: `fields` (default, meaning and choices of every field), `resolve`, and `combinations`
-(which features do not work together). `names` knows what other libraries call a field, `functions`
-refuses code that a configuration found beside weights would import. Not done: levels below
-SECTION.FIELD, save the options of free-form fields such as `env.task_options`.
+(which features do not work together). `names` knows what other libraries call a field; `functions`
+refuses to import code that a configuration saved with weights names. Not done: nesting below
+SECTION.FIELD, except for the options of free-form fields such as `env.task_options`.
 """
 
 from fp8rl_jax.config.fields import FIELDS, all_fields, describe_fields

@@ -1,4 +1,4 @@
-"""Precision cases: `FILE:CASE` is the job of a config file in other precisions.
+"""Precision cases: `FILE:CASE` runs a config file in other precisions.
 
 Cases 1 to 4 are those of the article "Unified FP8: Moving Beyond Mixed Precision for Stable and
 Accelerated MoE RL" (2025); `bf16` is the baseline without FP8.
@@ -6,7 +6,7 @@ Accelerated MoE RL" (2025); `bf16` is the baseline without FP8.
 
 from __future__ import annotations
 
-# Fields of section `precision`; what a case does not name stays as the file has it.
+# Fields of section `precision`; fields that a case does not name keep the file's values.
 CASES: dict[str, dict[str, str]] = {
     "bf16": {"rollout": "bf16", "learner": "bf16", "kv_cache": "bf16", "attention": "bf16"},
     "case1": {"rollout": "fp8", "learner": "bf16"},

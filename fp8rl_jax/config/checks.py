@@ -1,4 +1,4 @@
-"""Checks of a whole configuration, before anything compiles. Each failure is one sentence."""
+"""Checks a configuration before anything compiles. Each error message is one sentence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_fields(config: ml_collections.ConfigDict) -> None:
 
 
 def check(resolved: Resolved) -> None:
-    """Raises UserError for the first fields that do not go together."""
+    """Raises UserError for the first fields that contradict each other or the model."""
     config = resolved.config
     check_combinations(resolved)
     _check_experts(config.mesh.expert, resolved.model.num_experts)
@@ -56,7 +56,7 @@ def check(resolved: Resolved) -> None:
 
 
 def _check_policies(resolved: Resolved) -> None:
-    """Tries user-written scaling policies on numbers."""
+    """Tries every scaling policy on numbers: it may be a user's function."""
     for side in ("rollout_recipe", "learner_recipe"):
         for policy in {operand.policy for operand in getattr(resolved, side).operands.values()}:
             check_scales(policy)
@@ -119,8 +119,9 @@ def _check_kernels(resolved: Resolved) -> None:
 
 
 def check_platform(resolved: Resolved) -> None:
-    """Raises UserError if this machine cannot run it: kernels without a GPU, zero drift where it is
-    not kept. Compiles a trivial probe, so call it after every other check."""
+    """Raises UserError if this machine cannot run the configuration: no GPU for its kernels, or no
+    zero drift where it is required. Compiles a trivial probe, so call it after every other check.
+    """
     _check_kernels(resolved)
     if resolved.config.precision.zero_drift == "required" and not compiler_options():
         raise UserError(

@@ -1,12 +1,12 @@
 """The table of features that do not work together: which two, why, and what to write instead.
 
-    FEATURES   whether a configuration has a feature, and how a sentence names it
+    FEATURES   whether a configuration has a feature, and how an error message names it
     PAIRS      two features, the reason, the remedy
 
-`config.checks` refuses a configuration that has both features of a pair, `fp8rl plan` what the plan
-itself needs, and the documentation's page of combinations is made from the table. To close a gap,
-delete its pair; a new gap is a new pair, and tests/config/test_combinations.py asks for a
-configuration that shows it.
+`config.checks` refuses a configuration that has both features of a pair, and `fp8rl plan` also one
+that contradicts a feature which the plan assumes; the documentation's page of combinations is made
+from the table. To close a gap, delete its pair; a new gap is a new pair, for which
+tests/config/test_combinations.py needs a configuration that shows it.
 
 Not here: numbers that do not fit each other (`config.checks`), and the shapes of a model
 (`models.ModelConfig`).
@@ -26,11 +26,11 @@ from fp8rl_jax.kernels import backend
 
 
 class Feature(NamedTuple):
-    """What a configuration may have.
+    """A feature that a configuration may have.
 
     Attributes:
-      on: whether it has the feature.
-      said: names it in a message, with the value of its field; needed of a pair's `other`.
+      on: returns a true value if a configuration has the feature.
+      said: returns its name in messages, with its field's value; a pair's `other` needs it.
     """
 
     on: Callable[[Resolved], Any]
@@ -41,8 +41,8 @@ class Pair(NamedTuple):
     """Two features that do not work together.
 
     Attributes:
-      one, other: names of `FEATURES`.
-      reason: why not; '{one}' stands for what the first feature says.
+      one, other: names of `FEATURES`; the message begins with `other`, which must have a `said`.
+      reason: why they do not work together; '{one}' stands for the `said` of `one`.
       remedy: what to write instead.
     """
 
@@ -55,7 +55,7 @@ class Pair(NamedTuple):
         return all(FEATURES[name].on(resolved) for name in (self.one, self.other))
 
     def problem(self, resolved: Resolved) -> str:
-        """The sentence of an error without the remedy."""
+        """Returns the error message without the remedy."""
         one, other = (FEATURES[name].said(resolved) for name in (self.one, self.other))
         return f"{other}, and {self.reason.format(one=one)}"
 
@@ -68,9 +68,9 @@ def check_combinations(resolved: Resolved) -> None:
 
 
 def check_planned(resolved: Resolved, feature: str, others: Collection[str], command: str) -> None:
-    """Raises UserError if a command that plans with `feature` meets one of `others`.
+    """Raises UserError if `feature`, assumed by a plan, contradicts one of the features `others`.
 
-    A plan leaves out the pairs that change bits and neither memory nor times.
+    Callers leave out of `others` the features that change bits, but neither memory nor times.
     """
     for pair in PAIRS:
         if pair.one == feature and pair.other in others and FEATURES[pair.other].on(resolved):
@@ -80,7 +80,7 @@ def check_planned(resolved: Resolved, feature: str, others: Collection[str], com
 
 
 def _field(path: str, on: Callable[[Any], Any] = bool, verb: str = "is") -> Feature:
-    """The feature that a field's value switches on."""
+    """Returns the feature that a configuration has if `on` of a field's value is true."""
 
     def value(resolved: Resolved) -> Any:
         return flatten(resolved.config)[path]
@@ -98,14 +98,14 @@ def _batch_scale(resolved: Resolved) -> str:
 
 
 def _observing(resolved: Resolved) -> list[str]:
-    """Fields of `precision` by which rollout scales follow from what the learner observed."""
+    """Returns the fields of `precision` that make rollout scales follow what the learner saw."""
     operands = resolved.rollout_recipe.operands.items()
     names = [f"{name}_policy" for name, o in operands if o.policy.stateful and name != "gradient"]
     return [n for n in names if resolved.config.precision[n]] or ["rollout"] * bool(names)
 
 
 def _bf16_cache(resolved: Resolved) -> list[str]:
-    """The recipes that keep K and V in bf16."""
+    """Describes the recipes that keep K and V in bf16."""
     sides = {"rollout": resolved.rollout_recipe, "learner": resolved.learner_recipe}
     return [f"recipe {r.name!r} of precision.{s}" for s, r in sides.items() if not r.kv_quantized]
 
@@ -127,7 +127,7 @@ def _updates(resolved: Resolved) -> int:
     return resolved.config.algo.num_minibatches * resolved.config.algo.epochs
 
 
-_KL_DEFAULT = FIELDS["algo"]["kl_estimator"].default  # not chosen, where it has no effect
+_KL_DEFAULT = FIELDS["algo"]["kl_estimator"].default  # accepted where it has no effect
 _NORM = "seq_mean_token_sum_norm"
 
 FEATURES: dict[str, Feature] = {
@@ -161,7 +161,7 @@ FEATURES: dict[str, Feature] = {
     "calibrated scales of K and V": Feature(
         lambda r: "calibrated" in (r.rollout_recipe.kv, r.learner_recipe.kv), _calibrated
     ),
-    "Mosaic kernels": _field(  # without a GPU the kernels themselves are refused
+    "Mosaic kernels": _field(  # without a GPU `config.checks` refuses them
         "precision.kernels", lambda which: which == "mosaic" and backend() == "gpu"
     ),
     # rollout
@@ -203,7 +203,7 @@ FEATURES: dict[str, Feature] = {
 }
 
 _LATENT = "the model has multi-head latent attention (kv_lora_rank above 0), which"
-# The order decides which sentence comes first where a configuration has several pairs.
+# A configuration that has several pairs gets the message of the first.
 PAIRS = (
     Pair("dense model", "routing replay", "a dense model has no routers", "write 'none'"),
     Pair("dense model", "balance loss of routers", "a dense model has no routers", "write 0"),

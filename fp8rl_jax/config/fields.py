@@ -1,4 +1,4 @@
-"""The table of all fields of a configuration: default, meaning, and the choices of a text.
+"""The table of all fields of a configuration: default, meaning, and choices of a text field.
 
 The bounds of numbers are in `fp8rl_jax.base.bounds`. Fields of section `model` are those of
 `models.ModelConfig`, which also checks them.
@@ -24,9 +24,9 @@ class Field(NamedTuple):
     """A field of the configuration.
 
     Attributes:
-      default: its value where it is not set; its type is the field's.
-      meaning: what `--help` says.
-      choices: of a text; any text if empty.
+      default: value of a field that is not set; the field has its type.
+      meaning: text of `--help-config` and of the documentation.
+      choices: values that a text field may have; any text if empty.
     """
 
     default: Any
@@ -40,7 +40,7 @@ class Field(NamedTuple):
 
 
 _OPTIONS = ml_collections.ConfigDict()
-# Shapes of the model when the configuration says nothing: these, else the defaults of ModelConfig.
+# Default shapes of the model; a shape that is not here has ModelConfig's default.
 _SMALL = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -55,7 +55,7 @@ _SHAPES = {
     if field.name != "vocab_size"  # the tokenizer's, or the checkpoint's
 }
 
-# section -> field. The order is that of `--help`.
+# {section: {field: Field}}, in the order of `--help-config`.
 FIELDS: dict[str, dict[str, Field]] = {
     "run": {
         "dir": Field("runs/default", "directory of the run: metrics, checkpoints, report"),
@@ -68,18 +68,18 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "compilation_cache": Field(
             "",
-            "directory of compiled programs, which a second start loads from there; off: none; '' "
-            "for $FP8RL_COMPILATION_CACHE, else ~/.cache/fp8rl_jax/compilation",
+            "directory of compiled programs, which later starts load instead of compiling; off: "
+            "none; '' for $FP8RL_COMPILATION_CACHE, else ~/.cache/fp8rl_jax/compilation",
         ),
         "samples": Field(4, "transcripts written at each evaluation"),
         "loggers": Field(
             "tensorboard",
-            "where numbers go beside JSON lines: tensorboard, wandb, "
+            "where metrics go besides the run's .jsonl files: tensorboard, wandb, "
             "mlflow, or several with commas",
         ),
         "project": Field("fp8rl", "project (wandb) or experiment (mlflow) of the run"),
         "checkpoint_every": Field(
-            20, "RL steps between checkpoints (supervised fine-tuning: at each evaluation)"
+            20, "RL steps between checkpoints (supervised fine-tuning saves at each evaluation)"
         ),
         "keep_checkpoints": Field(2, "newest checkpoints to keep"),
     },
@@ -111,8 +111,12 @@ FIELDS: dict[str, dict[str, Field]] = {
             "scaling policy of weights: dynamic, delayed(history=1024), static(amax=8.0), "
             "power_of_two(...), 'package.module:function'; '' for the recipe's own",
         ),
-        "activation_policy": Field("", "scaling policy of activations, as weight_policy"),
-        "gradient_policy": Field("", "scaling policy of output gradients, as weight_policy"),
+        "activation_policy": Field(
+            "", "scaling policy of activations, with the values of precision.weight_policy"
+        ),
+        "gradient_policy": Field(
+            "", "scaling policy of output gradients, with the values of precision.weight_policy"
+        ),
         "reference": Field(
             "learner", "recipe that scores the reference policy: learner, or a recipe's name"
         ),
@@ -130,7 +134,7 @@ FIELDS: dict[str, dict[str, Field]] = {
             "bf16, or fp8: queries too are quantised, as the KV cache is",
             choices=("bf16", "fp8"),
         ),
-        "kv_margin": Field(1.05, "headroom of calibrated scales"),
+        "kv_margin": Field(1.05, "headroom factor of calibrated scales of the KV cache"),
         "kernels": Field(
             "auto",
             "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; "
@@ -147,7 +151,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "self_check": Field(True, "before a run that relies on zero drift, try it on two layers"),
     },
     "mesh": {
-        "data": Field(-1, "devices that split the batch; -1 for all that the others leave"),
+        "data": Field(-1, "devices that split the batch; -1 for all that the other axes leave"),
         "fsdp": Field(1, "devices that split the batch and shard parameters and optimiser state"),
         "tensor": Field(
             1, "devices that shard every layer by output features, and attention by heads"
@@ -167,9 +171,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "chat_options": Field(
             _OPTIONS, "with chat: variables of the template, such as enable_thinking"
         ),
-        "bos_token": Field("<bos>", "begin of sequence in tokenizer.json"),
-        "eos_token": Field("<eos>", "end of sequence in tokenizer.json"),
-        "pad_token": Field("<pad>", "padding in tokenizer.json"),
+        "bos_token": Field("<bos>", "begin-of-sequence token in tokenizer.json"),
+        "eos_token": Field("<eos>", "end-of-sequence token in tokenizer.json"),
+        "pad_token": Field("<pad>", "padding token in tokenizer.json"),
     },
     "env": {
         "task": Field(
@@ -178,7 +182,7 @@ FIELDS: dict[str, dict[str, Field]] = {
             "gsm8k; a .jsonl, .parquet, .csv or .json file; a directory of Hugging "
             "Face's datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows",
         ),
-        "task_options": Field(_OPTIONS, "keywords of a task of reasoning_gym"),
+        "task_options": Field(_OPTIONS, "options of a task of reasoning_gym"),
         "reward": Field(
             "auto",
             "auto: task_score for tasks of reasoning_gym that have a scorer of "
@@ -193,7 +197,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any"),
         "train_questions": Field(
-            4096, "of a task of reasoning_gym: distinct questions for RL, in a new order each epoch"
+            4096,
+            "distinct RL questions to generate (reasoning_gym tasks), in a new order each epoch",
         ),
         "question_key": Field(
             "",
@@ -207,16 +212,20 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "answer_pattern": Field(
             "",
-            "regular expression whose first group, at its last match in that column, is the "
-            "answer; '' for what the last #### marks, or all",
+            "regular expression whose first group, at its last match in the column of env."
+            "answer_key, is the answer; '' for the text after the last ####, or all of it",
         ),
-        "prompt_template": Field("{question}", "what a prompt is made of, with {question} in it"),
+        "prompt_template": Field("{question}", "text of a prompt, with {question} in it"),
         "eval_task": Field(
             "",
             "held-out questions from another source, written as task is, or from several "
             "with commas; '' for the data set's own split test or validation, else a share of it",
         ),
-        "eval_fraction": Field(0.1, "that share, drawn by a hash of the question"),
+        "eval_fraction": Field(
+            0.1,
+            "share of a data set held out when it has no test or validation split, by a hash of "
+            "the question",
+        ),
         "data_dir": Field(
             "",
             "prepared data sets of tensorflow-datasets; '' for $TFDS_DATA_DIR, "
@@ -225,8 +234,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "download": Field(True, "download a data set of tensorflow-datasets that is not there"),
         "max_questions": Field(
             0,
-            "questions of a data set to train on at most; 0 for all; reading "
-            "of 'module:function' ends there",
+            "most questions of a data set to train on; 0 for all; of 'module:function' no further "
+            "rows are read",
         ),
         "overlong": Field(
             "drop",
@@ -237,8 +246,8 @@ FIELDS: dict[str, dict[str, Field]] = {
     "rollout": {
         "prompts_per_step": Field(16, "questions per RL step"),
         "group_size": Field(8, "samples per question"),
-        "max_prompt_tokens": Field(24, "tokens of a prompt at most"),
-        "max_new_tokens": Field(8, "tokens of a response at most"),
+        "max_prompt_tokens": Field(24, "most tokens of a prompt"),
+        "max_new_tokens": Field(8, "most tokens of a response"),
         "slots": Field(
             0,
             "sequences that decode at a time, each replaced when it ends (continuous "
@@ -255,7 +264,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "temperature": Field(1.0, "sampling temperature, above 0"),
         "top_k": Field(0, "sample from the k most likely tokens; 0 for all"),
         "top_p": Field(
-            1.0, "sample from the most likely tokens that have this much probability; 1.0 for all"
+            1.0, "nucleus sampling: keep the most likely tokens up to this probability; 1.0 for all"
         ),
     },
     "algo": {
@@ -272,8 +281,8 @@ FIELDS: dict[str, dict[str, Field]] = {
             "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, "
             "or 'module:function'",
         ),
-        "clip_low": Field(0.2, "ratio bound 1 - clip_low"),
-        "clip_high": Field(0.2, "ratio bound 1 + clip_high"),
+        "clip_low": Field(0.2, "the policy ratio's lower bound is 1 - clip_low"),
+        "clip_high": Field(0.2, "the policy ratio's upper bound is 1 + clip_high"),
         "dual_clip": Field(
             0.0,
             "with ppo: the loss of a negative advantage is at most this many "
@@ -283,17 +292,20 @@ FIELDS: dict[str, dict[str, Field]] = {
             "token_mean", "how the losses of an update's tokens are added", choices=(*AGGREGATIONS,)
         ),
         "loss_length": Field(
-            0, "constant divisor of seq_mean_token_sum_norm; 0 for rollout.max_new_tokens"
+            0,
+            "with loss_aggregation=seq_mean_token_sum_norm: its constant divisor; 0 for "
+            "rollout.max_new_tokens",
         ),
-        "kl_coef": Field(0.0, "weight of the divergence from the policy before RL"),
+        "kl_coef": Field(0.0, "weight of the KL divergence from the policy before RL"),
         "kl_estimator": Field(
             "k3",
-            "its estimator in the loss; NAME+ has NAME's value and k2's gradient",
+            "estimator of the KL divergence in the loss; NAME+ has NAME's value and k2's gradient",
             choices=(*ESTIMATORS,),
         ),
         "kl_in": Field(
             "loss",
-            "loss; reward: each token's advantage loses the k1 divergence from that token on",
+            "where the KL divergence counts: in the loss; reward: each token's advantage loses the "
+            "k1 divergence from that token on",
             choices=("loss", "reward"),
         ),
         "dynamic_sampling": Field(
@@ -308,8 +320,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "mask_truncated": Field(False, "leave responses out of the loss that the limit cut off"),
         "dynamic_sampling_rounds": Field(
             10,
-            "rollouts of one step at most; groups that are then "
-            "missing are filled with ones that do not count",
+            "with dynamic_sampling: most rollouts of a step; groups that are then missing are "
+            "filled with ones that do not count",
         ),
         "correction": Field(
             "auto",
@@ -327,9 +339,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "router_aux_loss_coef": Field(0.0, "weight of the loss that balances the experts' load"),
         "old_logprobs": Field(
             "auto",
-            "learner: recompute before the first update; rollout: take the sampler's own; auto: "
-            "the sampler's where zero drift is in force, until a first update shows a difference, "
-            "and the learner's elsewhere",
+            "source of the old log-probabilities: learner, recomputed before the first update; "
+            "rollout, the sampler's; auto, the sampler's under zero drift until a first update "
+            "shows a difference, else the learner's",
             choices=("auto", "learner", "rollout"),
         ),
         "epochs": Field(1, "passes over one rollout"),
@@ -340,40 +352,40 @@ FIELDS: dict[str, dict[str, Field]] = {
         "remat": Field("none", "none: keep activations; full: recompute each layer", choices=REMAT),
         "offload": Field(
             "none",
-            "moments: the optimiser's moments are in the host's memory; the "
-            "update takes them an array at a time",
+            "moments: keep the optimiser's moments in the host's memory; the "
+            "update moves one array at a time",
             choices=("none", "moments"),
         ),
     },
     "optimizer": {
-        "learning_rate": Field(1e-4, "peak, after warm-up"),
-        "warmup_steps": Field(5, "updates of linear warm-up"),
-        "b1": Field(0.9, "AdamW's first decay"),
-        "b2": Field(0.99, "AdamW's second decay"),
-        "weight_decay": Field(0.0, "AdamW's decoupled decay"),
+        "learning_rate": Field(1e-4, "peak learning rate of RL, after warm-up"),
+        "warmup_steps": Field(5, "updates of linear warm-up of RL"),
+        "b1": Field(0.9, "AdamW's decay of the first moment"),
+        "b2": Field(0.99, "AdamW's decay of the second moment"),
+        "weight_decay": Field(0.0, "AdamW's decoupled weight decay"),
         "clip_norm": Field(1.0, "largest global norm of a gradient"),
     },
     "sft": {
         "steps": Field(600, "updates of supervised fine-tuning before RL; 0 leaves it out"),
         "questions": Field(4096, "distinct demonstrations"),
         "batch_size": Field(64, "demonstrations per update"),
-        "learning_rate": Field(4e-3, "peak"),
-        "warmup_steps": Field(30, "updates of linear warm-up"),
-        "end_fraction": Field(1.0, "cosine decay to this share of the peak"),
-        "b2": Field(0.98, "AdamW's second decay"),
-        "weight_decay": Field(0.01, "AdamW's decoupled decay"),
-        "evaluations": Field(6, "evaluations during the stage, the last at its end"),
+        "learning_rate": Field(4e-3, "peak learning rate of supervised fine-tuning"),
+        "warmup_steps": Field(30, "updates of linear warm-up of supervised fine-tuning"),
+        "end_fraction": Field(1.0, "cosine decay to this share of the peak learning rate"),
+        "b2": Field(0.98, "AdamW's decay of the second moment"),
+        "weight_decay": Field(0.01, "AdamW's decoupled weight decay"),
+        "evaluations": Field(6, "evaluations of supervised fine-tuning, the last at its end"),
     },
     "eval": {
         "questions": Field(1024, "held-out questions"),
-        "batch_size": Field(256, "questions at a time"),
+        "batch_size": Field(256, "questions answered at a time"),
         "samples": Field(
-            1, "sampled answers per question, beside the greedy one: pass@k up to this k"
+            1, "sampled answers per question, besides the greedy one: pass@k up to this k"
         ),
-        "temperature": Field(1.0, "of the sampled answers, above 0"),
+        "temperature": Field(1.0, "temperature of the sampled answers, above 0"),
         "top_p": Field(
             1.0,
-            "sampled answers come from the most likely tokens that have this much "
+            "nucleus sampling of the sampled answers: keep the most likely tokens up to this "
             "probability; 1.0 for all",
         ),
         "every": Field(25, "RL steps between evaluations; the last step is always evaluated"),
@@ -382,7 +394,7 @@ FIELDS: dict[str, dict[str, Field]] = {
 
 
 def all_fields() -> dict[str, Field]:
-    """{'section.field': its entry}."""
+    """Returns {'section.field': its `Field`}."""
     return {
         f"{section}.{name}": field
         for section, fields in FIELDS.items()
@@ -391,10 +403,10 @@ def all_fields() -> dict[str, Field]:
 
 
 def describe_fields(section: str = "") -> str:
-    """The text of `--help-config`: fields with defaults, meanings and the values of closed sets.
+    """Returns the text of `--help-config`: fields with their defaults, meanings and choices.
 
     Args:
-      section: whose fields to show; '' for all.
+      section: name of the section to show; '' for all.
 
     Raises:
       UserError: there is no such section.

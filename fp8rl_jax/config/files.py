@@ -1,8 +1,7 @@
-"""Where a config file is, and what its `get_config()` returns.
+"""Finds a config file and calls its `get_config()`.
 
-A file may build on another: while it is read, modules are found beside it and in the current
-directory, and those of this package under their names (`from fp8rl_jax.configs import
-tiny_arithmetic`).
+A file may build on another: it can import modules from its folder and from the current directory,
+and the configs of this package by name (`from fp8rl_jax.configs import tiny_arithmetic`).
 """
 
 from __future__ import annotations
@@ -23,21 +22,20 @@ from fp8rl_jax.config.cases import CASES
 
 
 def packaged() -> dict[str, pathlib.Path]:
-    """{name: file} of the configs that are part of this package."""
+    """Returns {name: file} of the configs that are part of this package."""
     found = sorted(map(str, resources.files("fp8rl_jax.configs").iterdir()))
     return {pathlib.Path(path).stem: pathlib.Path(path) for path in found if path.endswith(".py")}
 
 
 def read_config_file(path: str) -> tuple[Any, dict[str, str]]:
-    """What a config file's get_config() returns, and the `precision` fields of a case.
+    """Returns what a config file's get_config() returns, and the `precision` fields of a case.
 
     Args:
-      path: of the file, or the name of one of `packaged`. In `FILE:TEXT` the text is a precision
-        case, or, where the file's get_config() takes an argument, that argument.
+      path: path of the file, or a name of `packaged`. In `FILE:TEXT` the text is the argument of
+        get_config(), or a precision case if get_config() takes none.
 
     Raises:
-      UserError: no such file, or it cannot be run, or it has no get_config, or there is no such
-        case.
+      UserError: there is no such file or case, or the file fails or has no get_config.
     """
     file, colon, text, named = path, "", "", packaged()
     if not os.path.exists(path) and path not in named:
@@ -75,7 +73,7 @@ def read_config_file(path: str) -> tuple[Any, dict[str, str]]:
 
 
 def _instead(file: str) -> str:
-    """The remedy for a file that does not exist."""
+    """Returns the remedy for a file that does not exist."""
     near = difflib.get_close_matches(pathlib.Path(file).stem, packaged(), 1, 0.75)
     if near:
         return f"write --config {near[0]} for the one that is part of the package"

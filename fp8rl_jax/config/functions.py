@@ -15,7 +15,7 @@ _FUNCTION = re.compile(r"(?!tfds:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def named_functions(config: ml_collections.ConfigDict) -> dict[str, str]:
-    """{'module:function': the field that names it}."""
+    """Returns {'module:function': path of the field that names it}."""
     algo, env = config.algo, config.env
     texts = {
         "env.reward": reward_names(env.reward),
@@ -41,13 +41,13 @@ def permit(
 ) -> None:
     """Refuses functions that the user has not permitted.
 
-    A configuration found beside weights is data: importing what it names would run code. In
-    sections that are not needed such fields are reset to their defaults.
+    A configuration saved with weights is data: importing what it names would run code. In sections
+    that are not needed, fields that name such functions are reset to their defaults.
 
     Args:
-      config: that was read from a directory; changed in place.
-      permitted: 'module:function', or 'module' for all in it.
-      where: the file it was read from.
+      config: configuration that was read from a directory; changed in place.
+      permitted: 'module:function', or 'module' for all of its functions.
+      where: path of the file that it was read from, for the message.
       needed: sections whose functions will be called.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How a configuration is read: defaults, then a file with its case, then the command line.
+"""Reads a configuration: defaults, then a file with its case, then the command line.
 
 A config file has a function ``get_config()`` that returns an `ml_collections.ConfigDict` with the
 fields it wants to change; everything else keeps the default of `config.fields`. A precision case
@@ -28,7 +28,7 @@ from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
 
 
 def default_config() -> ml_collections.ConfigDict:
-    """Every field at its default."""
+    """Returns a configuration with every field at its default."""
     return ml_collections.ConfigDict(
         {
             section: {
@@ -49,14 +49,18 @@ _PATHS = (
     "env.data_dir",
 )
 _FREE = [path for path, field in all_fields().items() if field.is_free]
-_LARGEST = 10**300  # bound of a whole number that is given for a float
+_LARGEST = 10**300  # bound of an integer that is given for a float
 
 
 def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDict:
-    """The configuration in a run's config.json; fields that it is too old to have are defaults.
+    """Reads a run's config.json; fields that an older file lacks get their defaults.
+
+    Args:
+      content: the parsed file.
+      where: its path, for error messages.
 
     Raises:
-      UserError: a field that is not known, or of the wrong type.
+      UserError: a field is unknown or has the wrong type.
     """
     config = default_config()
     _merge(config, sections_config(content), where)
@@ -64,10 +68,10 @@ def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDi
 
 
 def sections_config(content: dict[str, Any]) -> ml_collections.ConfigDict:
-    """The sections of a config.json, unchecked; options of free-form fields are `Table`s.
+    """Returns the sections of a config.json, unchecked; options of free-form fields are `Table`s.
 
     Raises:
-      AttributeError, TypeError, ValueError: a name that no field can have.
+      AttributeError, TypeError, ValueError: there is a name that no field can have.
     """
     content = dict(content)
     for path in _FREE:
@@ -132,14 +136,14 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
 def _options(
     content: Callable[[], dict[str, Any]], path: str, where: str
 ) -> ml_collections.ConfigDict:
-    """A free-form field's options, which config.json can hold.
+    """Returns a free-form field's options as a ConfigDict that config.json can hold.
 
     Args:
-      content: gives them; it may fail on a dict that holds itself.
-      path, where: of the field, for the sentence.
+      content: function that returns the options; it may fail on a dict that contains itself.
+      path, where: names of the field and of its source, for error messages.
 
     Raises:
-      UserError: it cannot hold them, or one has a name that no option can have.
+      UserError: JSON cannot hold the options, or one has a name that no option can have.
     """
     try:
         json.dumps(found := plain(content()))
@@ -161,7 +165,7 @@ def _options(
 
 
 def _apply_preset(config: ml_collections.ConfigDict, name: Any) -> None:
-    """Sets all fields that presets decide; an unknown name is left to the check of fields."""
+    """Sets all fields that a preset decides; `checks.check_fields` refuses an unknown name."""
     if isinstance(name, str) and name in PRESETS:
         for field in PRESET_FIELDS:
             config.algo[field] = PRESETS[name].fields.get(field, FIELDS["algo"][field].default)
@@ -175,14 +179,14 @@ def _article(default: Any) -> str:
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> ml_collections.ConfigDict:
-    """Defaults, then the file, then ``--config.section.field=value`` overrides; types checked.
+    """Returns the defaults, changed by a file and then by overrides; checks names and types.
 
     Args:
-      path: of the file, or `FILE:CASE` with a precision case (`config.cases`).
-      overrides: of single fields.
+      path: path of the file, or `FILE:CASE` with a precision case (`config.cases`).
+      overrides: ``--config.section.field=value`` arguments.
 
     Raises:
-      UserError: no such file or case, an unknown field or a value of the wrong type.
+      UserError: there is no such file or case, or a field is unknown or has the wrong type.
     """
     config = default_config()
     changes, case = read_config_file(path)
@@ -199,7 +203,7 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
     """Sets fields from ``--config.section.field=value`` arguments, in place.
 
     Raises:
-      UserError: an unknown field or a value of the wrong type.
+      UserError: a field is unknown or has the wrong type.
     """
     for argument in overrides:
         name, _, preset = argument.lstrip("-").removeprefix("config.").partition("=")
@@ -256,15 +260,15 @@ def set_options(
     path: str = "options",
     where: str = "command line",
 ) -> None:
-    """Sets options of a free-form field, new ones too and of any type, in place.
+    """Sets options of a free-form field in place; they may be new or change their type.
 
     Args:
-      options: of the field.
+      options: the field's options.
       changes: {name: JSON value}.
-      path, where: what the sentence of an error calls them.
+      path, where: names of the field and of the source of the changes, for error messages.
 
     Raises:
-      UserError: config.json cannot hold them.
+      UserError: config.json cannot hold the changes.
     """
     checked = _options(lambda: changes, path, where)
     with options.unlocked(), options.ignore_type():  # a config file may have locked them
@@ -273,7 +277,7 @@ def set_options(
 
 
 class _PythonNames(ast.NodeTransformer):
-    """Puts JSON's true, false and null, which are names in Python, in Python's words."""
+    """Replaces the names true, false and null, JSON's literals, with Python's constants."""
 
     VALUES: ClassVar = {"true": True, "false": False, "null": None}
 
@@ -282,7 +286,7 @@ class _PythonNames(ast.NodeTransformer):
 
 
 def literal(text: str) -> Any:
-    """A literal of JSON or Python (number, list, true, True, ...), or the text itself."""
+    """Parses a literal of JSON or Python (number, list, true, True, ...); returns other text."""
     try:
         return json.loads(text, parse_constant=_no_literal)
     except (ValueError, RecursionError):
@@ -298,7 +302,7 @@ def _no_literal(name: str) -> None:
 
 
 def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """{'section.field': value}; free-form fields as dicts."""
+    """Returns {'section.field': value}, with free-form fields as dicts."""
     flat = {}
     for section, fields in config.items():
         for name, value in fields.items():

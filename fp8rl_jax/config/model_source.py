@@ -1,4 +1,4 @@
-"""Where a model comes from: the fields of the config, a published model's name, or a checkpoint.
+"""Reads a model from the fields of the config, a published model's name, or a checkpoint.
 
 `model.checkpoint` is a Hugging Face directory: config.json gives the shapes, safetensors the
 initial parameters. `model.name` gives the shapes of a published model. Fields that contradict them
@@ -28,7 +28,7 @@ _OF_LOADING = ("check_finite",)  # fields that do not describe shapes
 
 
 def pretrained_config(directory: str | pathlib.Path) -> dict[str, Any] | None:
-    """The config.json of a Hugging Face directory; None if the directory is none."""
+    """Returns the config.json of a Hugging Face directory; None for any other directory."""
     try:
         content = read_json(pathlib.Path(directory) / "config.json")
     except (OSError, ValueError):
@@ -37,12 +37,12 @@ def pretrained_config(directory: str | pathlib.Path) -> dict[str, Any] | None:
 
 
 def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | None]:
-    """The model's shapes, and the longest sequence that the checkpoint allows (None without one).
+    """Returns the model's shapes, and the longest sequence that a checkpoint allows (else None).
 
-    Where the shapes are fields of the configuration, the vocabulary is 1: it is the tokenizer's.
+    If the shapes are fields of the configuration, vocab_size is 1: the tokenizer decides it later.
 
     Raises:
-      UserError: the section contradicts itself, or what it names cannot be read.
+      UserError: the section `model` contradicts itself, or what it names cannot be read.
     """
     fields = {k: v for k, v in config.model.to_dict().items() if k not in _OF_LOADING}
     checkpoint, name = (fields.pop(source) for source in _SOURCES)
@@ -78,7 +78,7 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
 
 
 def _read_directory(checkpoint: str) -> dict[str, Any]:
-    """The config.json of `model.checkpoint`."""
+    """Reads the config.json of `model.checkpoint`, or raises UserError."""
     described = pretrained_config(checkpoint)
     if described is not None:
         return described
@@ -95,7 +95,7 @@ def _read_directory(checkpoint: str) -> dict[str, Any]:
 
 
 def load_params(config: ml_collections.ConfigDict, shardings=None):
-    """Float32 parameters of `model.checkpoint`, laid out by `shardings`.
+    """Loads `model.checkpoint` as float32 parameters, laid out by `shardings`.
 
     Raises:
       UserError: weights are missing, do not fit config.json, or are not finite.
@@ -111,12 +111,12 @@ def load_params(config: ml_collections.ConfigDict, shardings=None):
 
 
 def identity(checkpoint: str) -> str:
-    """A hash that changes with a checkpoint's content, without reading its weights.
+    """Returns a hash that changes with a checkpoint's content, without reading its weights.
 
-    It takes the content of config.json, and every safetensors file's name, size and time of change.
-    Weights that were trained further keep names, sizes and headers, so these alone would find an
-    old result for new weights. A copy of the same files has another time, which costs a second
-    computation at worst.
+    It covers the content of config.json, and every safetensors file's name, size and modification
+    time. Weights that were trained further keep names, sizes and headers, so without the time a
+    result cached for the old weights would serve the new ones. A copy of the same files has other
+    times, which costs a second computation at worst.
     """
     path = pathlib.Path(checkpoint)
     files = [path / "config.json", *sorted(filter(os.path.exists, path.glob("*.safetensors*")))]

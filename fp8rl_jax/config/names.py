@@ -72,12 +72,12 @@ MEANT = {name: field for field, names in _OTHER_NAMES.items() for name in names.
 
 
 def field_meant(path: str) -> str | None:
-    """The field that a wrong name probably stands for; None if no name is near.
+    """Returns the field that a wrong name probably stands for; None if no name is near.
 
     Args:
       path: a name without `--config.`, such as 'optimizer.lr', 'steps' or 'trainer.save_freq'.
     """
-    path = path[:100].replace("-", "_").removeprefix("config.")  # the search takes its square
+    path = path[:100].replace("-", "_").removeprefix("config.")  # the search's time is quadratic
     fields = all_fields()
     if path in fields:
         return path

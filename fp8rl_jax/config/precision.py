@@ -1,4 +1,4 @@
-"""From the `precision` section of a configuration to the recipe of each side."""
+"""Makes the recipe of each side from the `precision` section of a configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KV = {"bf16": "none", "fp8": "dynamic", "fp8_calibrated": "calibrated"}
 
 @contextlib.contextmanager
 def _field(name: str):
-    """Puts the field at fault in front of an error's sentence."""
+    """Puts the name of the field at fault in front of error messages."""
     try:
         yield
     except UserError as error:
@@ -26,18 +26,18 @@ def _field(name: str):
 
 
 def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) -> Recipe:
-    """The recipe of 'rollout' or 'learner': the named one, with the section's changes.
+    """Returns the recipe of a side: the named one, changed by the section's other fields.
 
     Policies, layers and modules in bf16 change only recipes that quantise. The KV cache, FP8
     attention and kernels change any recipe.
 
     Args:
-      precision: the section of the configuration.
+      precision: section of the configuration.
       side: 'rollout' or 'learner'.
-      layers: of the model.
+      layers: number of the model's layers.
 
     Raises:
-      UserError: no such recipe or policy, or they do not go together.
+      UserError: there is no such recipe or policy, or the recipe cannot be changed so.
     """
     with _field(side):
         recipe = get_recipe(precision[side])
@@ -56,7 +56,7 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
 
 
 def _change_layers(recipe: Recipe, precision, layers: int) -> Recipe:
-    """A recipe that quantises, with the section's policies, layers and modules in bf16."""
+    """Returns a quantising recipe with the section's policies, and layers and modules in bf16."""
     for name in recipe.operands:
         policy = precision[f"{name}_policy"]
         if policy:
@@ -77,7 +77,7 @@ def _change_layers(recipe: Recipe, precision, layers: int) -> Recipe:
 
 
 def reference_recipe(precision: ml_collections.ConfigDict, learner: Recipe) -> Recipe:
-    """The recipe that scores the reference policy: the learner's, or the one that is named.
+    """Returns the recipe that scores the reference policy (`precision.reference`).
 
     Raises:
       UserError: no recipe has that name.
@@ -89,8 +89,8 @@ def reference_recipe(precision: ml_collections.ConfigDict, learner: Recipe) -> R
 
 
 def without_calibration(recipe: Recipe) -> Recipe:
-    """The recipe with dynamic KV scales instead of calibrated ones: without a rollout, nothing
-    calibrates."""
+    """Returns the recipe with dynamic KV scales instead of calibrated ones: without a rollout,
+    nothing calibrates them."""
     return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
 
 

@@ -1,7 +1,7 @@
-"""Turns a configuration into one checked value, which all programs take.
+"""Turns a configuration into a `Resolved`: one checked value, which all programs take.
 
 `resolve_config` reads what the configuration names (a model's shapes, scaling policies, the
-reward), checks all of it, and gives a `Resolved`. Shapes and recipes are derived here alone.
+reward) and checks all of it. Shapes and recipes are derived only here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fp8rl_jax.rl import algorithm_of
 
 
 def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
-    """Checks `config` and looks up what it names; compiles nothing.
+    """Checks a configuration and looks up what it names; compiles nothing.
 
     Args:
-      config: of `load_config`.
+      config: result of `load_config`.
 
     Raises:
-      UserError: the first thing that cannot work, in one sentence.
+      UserError: something cannot work; the message names the first problem.
     """
     checks.check_fields(config)
     env = config.env

@@ -1,4 +1,4 @@
-"""`Resolved`: a checked configuration, with what it stands for."""
+"""`Resolved`: a checked configuration, and the model, recipes and functions that it names."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fp8rl_jax.rl import Algorithm
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A checked configuration, with what it stands for.
+    """A checked configuration, and the model, recipes and functions that it names.
 
     Attributes:
-      config: every field; it cannot be changed.
-      model: shapes. Where they are fields of the configuration, the vocabulary is 1 until
+      config: every field; frozen.
+      model: shapes of the model. If they are fields of the configuration, vocab_size is 1 until
         `with_vocabulary`.
       rollout_recipe, learner_recipe: numerics of the two sides.
       reference_recipe: numerics of the reference policy's log-probabilities.
-      algorithm: what section `algo` chooses.
-      rewards: the functions that `env.reward` names, with their weights; 'auto' is 'exact_match'
+      algorithm: loss, advantages and corrections that section `algo` chooses.
+      rewards: functions that `env.reward` names, with their weights; 'auto' is 'exact_match'
         until `with_tasks`.
-      positions: the longest sequence that `model.checkpoint` allows, in tokens; None without one.
+      positions: longest sequence that `model.checkpoint` allows, in tokens; None if unknown.
     """
 
     config: ml_collections.FrozenConfigDict
@@ -50,10 +50,11 @@ class Resolved:
         return self.same_forward if setting == "auto" else setting == "required"
 
     def takes_rollout_logprobs(self, drifted: bool) -> bool:
-        """Whether the sampler's log-probabilities serve as the old ones: saves a forward pass.
+        """Returns whether the sampler's log-probabilities serve as the old ones, which saves a
+        forward pass.
 
-        With `algo.old_logprobs` 'auto' as long as no first update has shown (`drifted`) that the
-        learner's are others.
+        With `algo.old_logprobs` 'auto' they do under zero drift without corrections, until a first
+        update has shown (`drifted`) that the learner's differ.
         """
         setting = self.config.algo.old_logprobs
         if setting != "auto":
@@ -61,18 +62,20 @@ class Resolved:
         return self.zero_drift and not self.algorithm.corrections and not drifted
 
     def with_tasks(self) -> Resolved:
-        """A copy with the rewards that follow from the tasks. Imports reasoning_gym, which takes a
-        second: only for programs that ask questions."""
+        """Returns a copy with the rewards that 'auto' means for the tasks. Imports reasoning_gym,
+        which takes a second, so call it only in programs that ask questions."""
         env = self.config.env
         tasks = [env.task, *eval_tasks(env)]
         rewards = load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb, tasks)
         return dataclasses.replace(self, rewards=rewards)
 
     def with_vocabulary(self, size: int) -> Resolved:
-        """A copy with the tokenizer's `size` tokens as vocabulary.
+        """Returns a copy for a tokenizer of `size` tokens, which is the vocabulary unless the
+        model's checkpoint or name has one.
 
         Raises:
-          UserError: the model's own vocabulary is smaller, or `rollout.top_k` larger.
+          UserError: the model's vocabulary is smaller than `size`, or `rollout.top_k` larger than
+            the vocabulary.
         """
         config, model = self.config, self.model
         if not (config.model.checkpoint or config.model.name):
@@ -87,7 +90,7 @@ class Resolved:
 
 
 def check_top_k(config: ml_collections.ConfigDict, vocabulary: int) -> None:
-    """Raises UserError if `rollout.top_k` is more than the tokens of the vocabulary."""
+    """Raises UserError if `rollout.top_k` is larger than the vocabulary."""
     if config.rollout.top_k > vocabulary:
         raise UserError(
             f"rollout.top_k is {config.rollout.top_k}, more than the vocabulary of {vocabulary} "

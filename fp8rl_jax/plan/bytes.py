@@ -1,4 +1,4 @@
-"""Bytes of a device's part of a model's arrays, from shapes and shardings; allocates nothing."""
+"""Counts bytes of a device's part of a model's arrays from shapes and shardings, without arrays."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from fp8rl_jax.models.arrays import EXPERTS, TABLE, array_in
 from fp8rl_jax.models.stacks import RUNS
 from fp8rl_jax.quant import Recipe
 
-USABLE = 0.92  # of a device's memory: fragments, and what the driver and other programs hold
+USABLE = 0.92  # share of a device's memory; the rest is for fragments, driver and other programs
 
 
 def gib(size: float) -> str:
-    """Bytes as text."""
+    """Returns bytes as text in GiB."""
     return f"{size / 2**30:.2f} GiB"
 
 
 def device_memory() -> int | None:
-    """Bytes of the first device; of a CPU, its share of the machine's memory."""
+    """Returns the bytes of the first device's memory (of a CPU device, its share of the machine's);
+    None if unknown."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
@@ -43,10 +44,10 @@ def device_memory() -> int | None:
 
 
 def part_sizes(tree, shardings) -> list[int]:
-    """Bytes of a device's part of every array, in the order of the tree's leaves.
+    """Returns the bytes of a device's part of every array, in the order of the tree's leaves.
 
     Args:
-      tree: of arrays or their shapes.
+      tree: tree of arrays or of their shapes.
       shardings: a NamedSharding for every array, as a tree of the same structure.
     """
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
@@ -55,8 +56,8 @@ def part_sizes(tree, shardings) -> list[int]:
 
 @functools.lru_cache(maxsize=16)
 def weight_shapes(model: ModelConfig, recipe: Recipe, learner_recipe: Recipe) -> Any:
-    """Shapes of the parameters as `recipe` stores them, with the states of the learner's scaling
-    policies."""
+    """Returns the shapes of the parameters as `recipe` stores them, with the states of the
+    learner's scaling policies."""
 
     def weights(params):
         return quantize_params(params, recipe, init_scaling(params, learner_recipe))
@@ -66,12 +67,12 @@ def weight_shapes(model: ModelConfig, recipe: Recipe, learner_recipe: Recipe) ->
 
 @dataclasses.dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of a device's parameters in one form.
+    """Bytes of a device's parameters in one form: masters, or the weights of a recipe.
 
     Attributes:
-      stored: the device's part.
-      dense, experts: of the layers, as they are gathered to compute: replicated over `fsdp`,
-        columns over `tensor`, experts over `expert`.
+      stored: the device's part of all parameters.
+      dense, experts: parameters of all layers without the experts', and the experts', as gathered
+        to compute: replicated over `fsdp`, columns over `tensor`, experts over `expert`.
       layer: the largest layer, gathered.
       tables: embedding and head, replicated.
       largest: the device's part of the largest array.
@@ -86,7 +87,7 @@ class WeightBytes:
 
 
 def weight_bytes(tree, mesh: Mesh | AbstractMesh) -> WeightBytes:
-    """Counts a tree of parameters in any form, given as shapes."""
+    """Counts the bytes of a tree of parameter shapes, in any form."""
     kept = {name: mesh.shape[name] for name in ("tensor", "expert")}
     gathered = sharding.abstract_mesh({"data": 1, "fsdp": 1} | kept)
     stored, read = (part_sizes(tree, param_shardings(m, tree)) for m in (mesh, gathered))
@@ -109,25 +110,25 @@ def weight_bytes(tree, mesh: Mesh | AbstractMesh) -> WeightBytes:
 def learner_weight_bytes(
     model: ModelConfig, recipe: Recipe, mesh: Mesh | AbstractMesh
 ) -> tuple[WeightBytes, WeightBytes]:
-    """The float32 masters, and the weights in the learner's recipe."""
+    """Returns the bytes of the float32 masters, and of the weights in the learner's recipe."""
     masters = weight_bytes(param_shapes(model), mesh)
     return masters, weight_bytes(weight_shapes(model, recipe, recipe), mesh)
 
 
 def page_bytes(model: ModelConfig, recipe: Recipe) -> int:
-    """Bytes of a page of the KV cache, all layers."""
+    """Returns the bytes of a page of the KV cache, all layers."""
     table = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     cache = jax.eval_shape(lambda table: init_paged_cache(model, recipe, 1, table), table)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.runs))
 
 
 def train_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh, copies: int | None = None) -> int:
-    """Bytes of a device's part of the train state: float32 copies of the parameters, and the states
-    of scaling policies, which are replicated.
+    """Returns the bytes of a device's part of the train state: float32 copies of the parameters,
+    and the states of scaling policies, which are replicated.
 
     Args:
-      copies: by default the masters, Adam's two moments unless they are in the host's memory
-        (`learner.offload`), and the reference policy if there is one (`algo.kl_coef`).
+      copies: number of float32 copies; by default the masters, Adam's two moments unless they are
+        in the host's memory (`learner.offload`), and the reference policy if `algo.kl_coef` is set.
     """
     if copies is None:
         moments = 0 if resolved.config.learner.offload == "moments" else 2

@@ -1,4 +1,4 @@
-"""Changes of a configuration with which its train step fits: a search by `plan_learner`."""
+"""Searches for changes of a configuration with which its train step fits, by `plan_learner`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fp8rl_jax.config import flatten
 from fp8rl_jax.plan.learner import plan_learner, workload
 from fp8rl_jax.plan.planned import Planned, read_planned
 
-_FACTORS = (2, 4, 8, 16)  # by which mesh axes are tried larger
+_FACTORS = (2, 4, 8, 16)  # by which sizes of mesh axes are changed
 _PARTS = "learner.gradient_accumulation_steps"
-Change = dict[str, int | str]  # fields in the order of a sentence
+Change = dict[str, int | str]  # {field: value}, in the order of the message
 
 
 def find_fixes(planned: Planned) -> list[tuple[str, int]]:
-    """(fields to write, bytes that the plan then has) of changes that fit, by price.
+    """Returns (fields to write, bytes that are then needed) of changes that fit, cheapest first.
 
-    A single micro-batch needs more activations but one gradient less; more of them gather weights
-    more often. Rematerialisation computes each layer once more; offloaded moments go to the host
-    and back in every update. A smaller `fsdp` helps if it does not divide the experts. A larger
-    `fsdp` or `expert` takes devices from `data`, or needs more devices. Every changed configuration
-    is checked and planned again; of each kind the smallest change that fits is named. If no single
-    change fits, those of the mesh are tried together with the cheaper three.
+    A single micro-batch needs more activations but one gradient less; more micro-batches gather
+    weights more often. Rematerialisation computes each layer once more; offloaded moments go to the
+    host and back in every update. A smaller `fsdp` helps if `fsdp` does not divide the experts. A
+    larger `fsdp` or `expert` takes devices from `data`, or needs more devices. Every changed
+    configuration is checked and planned again; of each kind the smallest change that fits is
+    returned. If none fits, changes of the mesh are tried together with the other three kinds.
     """
     sizes = {f"mesh.{axis}": size for axis, size in planned.mesh.shape.items()}
     config = _changed(planned.config, sizes)
@@ -54,7 +54,7 @@ def _changed(config: ml_collections.ConfigDict, change: Change) -> ml_collection
 def _first_that_fits(
     planned: Planned, config: ml_collections.ConfigDict, kind: list[Change]
 ) -> Iterator[tuple[str, int]]:
-    """The first change of a kind whose plan fits, in words, and its bytes."""
+    """Yields the first change of a kind whose plan fits, as text, and its bytes."""
     before = flatten(config)
     for change in kind:
         try:
@@ -72,8 +72,8 @@ def _first_that_fits(
 
 
 def _kinds(config: ml_collections.ConfigDict) -> list[list[Change]]:
-    """Changes in the order of `find_fixes`: micro-batches, remat, offload, a smaller `fsdp`, a
-    larger one, a larger `expert`."""
+    """Lists the changes of each kind, cheapest kind first: micro-batches, remat, offload, a smaller
+    `fsdp`, a larger `fsdp`, a larger `expert`."""
     learner, mesh, parts = config.learner, config.mesh, config.learner.gradient_accumulation_steps
     rollout = config.rollout
     rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches
@@ -92,8 +92,9 @@ def _kinds(config: ml_collections.ConfigDict) -> list[list[Change]]:
 
 
 def _larger(config: ml_collections.ConfigDict, axis: str, factor: int) -> Change:
-    """`factor` times as many devices along an axis, taken from `data` if it divides. Batches grow
-    to a multiple of the devices; micro-batches become fewer if a device's rows need it."""
+    """Returns the change to `factor` times as many devices along an axis, taken from `data` if
+    `factor` divides it. Batches grow to a multiple of the devices, and the number of micro-batches
+    shrinks to a divisor of a device's rows."""
     sizes = {name: config.mesh[name] for name in sharding.BATCH_AXES}
     sizes[axis] *= factor
     if sizes["data"] % factor == 0:

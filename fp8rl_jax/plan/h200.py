@@ -1,9 +1,9 @@
-"""Compiling programs for H200 GPUs, down to machine code, on a machine without a GPU.
+"""Compiles programs for H200 GPUs, down to machine code, on a machine without a GPU.
 
 JAX's CUDA plugin (`pip install 'jax[cuda13-local]'`, a part of the extra `gpu_proofs`) compiles for
-a described device. What comes out has the memory a device needs, the collectives and the kernels of
-the program; nothing can be run. XLA chooses its own kernels without timing them, so compiled text
-may differ from a real GPU's in those; ours are the same.
+a described device. The result shows the memory that a device needs, and the program's collectives
+and kernels; it cannot run. XLA chooses its own kernels without timing them, so these may differ
+from the ones on a real GPU; this library's kernels are the same.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ runtime_version { major: 13 }
 
 
 def h200_mesh(axes: dict[str, int], hosts: int = 1) -> Mesh:
-    """A mesh of H200s that are not there.
+    """Returns a mesh of described H200s.
 
     Args:
-      axes: {mesh axis: devices}; axes that are left out are 1.
-      hosts: that the devices are on, in equal numbers.
+      axes: {mesh axis: number of devices}; axes that are left out are 1.
+      hosts: number of hosts, each with the same number of devices.
 
     Raises:
       UserError: JAX's CUDA plugin is not installed.
@@ -92,7 +92,7 @@ _COLLECTIVES = (
 
 
 def collectives(program: str) -> dict[str, int]:
-    """How often each collective stands in the text of a compiled program: {'all-gather u8': 3}."""
+    """Counts the collectives in the text of a compiled program, such as {'all-gather u8': 3}."""
     program = re.sub(r"/\*index=\d+\*/", "", program)
     calls = re.findall(rf" = \W*(\w+)\[[^=]*? ({_COLLECTIVES})(?:-start)?\(", program)
     found = [f"{kind} {dtype}" for dtype, kind in calls]
@@ -100,10 +100,10 @@ def collectives(program: str) -> dict[str, int]:
 
 
 def products(program: str) -> dict[str, list[str]]:
-    """Every product of a compiled program: {what computes it: the JAX operations it stands for}.
+    """Returns {kernel: names of the JAX operations that it computes} of a program's products.
 
-    'triton_kernel_call' are this library's kernels; 'dot', 'gemm fusion' and custom calls that
-    begin with '__' are XLA's own.
+    'triton_kernel_call' is a kernel of this library; 'dot', 'gemm fusion' and custom calls that
+    begin with '__' are XLA's.
     """
     found: dict[str, list[str]] = {}
     called = re.compile(r'custom_call_target="([\w$.]+)"')

@@ -1,11 +1,11 @@
-"""What a train step needs of a device's memory.
+"""Plans the memory that a train step needs on a device.
 
-State (masters, moments, gradients, the learner's own quantised weights) is counted from the shapes
-of its arrays and how they are stored (`sharding.RULES`). Temporary arrays are an upper estimate:
-the inputs of the layers, which the backward pass reads; the tables of embedding and head, which
-every device gathers; and the largest of three that follow each other: the backward pass of the
-head, that of a layer, and the optimiser's update. The estimate is meant to be 1 to 1.6 times what
-XLA plans for the compiled step, and never less (tests/cli/test_plan_compile.py).
+State (masters, moments, gradients, the learner's quantised weights) is counted from the shapes and
+shardings of its arrays (`sharding.RULES`). Temporary arrays are an upper estimate: the inputs of
+the layers, which the backward pass reads; the tables of embedding and head, which every device
+gathers; and the largest of three phases: the backward pass of the head, that of a layer, and the
+optimiser's update. The estimate is meant to be 1 to 1.6 times what XLA plans for the compiled step,
+and never less (tests/cli/test_plan_compile.py).
 
 The sampler's weights and its KV cache are not counted: a run frees them before the train step.
 """
@@ -25,10 +25,10 @@ from fp8rl_jax.plan.bytes import learner_weight_bytes, train_bytes
 from fp8rl_jax.quant import Recipe
 
 HEAD_TOKENS = 4096  # tokens whose gradient of the logits exists at once (kernels/gpu/head.py)
-_FRAGMENTS = 0.1  # of temporary arrays
-_SPARE_ROWS = 127  # that an expert may leave empty in its last tile of 128 (models/moe.py)
+_FRAGMENTS = 0.1  # share of temporary arrays that fragments add
+_SPARE_ROWS = 127  # most rows that an expert leaves empty in its last tile of 128 (models/moe.py)
 _BATCH_FIELDS = 7  # fields of `Batch` with a number for each response token
-# Bytes for each number of a row, backward: 2 of the compute dtype, 1 of FP8, 4 of float32.
+# Bytes for each element of a row in the backward pass: 2 in the compute dtype, 1 FP8, 4 float32.
 _GATED = 18  # gate, up, their product and its gradient; FP8 of two; two in float32
 _ROW = 12  # input of the experts in two forms, results and their gradient
 _MOVED = 8  # results in the order in which they are sent, and their gradient
@@ -40,9 +40,9 @@ class Workload:
 
     Attributes:
       rows: sequences of a micro-batch.
-      prompt, response: tokens of a sequence at most.
-      micro_batches: of an update, one after the other.
-      remat: 'none' or 'full', as `forward`.
+      prompt, response: most tokens of a prompt and of a response.
+      micro_batches: number of micro-batches of an update, one after the other.
+      remat: 'none' or 'full', as in `forward`.
       counts: whether a forward pass before the micro-batches counts the experts' tokens
         (`learner.make_gradients`).
     """
@@ -66,7 +66,7 @@ class Workload:
 
 
 def workload(resolved: Resolved, mesh: Mesh | AbstractMesh) -> Workload:
-    """The update of a configuration on a mesh."""
+    """Returns the work of a configuration's update on a mesh."""
     config = resolved.config
     rollout, parts = config.rollout, config.learner.gradient_accumulation_steps
     rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches // parts
@@ -86,19 +86,19 @@ class LearnerPlan:
     """Bytes on each device in a train step.
 
     Attributes:
-      work: of an update.
+      work: work of an update.
       masters: float32 parameters.
-      moments: the two of Adam, unless they are offloaded.
+      moments: Adam's two moments, unless they are offloaded.
       others: reference policy, states of scaling policies, the batch.
-      gradients: float32; two of them where micro-batches are added up.
-      own_weights: in the learner's recipe, stored as the masters are.
-      layer_inputs: what the backward pass reads of every layer.
+      gradients: float32 gradients; two copies where micro-batches are added up.
+      own_weights: weights in the learner's recipe, sharded as the masters are.
+      layer_inputs: activations of every layer that the backward pass reads.
       tables: embedding and head, gathered.
-      head: temporary arrays of its backward pass.
+      head: temporary arrays of the head's backward pass.
       layer: temporary arrays of the largest layer's backward pass.
-      optimizer: temporary arrays of the update; of offloaded moments, which come to the device for
-        it, those of the largest array of parameters.
-      host_moments: offloaded ones, in the host's memory (learner.offload).
+      optimizer: temporary arrays of the update; with offloaded moments, those of the largest
+        parameter array, since the moments come to the device array by array.
+      host_moments: offloaded moments, in the host's memory (`learner.offload`).
     """
 
     work: Workload
@@ -116,12 +116,12 @@ class LearnerPlan:
 
     @property
     def state(self) -> int:
-        """Bytes that are there before the step and after it."""
+        """Bytes of arrays that exist before and after the step."""
         return self.masters + self.moments + self.others
 
     @property
     def _temporary(self) -> int:
-        """Bytes of temporary arrays; those of head, layers and optimiser follow each other."""
+        """Bytes of temporary arrays; head, layers and optimiser need theirs one after the other."""
         held = self.gradients + self.own_weights + self.layer_inputs + self.tables
         # With offloaded moments the update is a second program.
         update = 0 if self.host_moments else self.optimizer
@@ -140,7 +140,7 @@ class LearnerPlan:
 
 
 def attention_widths(model: ModelConfig) -> tuple[int, int]:
-    """Numbers that a token has in attention: (of its queries, of all that a layer makes)."""
+    """Returns the elements per token of a layer's queries, and of all its arrays in attention."""
     heads = model.num_attention_heads
     if not model.latent:
         queries = heads * model.head_dim
@@ -152,8 +152,8 @@ def attention_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 def _expert_bytes(model: ModelConfig, tokens: int, devices: int) -> int:
-    """Bytes of the routed experts' backward pass over a part of the rows (`passes_of`), in the
-    worst case: all tokens choose experts of one device."""
+    """Returns the bytes of the routed experts' backward pass over a part of the rows (`passes_of`),
+    in the worst case: all tokens choose experts of one device."""
     width, inner = model.hidden_size, model.moe_intermediate_size
     each = math.ceil(tokens / passes_of(tokens, devices))
     gathered = devices * each
@@ -164,7 +164,7 @@ def _expert_bytes(model: ModelConfig, tokens: int, devices: int) -> int:
 
 
 def _layer_bytes(model: ModelConfig, tokens: int, devices: int) -> int:
-    """Bytes of a layer's activations and their gradients in its backward pass."""
+    """Returns the bytes of a layer's activations and their gradients in its backward pass."""
     width = model.hidden_size
     queries, attention = attention_widths(model)
     shared = model.n_shared_experts * model.moe_intermediate_size if model.num_experts else 0
@@ -175,7 +175,7 @@ def _layer_bytes(model: ModelConfig, tokens: int, devices: int) -> int:
 
 
 def _kept_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
-    """Bytes that the forward pass keeps of all layers for the backward one."""
+    """Returns the bytes that the forward pass of all layers keeps for the backward pass."""
     size = recipe.compute_dtype.itemsize
     if work.remat == "full":
         return model.num_hidden_layers * work.tokens * model.hidden_size * size
@@ -190,8 +190,8 @@ def _kept_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
 
 
 def _head_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
-    """Bytes of the head's backward pass: unsharded float32 gradients of both tables, the head in a
-    second layout, the gradient of the logits of some tokens in two layouts, and rows."""
+    """Returns the bytes of the head's backward pass: unsharded float32 gradients of both tables,
+    the head in a second layout, the logits' gradient of some tokens in two layouts, and rows."""
     size, table = recipe.compute_dtype.itemsize, model.vocab_size * model.hidden_size
     chunk = min(work.response_tokens, HEAD_TOKENS)
     summed = 1 if work.response_tokens > chunk else 0  # the gradient of the head so far
@@ -203,12 +203,12 @@ def _head_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
 def plan_learner(
     resolved: Resolved, mesh: Mesh | AbstractMesh, work: Workload | None = None
 ) -> LearnerPlan:
-    """The plan of one device in a train step.
+    """Plans the memory of one device in a train step.
 
     Args:
-      resolved: model, learner's recipe, reference policy and `learner.offload`.
+      resolved: configuration with its model and recipes.
       mesh: a Mesh, or an AbstractMesh of devices that need not exist.
-      work: of an update; by default `workload`.
+      work: work of an update; by default that of `workload`.
     """
     work = work or workload(resolved, mesh)
     model, recipe = resolved.model, resolved.learner_recipe

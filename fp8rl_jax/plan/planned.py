@@ -1,4 +1,4 @@
-"""`Planned`: a checked configuration on devices that need not exist, where `fp8rl plan` begins."""
+"""`Planned`, the input of `fp8rl plan`: a checked configuration on devices that need not exist."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Planned:
 
     Attributes:
       resolved: the checked configuration, with its vocabulary.
-      mesh: of devices that need not exist.
-      gpu: what they are.
-      hosts: that they are on, in equal numbers.
-      memory: bytes of each.
+      mesh: mesh of devices that need not exist.
+      gpu: model of the devices.
+      hosts: number of hosts, each with the same number of devices.
+      memory: bytes of each device.
     """
 
     resolved: Resolved
@@ -65,14 +65,14 @@ def read_planned(
     gpu: Gpu = GPUS["h200"],
     memory_gb: float | None = None,
 ) -> Planned:
-    """Checks a configuration against a mesh.
+    """Checks a configuration on a mesh and returns both.
 
     Args:
-      config: of `load_config`. Where the directory of `model.checkpoint` is not there, and
+      config: result of `load_config`. If the directory of `model.checkpoint` does not exist and
         `model.name` is given, the shapes are those of the name.
-      devices: of the mesh; by default as many as its axes ask for, and one for an axis of -1.
-      hosts: that the devices are on; by default of eight devices each, or of fewer.
-      gpu: the device.
+      devices: number of devices; by default the product of the mesh axes, an axis of -1 being 1.
+      hosts: number of hosts; by default the least with at most eight devices each.
+      gpu: model of the devices.
       memory_gb: GiB of each device; by default the GPU's.
 
     Raises:

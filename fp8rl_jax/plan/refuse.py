@@ -1,7 +1,7 @@
-"""Sizes that no machine holds are refused before anything is allocated.
+"""Refuses sizes that the devices cannot hold, before anything is allocated.
 
-Counts only what must be resident at the same time: a refusal is always right, and what is accepted
-may still run out of memory. `fp8rl plan --rollout` has the estimate in full.
+Counts only what must be resident at the same time: a refusal is always right, but what is accepted
+may still run out of memory. `fp8rl plan` prints the complete estimate.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from fp8rl_jax.plan.bytes import device_memory, gib, page_bytes, train_bytes
 
 
 def check_rollout_memory(resolved: Resolved, mesh: Mesh) -> None:
-    """Raises UserError if a rollout of training is larger than the devices."""
+    """Raises UserError if a rollout of training does not fit on the devices."""
     rollout = resolved.config.rollout
     what = "rollout.prompts_per_step x rollout.group_size"
     check_sampling_memory(resolved, mesh, rollout.prompts_per_step, rollout.group_size, what)
 
 
 def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
-    """Raises UserError if the train state, or an evaluation beside it, is larger than the
-    devices."""
+    """Raises UserError if the train state, alone or during an evaluation, does not fit."""
     state = train_bytes(resolved, mesh)
     experts, parts = resolved.model.num_experts, mesh.shape["fsdp"] * mesh.shape["expert"]
     larger = "raise mesh.fsdp" + (" or mesh.expert" if experts else "")
@@ -37,8 +36,8 @@ def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
 
 
 def check_eval_memory(resolved: Resolved, mesh: Mesh, beside: int = 0) -> None:
-    """Raises UserError if an evaluation, with `beside` bytes of other arrays on each device, is
-    larger than the devices."""
+    """Raises UserError if an evaluation and `beside` bytes of other arrays on each device do not
+    fit."""
     settings = resolved.config.eval
     what = "eval.batch_size x (eval.samples + 1)"
     check_sampling_memory(
@@ -55,12 +54,12 @@ def check_sampling_memory(
     slots: int | None = None,
     beside: int = 0,
 ) -> None:
-    """Raises UserError if the KV cache and the logits of `prompts` x `group` responses are larger
-    than the devices.
+    """Raises UserError if the KV cache and the logits of `prompts` x `group` responses do not fit
+    on the devices.
 
     Args:
-      what: the product's factors in words, for the sentence.
-      slots: of continuous batching, 0 for none; by default `rollout.slots`.
+      what: text for the product `prompts` x `group` in the message.
+      slots: slots of continuous batching, 0 without; by default `rollout.slots`.
       beside: bytes of other arrays on each device.
     """
     rollout, model = resolved.config.rollout, resolved.model

@@ -1,9 +1,9 @@
-"""What a rollout needs of a device's memory, and how many slots and pages fit.
+"""Plans the memory that a rollout needs on a device, and how many slots and pages fit.
 
 The sampler of continuous batching allocates by this plan (`rollout.pages` 0), and `fp8rl plan
---rollout` prints it for a device that need not be there. Everything but the workspace is counted
-from shapes; the workspace is an upper estimate of what a turn of the loop holds at once
-(tests/plan/test_rollout_plan.py compares it with the compiler's own figure).
+--rollout` prints it for a device that need not exist. Everything but the workspace is counted from
+shapes; the workspace is an upper estimate of the temporary arrays of an iteration of the sampling
+loop (tests/plan/test_rollout_plan.py compares it with the compiler's figure).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _SPARE_PAGES = 4  # page 0, and last pages of prompts whose samples are being ad
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPlan:
-    """Bytes on each device, and the pages that fit beside them.
+    """Bytes on each device, and the number of pages that then fit.
 
     Attributes:
-      weights: the sampler's, quantised, with their scales and the converted copies that it reads.
+      weights: quantised weights of the sampler, their scales, and the converted copies it reads.
       train_state: masters, optimiser moments, and states of scaling policies.
-      workspace: temporary arrays of a turn of the loop, about.
+      workspace: estimate of the temporary arrays of an iteration of the sampling loop.
       page: one page of 64 tokens, keys and values of all layers.
-      memory: of the device; None where it is unknown.
-      tokens: of a sequence, prompt and response.
-      slots: sequences that decode at a time.
+      memory: memory of the device; None if unknown.
+      tokens: most tokens of a sequence, prompt and response.
+      slots: number of sequences that decode at a time.
     """
 
     weights: int
@@ -54,12 +54,12 @@ class RolloutPlan:
 
     @property
     def wanted(self) -> int:
-        """Pages with which every slot can hold a sequence of the greatest length."""
+        """Pages for a sequence of the greatest length in every slot."""
         return self.slots * pages_of(self.tokens) + _SPARE_PAGES
 
     @property
     def fitting(self) -> int | None:
-        """Pages that fit beside everything else; None where the memory is unknown."""
+        """Pages that fit besides everything else; None if the memory is unknown."""
         if self.memory is None:
             return None
         left = self.memory * USABLE - self.weights - self.train_state - self.workspace
@@ -91,15 +91,15 @@ class RolloutPlan:
         return math.ceil(self.tokens / 2)
 
     def slots_of(self, tokens: int) -> int | None:
-        """Slots that fit if each holds `tokens` tokens."""
+        """Returns the slots that fit if each holds `tokens` tokens; None without a known memory."""
         if self.fitting is None:
             return None
         return max((self.fitting - _SPARE_PAGES) // pages_of(tokens), 0)
 
 
 def sampler_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh) -> int:
-    """Bytes of a device's part of the sampler's weights; where they are converted, of both
-    forms. The mesh axis `tensor` is 1: continuous batching does not cut layers by columns."""
+    """Returns the bytes of a device's part of the sampler's weights, in both forms if they are
+    converted. The mesh axis `tensor` is 1: continuous batching does not cut layers by columns."""
 
     def held(tree) -> int:
         return sum(part_sizes(tree, sharding.named(mesh, rollout_specs(tree))))
@@ -109,13 +109,13 @@ def sampler_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh)
 
 
 def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices: int = 1) -> int:
-    """An upper estimate of a turn's temporary bytes.
+    """Returns an upper estimate of the temporary bytes of one iteration of the sampling loop.
 
-    Decode: seven float32 copies of the logits (raw, scaled, masked by top-k and top-p, sorted, and
-    as weights of the log-softmax).
-    Prefill: some rows of the widest layer in float32, and the experts' copies of each token, from
-    all the devices that share experts. On a CPU also what XLA's products read: a layer's matrices,
-    the embedding transposed, and a page of every slot's keys and values in float32.
+    Logits: seven float32 copies (raw, scaled, masked by top-k and top-p, sorted, and as weights of
+    the log-softmax). Layers: four float32 copies of the widest activations, of the prefilled tokens
+    or of the slots; with experts each token has a row per chosen expert, and tokens come from all
+    devices that share experts. On a CPU also the float32 arrays that XLA's products read: a layer's
+    matrices, the embedding transposed, and copies of a page of keys and values of every slot.
     """
     model = loop.model
     copies = model.num_experts_per_tok * expert_devices if model.num_experts else 1
@@ -142,12 +142,12 @@ def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices:
 def plan_rollout(
     resolved: Resolved, mesh: Mesh | AbstractMesh, memory: int | None = None
 ) -> RolloutPlan:
-    """The plan of one device in a training run, of which `rollout.pages` is not read.
+    """Plans the rollout memory of one device in a training run; does not read `rollout.pages`.
 
     Args:
       resolved: sizes, model and recipes; `rollout.slots` 0 stands for all samples of a step.
       mesh: a Mesh, or an AbstractMesh of devices that need not exist.
-      memory: bytes of a device; None where it is unknown.
+      memory: bytes of a device; None if unknown.
     """
     rollout, model = resolved.config.rollout, resolved.model
     settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
@@ -166,11 +166,11 @@ def plan_rollout(
 
 
 def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]]:
-    """The plan of a configuration's rollout on GPUs, and {name of CASES: its plan}, with the
-    learner in the same recipe.
+    """Plans a configuration's rollout on GPUs, and the same rollout in each of CASES, with the
+    learner in that case's recipe too: {name: plan}.
 
     Raises:
-      UserError: such a rollout cannot be planned.
+      UserError: a feature of the configuration excludes continuous batching, which plans assume.
     """
     resolved = planned.resolved
     others = ("tensor parallelism", "routing replay")

@@ -1,9 +1,9 @@
-"""What a train step and a decode step compute and move, and the least times that follow.
+"""Predicts the times of a train step and a decode step by rooflines.
 
-A prediction by rooflines: FLOPs and bytes are counted by formulas (`cost_analysis` of a compiled
-program does not see our kernels), and times divide them by the figures of gpus.py. Work on a device
-and its transfers may overlap or not, so a train step takes between the largest of its times and
-their sum. Left out: waiting for the slowest device, kernels' launches, rewards.
+FLOPs and bytes are counted by formulas (`cost_analysis` of a compiled program does not see our
+kernels) and divided by the figures of gpus.py. Work on a device and its transfers may overlap or
+not, so a train step takes between the largest of its times and their sum. Left out: waiting for the
+slowest device, kernel launches, rewards.
 
 Train step: for a token of a layer, a linear layer of P parameters takes 2 P FLOPs in the forward
 pass, as much again where the layer is recomputed, and 2 P each for the gradients of its input and
@@ -37,8 +37,8 @@ from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import MESH_AXES
 
-_ATTENTION_BACKWARD = 2.5  # of the forward pass
-_ADAM_BYTES = 28  # a parameter: reads master, moments, gradient; writes the first three
+_ATTENTION_BACKWARD = 2.5  # FLOPs over those of the forward pass
+_ADAM_BYTES = 28  # per parameter: reads master, two moments, gradient; writes the first three
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,10 @@ class StepCost:
 
     Attributes:
       flops: {part of the model: FLOPs}.
-      transfers: {'mesh axis: what a device receives over it': (bytes from devices of its own host,
-        bytes from others)}.
-      seconds: {what takes the time: seconds}.
-      tokens: of the update, on all devices.
+      transfers: {'mesh axis: what a device receives over it': (bytes from devices of its host,
+        bytes from other hosts)}.
+      seconds: {part of the work: seconds}.
+      tokens: number of the update's tokens, on all devices.
     """
 
     flops: dict[str, float]
@@ -60,34 +60,34 @@ class StepCost:
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The part of the work that takes longest."""
         return max(self.seconds, key=lambda name: self.seconds[name])
 
     @property
     def least_seconds(self) -> float:
-        """Everything overlaps with what takes longest."""
+        """Seconds if everything overlaps with the longest part."""
         return self.seconds[self.bound]
 
     @property
     def most_seconds(self) -> float:
-        """Nothing overlaps."""
+        """Seconds if nothing overlaps."""
         return sum(self.seconds.values())
 
 
 def attention_features(model: ModelConfig) -> int:
-    """Products of a query and a key, and of a weight and a value, in all heads together."""
+    """Returns the multiplications per query and key, for score and weighted value, in all heads."""
     if model.latent:
         return model.num_attention_heads * (2 * model.kv_lora_rank + model.qk_rope_head_dim)
     return 2 * model.num_attention_heads * model.head_dim
 
 
 def step_flops(model: ModelConfig, work: Workload, tensor: int = 1) -> dict[str, float]:
-    """{part of the model: FLOPs of a device} in an update.
+    """Returns {part of the model: FLOPs of a device} in an update.
 
     Args:
-      model: shapes.
-      work: of a device; all its tokens count, padding too.
-      tensor: devices that share each layer by columns and heads.
+      model: shapes of the model.
+      work: work of a device; all its tokens count, padding too.
+      tensor: number of devices that share each layer by columns and heads.
     """
     counts = parameter_counts(model)
     linear = counts.active - counts.tables
@@ -103,9 +103,9 @@ def step_flops(model: ModelConfig, work: Workload, tensor: int = 1) -> dict[str,
 
 
 def same_host(mesh: Mesh | AbstractMesh, axis: str, hosts: int) -> int:
-    """How many of the devices along an axis are on one host, itself included.
+    """Returns how many of the devices along an axis are on one host.
 
-    Devices are numbered host by host, and the last axis of the mesh varies first.
+    Devices are numbered host by host, and the last axis of the mesh varies fastest.
     """
     stride = math.prod(mesh.shape[name] for name in MESH_AXES[MESH_AXES.index(axis) + 1 :])
     host = mesh.size // hosts
@@ -113,10 +113,9 @@ def same_host(mesh: Mesh | AbstractMesh, axis: str, hosts: int) -> int:
 
 
 def _exchanged(model: ModelConfig, work: Workload, devices: int) -> list[tuple[str, str, float]]:
-    """What tokens and their experts send each other (models/parallel/experts.py), in an update.
-
-    A row goes to all devices of the axis, its k results come back from those that hold its experts.
-    """
+    """Lists the exchange of tokens and experts in an update (models/parallel/experts.py), as (mesh
+    axis, what is received, bytes). A row goes to all devices of the axis; its k results come back
+    from those that hold its experts."""
     width, chosen = model.hidden_size, model.num_experts_per_tok
     tokens = work.tokens * work.micro_batches * (model.num_hidden_layers - model.dense_layers)
     again = work.remat == "full" or passes_of(work.tokens, devices) > 1  # passes are recomputed too
@@ -133,8 +132,8 @@ def _exchanged(model: ModelConfig, work: Workload, devices: int) -> list[tuple[s
 
 
 def _columns(model: ModelConfig, work: Workload, devices: int) -> float:
-    """Bytes over `tensor`: inputs of o and down in FP8 and their outputs in bf16, forward; two
-    float32 all-reduces and two float32 reduce-scatters, and the inputs again, backward."""
+    """Returns the bytes over `tensor`: forward, inputs of o and down in FP8 and their outputs in
+    bf16; backward, two float32 all-reduces, two float32 reduce-scatters, and the inputs again."""
     tokens = work.tokens * work.micro_batches * model.num_hidden_layers
     inputs = model.num_attention_heads * model.head_dim + model.intermediate_size
     forward = inputs * (1 + 4 / 128) + 2 * 2 * model.hidden_size
@@ -146,7 +145,7 @@ def _columns(model: ModelConfig, work: Workload, devices: int) -> float:
 def step_transfers(
     model: ModelConfig, recipe: Recipe, mesh: Mesh | AbstractMesh, work: Workload, hosts: int
 ) -> dict[str, tuple[float, float]]:
-    """`StepCost.transfers` of an update.
+    """Returns `StepCost.transfers` of an update.
 
     Of n devices along an axis, of which m are on one host, n - m of n - 1 shares come from others.
     """
@@ -178,11 +177,11 @@ def step_transfers(
 
 
 def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
-    """The cost of a train step on each device.
+    """Returns the cost of a train step on each device.
 
     Args:
-      planned: the configuration, and the devices.
-      plan: of its train step.
+      planned: configuration and devices.
+      plan: memory plan of its train step.
     """
     model, recipe = planned.resolved.model, planned.resolved.learner_recipe
     mesh, gpu, work = planned.mesh, planned.gpu, plan.work
@@ -221,13 +220,13 @@ def decode_seconds(
     length: int,
     gpu: Gpu,
 ) -> dict[str, float]:
-    """{part of the model: seconds of a decode step} on each device; their sum is the step's.
+    """Returns {part of the model: seconds of a decode step} on each device, which add up.
 
     Args:
-      model, recipe: of the sampler.
-      mesh: without columns over `tensor`.
-      sequences: of a device.
-      length: tokens that a sequence has in the cache, on average.
+      model, recipe: the sampler's model and recipe.
+      mesh: mesh whose axis `tensor` is 1.
+      sequences: number of sequences on a device.
+      length: mean number of a sequence's tokens in the cache.
       gpu: one of GPUS.
     """
     own = weight_bytes(weight_shapes(model, recipe, recipe), mesh)

@@ -5,7 +5,7 @@
     sft, metrics, eval, samples .jsonl --> summary: figures, a sentence, notes --+
     config.json                            plots: panels as SVG -----------------+-> report.html
     drift.json --------------------------> drift: a section of panels -----------+-> drift.html
-    metrics: the table of metrics, which says what a line is and which panel draws it
+    metrics: the table of metrics: meaning of every key, and the panel that draws it
 
 Read first: metrics.py, then summary.py (`summarise`) and run.py (`write_report`). No jax is
 imported, so a report opens at once.

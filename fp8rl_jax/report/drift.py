@@ -1,4 +1,4 @@
-"""A drift analysis (drift.json, written by `fp8rl drift` or by the run) as a section of a page."""
+"""Renders a drift analysis (drift.json of `fp8rl drift` or of the run) as a section of a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_OPERATIONS, _MOST_LAYERS = 500, 10_000
 
 
 def drift_section(directory: pathlib.Path) -> Markup:
-    """The section for `directory`/drift.json; empty where there is none.
+    """Returns the section for `directory`/drift.json; empty if there is no such file.
 
     Raises:
       UserError: the file is damaged.
@@ -70,13 +70,13 @@ def _section(result: dict) -> Markup:
 
 
 def _worst_token(row: dict) -> list:
-    """A row of the table of the tokens that drift most."""
+    """Returns a row of the table of the tokens that drift most."""
     where = [row[name] for name in ("before", "token", "row", "slot")]
     return [*where, f"{row['rollout_logp']:.3f}", f"{row['difference']:+.3g}"]
 
 
 def _of_step(result: dict) -> str:
-    """A sentence that says which step or questions were analysed."""
+    """Returns a sentence that says which step or questions were analysed."""
     if "step" in result:
         return f"RL step {result['step']}, run again from its own weights and questions:"
     source = result.get("source", "a sample of its own")
@@ -84,7 +84,7 @@ def _of_step(result: dict) -> str:
 
 
 def headline(head: dict, logits: dict | None) -> list[tuple[str, str]]:
-    """(figure, value) of an analysis' headline and its comparison of logits, as text."""
+    """Returns (figure, value) of an analysis' headline and its comparison of logits, as text."""
     rows = [
         ("Tokens compared", number(head["drift_tokens"])),
         ("Max |Δlogp|", exact(head[DRIFT_MAX])),
@@ -100,7 +100,7 @@ def headline(head: dict, logits: dict | None) -> list[tuple[str, str]]:
 
 
 def exact(value: float) -> str:
-    """A number as text that tells 0 from what rounds to it."""
+    """Formats a number so that 0 differs from values that round to 0."""
     return "0 exactly" if value == 0 else f"{value:.3g}"
 
 
@@ -144,7 +144,7 @@ def _of_causes(result: dict) -> list[Panel]:
 
 
 def _of_values(operations: list[dict]) -> Panel:
-    """A map: operations from top to bottom, layers from left to right; blank is bit-equal."""
+    """Draws a map: operations from top to bottom, layers from left to right; blank is bit-equal."""
     rows = [row for row in operations if row["layer"] is not None]
     names = list(dict.fromkeys(row["op"] for row in rows))
     layers = max(row["layer"] for row in rows) + 1

@@ -1,4 +1,4 @@
-"""Pages from the templates beside this file. Every value is escaped, so it is shown as text."""
+"""Writes pages from the templates in this folder. Every value is escaped, so it shows as text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from markupsafe import Markup
 from fp8rl_jax.base.errors import visible
 from fp8rl_jax.base.whole_file import write_whole
 
-_LONGEST = 100_000  # characters of a cell or of the configuration
+_LONGEST = 100_000  # most characters of a value on a page
 
 
 def _shown(value: object) -> str:
-    """The text of a value before HTML is escaped: itself or as JSON, with control characters and
-    marks of direction made visible, and without its middle if it is too long for a page. Markup
+    """Returns the text of a value before HTML is escaped: the value or its JSON, with control
+    characters and marks of direction made visible, and without its middle if it is too long. Markup
     (of a template) is unchanged."""
     if isinstance(value, Markup):
         return value
@@ -39,7 +39,7 @@ _TEMPLATES = jinja2.Environment(
 
 
 def render(template: str, **values) -> Markup:
-    """A template filled with the values."""
+    """Fills a template with the values."""
     return Markup(_TEMPLATES.get_template(template).render(values))
 
 

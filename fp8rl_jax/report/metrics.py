@@ -17,11 +17,12 @@ class Metric(NamedTuple):
 
     Attributes:
       name: the key; a word in capitals stands for any text, K for a number.
-      unit: of the value; "share" is a number from 0 to 1, "text" a string.
-      meaning: what the value is.
+      unit: unit of the value; "share" is a number from 0 to 1, "text" a string.
+      meaning: description of the value.
       panel: title of the plot of report.html that draws it; empty for none.
-      live: format of the value in the live line; empty if it is not there.
-      when: what a run must have for the key to be written; empty for always.
+      live: format of the value in the live line, which leaves out what a step did not write; empty
+        for none.
+      when: condition under which a run writes the key; empty for always.
     """
 
     name: str
@@ -32,13 +33,13 @@ class Metric(NamedTuple):
     when: str = ""
 
     def among(self, keys: Iterable[str]) -> list[str]:
-        """The keys that the name stands for."""
+        """Returns those of `keys` that the name stands for."""
         pattern = re.sub("[A-Z]+", lambda word: r"\d+" if word[0] == "K" else ".+", self.name)
         return [key for key in keys if re.fullmatch(pattern, key, re.DOTALL)]
 
 
 def _only_with(when: str, *metrics: Metric) -> tuple[Metric, ...]:
-    """Metrics that need the same of a run."""
+    """Gives metrics the same `when`."""
     return tuple(metric._replace(when=when) for metric in metrics)
 
 
@@ -284,8 +285,8 @@ _SAMPLES = (
     Metric("reward", "reward", "of the response; null if it was not scored"),
 )
 
-# {heading of a section of report.html: file that has its metrics, and the metrics in the order of
-# plots and lines}, in the order of the report.
+# {heading of a section of report.html: (file of its metrics, metrics in the order of plots and
+# lines)}, in the order of the report.
 SECTIONS = {
     "Held-out accuracy": ("eval", _ACCURACY),
     "Reward": ("metrics", _REWARD),
@@ -298,7 +299,7 @@ SECTIONS = {
     "Supervised fine-tuning": ("sft", _SFT),
 }
 
-# {name of a file without .jsonl: its keys}.
+# {name of a file without .jsonl: its metrics}.
 FILES = {
     file: [metric for name, section in SECTIONS.values() if name == file for metric in section]
     for file in ("metrics", "sft", "eval")
@@ -307,7 +308,7 @@ FILES["samples"] = [*_SAMPLES]
 
 
 def find(file: str, key: str) -> Metric | None:
-    """The entry of a key of `file`.jsonl, such as 'metrics' and 'reward_mean'; None without one."""
+    """Returns the metric of a key of `file`.jsonl ('metrics', 'reward_mean'); None if unknown."""
     return next((metric for metric in FILES[file] if metric.among([key])), None)
 
 

@@ -1,7 +1,7 @@
-"""Plots as SVG images, one for each panel of a page.
+"""Draws plots as SVG images, one for each panel of a page.
 
-An image holds numbers, and names of operations as shapes of letters; titles and legends are text of
-the page. A page shows it in an <img>, where a browser runs nothing of it.
+Letters in an image are shapes; titles and legends are text of the page. A page shows the image in
+an <img>, where a browser runs no script of it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fp8rl_jax.report.summary import steps_text
 # Okabe and Ito's palette: distinct to colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
 _DASHES = ("solid", "dashed", "dotted")
-MOST_LINES = 21  # in a panel: as many as there are pairs of colour and dash
-_MOST_POINTS = 2000  # of a line
-_LONGEST_LABEL, _LONGEST_NAME = 80, 40  # characters, in a legend and beside an axis
+MOST_LINES = 21  # most lines of a panel: the number of pairs of colour and dash
+_MOST_POINTS = 2000  # most points that are drawn of a line
+_LONGEST_LABEL, _LONGEST_NAME = 80, 40  # most characters in a legend and next to an axis
 _LARGEST = 1e30
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -62,18 +62,18 @@ class Panel(NamedTuple):
 def draw_panel(
     title: str, draw: Callable[[Axes], None], legend: Sequence[Mark] = (), height: float = 2.6
 ) -> Panel:
-    """A panel of 4.2 inches by `height` in which `draw` has drawn."""
+    """Returns a panel of 4.2 inches by `height`, drawn by `draw`."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(4.2, height), layout="constrained")
         draw(figure.add_subplot())
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    image = Markup(base64.b64encode(buffer.getvalue()).decode("ascii"))  # not to be cut
+    image = Markup(base64.b64encode(buffer.getvalue()).decode("ascii"))  # Markup is not shortened
     return Panel(title, image, legend)
 
 
 def mark(index: int, label: str = "") -> Mark:
-    """The `index`-th line's row of a legend."""
+    """Returns the legend's row for the `index`-th line."""
     dash = _DASHES[index // len(COLOURS) % len(_DASHES)]
     return Mark(COLOURS[index % len(COLOURS)], dash, label[:_LONGEST_LABEL])
 
@@ -85,14 +85,16 @@ def lines_panel(
     symlog: bool = False,
     limits: tuple[float | None, float | None] = (None, None),
 ) -> Panel | None:
-    """A panel with those of the lines that have a finite value; None if there is none.
+    """Draws the lines that have a finite value; returns None if no line has.
 
     The i-th line has the same colour and dash in every panel.
 
     Args:
+      title: title of the panel.
+      lines: label, steps and values of each line.
       x: label of the horizontal axis.
-      symlog: the scale is linear near 0 and logarithmic above; the legend counts the zeros.
-      limits: of the vertical axis; None follows the values.
+      symlog: whether the scale is linear near 0 and logarithmic above; the legend counts the zeros.
+      limits: limits of the vertical axis; None follows the values.
     """
     every = [(mark(i, line[0]), line[1], drawable(line[2])) for i, line in enumerate(lines)]
     shown = [line for line in every if np.isfinite(line[2]).any()][:MOST_LINES]
@@ -106,7 +108,7 @@ def lines_panel(
 
     def draw(ax: Axes) -> None:
         for i, ((row, steps, values), kept) in enumerate(zip(shown, drawn, strict=True)):
-            # Lines that coincide at 0 show, and a run of one step.
+            # Wider lines first, so that all show that coincide at 0; markers show single steps.
             style: dict[str, Any] = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
             style["marker"] = "o" if len(steps) <= 40 else None
             ax.plot(steps[kept], values[kept], color=row.colour, ls=row.dash, **style)
@@ -126,7 +128,7 @@ def lines_panel(
 
 
 def thinned(values: np.ndarray) -> np.ndarray:
-    """Indices of the values (N,) that are drawn: all, or the least and the largest of every few."""
+    """Returns the indices of values (N,) to draw: all, or minimum and maximum of every few."""
     if len(values) <= _MOST_POINTS:
         return np.arange(len(values))
     groups = np.array_split(np.arange(len(values)), _MOST_POINTS // 2)
@@ -135,18 +137,18 @@ def thinned(values: np.ndarray) -> np.ndarray:
 
 
 def left_out(values: np.ndarray, kept: np.ndarray) -> str:
-    """A note with the number of drawn values; '' if all are drawn."""
+    """Returns a note with the number of drawn values; '' if all are drawn."""
     few = f" ({len(kept):,} of {len(values):,} points drawn)"
     return few if len(kept) < len(values) else ""
 
 
 def drawable(values: np.ndarray) -> np.ndarray:
-    """The values, NaN in the place of those whose axis could not be divided."""
+    """Replaces values by NaN that are too large for the ticks of an axis."""
     return np.where(np.abs(values) < _LARGEST, values, np.nan)
 
 
 def label_text(text: str) -> str:
-    """A name beside an axis, not as TeX, which matplotlib would read between two $."""
+    """Shortens a name next to an axis and escapes $, between which matplotlib would read TeX."""
     return visible(text)[:_LONGEST_NAME].replace("$", r"\$")
 
 

@@ -1,4 +1,4 @@
-"""One HTML page about a run: accuracy, reward, drift, FP8 health, time, samples.
+"""Writes one HTML page about a run: accuracy, reward, drift, FP8 health, time, samples.
 
 `write_report` reads a run directory (see summary.py) and writes report.html into it, a single
 file without scripts or links.
@@ -54,7 +54,7 @@ from fp8rl_jax.report.summary import (
 
 _NAMES = {"sft": "SFT", "rl": "RL"}
 _SAMPLES_SHOWN = 12
-_MOST_FIELDS = 200  # that differ between runs
+_MOST_FIELDS = 200  # most fields that are listed as different between runs
 _DRIFT = "Drift between rollout and learner"
 # {section of SECTIONS: caption of its plots}, in the order of the page.
 _CAPTIONS = {
@@ -72,11 +72,11 @@ _CAPTIONS = {
     "Supervised fine-tuning": "Updates before RL.",
 }
 _SYMLOG = (_DRIFT, "FP8 health")
-_OPTIONAL = ("Experts", "Continuous batching")  # left out for a dense model, a static rollout
+_OPTIONAL = ("Experts", "Continuous batching")  # sections that are left out without panels
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """(N,) means of each value and those before it: 20 values, or a fifth of a shorter run."""
+    """Returns running means (N,) over the last 20 values, or over a fifth of a shorter run."""
     window = max(2, min(20, len(values) // 5))
     recent = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return np.array([statistic(part, np.mean) for part in recent], float)
@@ -90,7 +90,7 @@ _DRAWN: dict[str, dict[str, Callable[[np.ndarray], np.ndarray]]] = {
 
 
 def _lines(rows: list[dict], metrics: Iterable[Metric]) -> list[Line]:
-    """Lines of the metrics that were recorded."""
+    """Returns the lines of the metrics that were recorded."""
     recorded = keys_with(rows, "")
     lines = []
     for key in [key for metric in metrics for key in metric.among(recorded)][:MOST_LINES]:
@@ -101,7 +101,7 @@ def _lines(rows: list[dict], metrics: Iterable[Metric]) -> list[Line]:
 
 
 def _panels(run: RunFiles, section: str) -> list[Panel | None]:
-    """The plots of a section, with a line for each recorded metric; None where there is none."""
+    """Draws a section's plots, with a line for each recorded metric; None for an empty plot."""
     if section == "Held-out accuracy":
         return _accuracy_panels(run)
     if section == "Time":
@@ -119,7 +119,8 @@ def _panels(run: RunFiles, section: str) -> list[Panel | None]:
 
 
 def _accuracy(run: RunFiles, phase: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps of a phase and its accuracies, 'greedy' or 'sampled'; RL begins where SFT ended."""
+    """Returns the steps of a phase and its accuracies of a kind, 'greedy' or 'sampled'; RL begins
+    with the last accuracy of SFT, as step 0."""
     rows, of_sft = run.phase(phase), run.phase("sft")
     if phase == "rl" and of_sft and rows and rows[0].get("step", 0) > 0:
         rows = [of_sft[-1] | {"step": 0}, *rows]
@@ -131,7 +132,7 @@ def _mean_reward(run: RunFiles) -> tuple[np.ndarray, np.ndarray]:
     return steps, _running_mean(values)
 
 
-# {title of a plot of several runs: from a run to the steps and values of its line}.
+# {title of a plot of several runs: function of a run that returns steps and values of its line}.
 _COMPARED: dict[str, Callable[[RunFiles], tuple[np.ndarray, np.ndarray]]] = {
     "Reward": _mean_reward,
     "Accuracy, greedy": lambda run: _accuracy(run, "rl", "greedy"),
@@ -141,7 +142,7 @@ _COMPARED: dict[str, Callable[[RunFiles], tuple[np.ndarray, np.ndarray]]] = {
 
 
 def _accuracy_panels(run: RunFiles) -> list[Panel | None]:
-    """A plot for SFT and one for RL, on one scale."""
+    """Draws a plot for SFT and one for RL, with the same scale."""
     kinds = ("greedy", "sampled")
     lines = {
         name: [(kind, *_accuracy(run, phase, kind)) for kind in kinds]
@@ -157,7 +158,7 @@ def _accuracy_panels(run: RunFiles) -> list[Panel | None]:
 
 
 def _phases(rows: list[dict]) -> list[str]:
-    """Recorded parts of a step: those of the table in its order, then others."""
+    """Lists the recorded phases of a step: those of the table in its order, then others."""
     known = [name[5:] for name, *_ in SECTIONS["Time"][1] if name.startswith("time_")]
     found = {key[5:] for key in keys_with(rows, "time_")} - {"step"}
     return ([p for p in known if p in found] + sorted(found - set(known)))[:MOST_LINES]
@@ -188,7 +189,7 @@ def _time_panels(rows: list[dict]) -> list[Panel | None]:
 
 
 def _times(rows: list[dict]) -> list[tuple[str, str, str]]:
-    """(phase, first step, median of the later steps) as text."""
+    """Returns (phase, seconds of the first step, median of the later steps) as text."""
     names = [*_phases(rows), "step"] if rows else []
     first = (statistic(series(rows[:1], f"time_{name}")[1], np.max) for name in names)
     later = (typical(rows, f"time_{name}") for name in names)
@@ -224,7 +225,7 @@ def _key_figures(run: RunFiles, s: dict) -> list[tuple[str, str]]:
 
 
 def _samples(run: RunFiles) -> dict[str, Any]:
-    """The samples of the last step that has some, and a sentence on what they are."""
+    """Returns the samples of the last step that has any, and a sentence that names the step."""
     where = [(row.get("phase", "rl"), row.get("step")) for row in run.samples]
     rows = [row for row, w in zip(run.samples, where, strict=True) if w == where[-1]]
     keys = ("prompt", "response", "answer", "reward")
@@ -234,8 +235,8 @@ def _samples(run: RunFiles) -> dict[str, Any]:
 
 
 def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
-    """Plots with a line per run, a table of figures with a row per run, and one of the fields of
-    the configuration that differ with a column per run."""
+    """Returns plots with a line per run, a table of figures with a row per run, and a table of the
+    configurations' differing fields with a column per run."""
     names, rows = [run.path.resolve().name for run in runs], []
     if len(set(names)) < len(names):
         names = [str(run.path) for run in runs]
@@ -267,7 +268,7 @@ def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
 
 
 def _fields(config: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(section.field, value) of a configuration."""
+    """Yields (section.field, value) of a configuration."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _fields(value, f"{prefix}{name}.")
@@ -302,7 +303,7 @@ def write_report(
 
 
 def _sections(run: RunFiles, s: dict) -> Iterator[tuple]:
-    """(heading, panels, caption, times of phases or None, analysis of drift or "")."""
+    """Yields (heading, panels, caption, times of phases or None, analysis of drift or "")."""
     for title, caption in _CAPTIONS.items():
         panels = [panel for panel in _panels(run, title) if panel]
         if title == "Held-out accuracy" and (s["questions"] or 0) > 0:

@@ -1,8 +1,8 @@
-"""The figures that a report opens with, computed from the files of a run directory.
+"""Computes the figures with which a report opens from the files of a run directory.
 
-A figure that was not recorded is None, and "exactly 0" appears only where every recorded step is
-0.0. Times are medians over all steps but the first, which
-usually compiles; means of drift weight each step by its `drift_tokens`. No jax is imported.
+A figure that was not recorded is None, and "exactly 0" appears only if every recorded step is 0.0.
+Times are medians over all steps but the first, which usually compiles; means of drift weight each
+step by its `drift_tokens`. No jax is imported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fp8rl_jax.report.verdicts import step_verdicts
 TYPICAL: tuple[str, ...] = ("time_step", "time_rollout", "time_learner")
 TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
 MISSING = "not recorded"
-_MOST_STEPS = 8  # that a note names
+_MOST_STEPS = 8  # most steps that a note names
 _MOST_FLAT = 0.5  # share of groups without a gradient above which a note says so
 # Culprits of drift whose advice is a field of the configuration.
 _SET_BY_THE_USER = ("recipe", "layers", "kv", "scaling")
-_MOST_KEYS = 10_000  # of a record, which has about a hundred
-_LARGEST_BITS = 1000  # of an integer; a float ends at 1024
+_MOST_KEYS = 10_000  # most keys of a record, which has about a hundred
+_LARGEST_BITS = 1000  # most bits of an integer; a float's range ends at 1024
 _TOKEN_MEANS = ("logprob_equal_frac", "token_mult_prob_error", "mismatch_kl", "tis_clipfrac")
 
 
@@ -58,7 +58,7 @@ class RunFiles:
 
     @property
     def compared(self) -> list[dict]:
-        """Steps whose drift was measured; a step that compared no token says nothing."""
+        """Steps whose drift was measured, on at least one token."""
         return [row for row in self.metrics if DRIFT_MAX in row and row.get("drift_tokens", 1)]
 
     @property
@@ -84,7 +84,7 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
     run = RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
     if run.field("sft", "steps") == "0":
         notes[:] = [note for note in notes if not note.startswith("sft.jsonl")]
-    # Of several held-out sets the first is shown.
+    # The report shows the first of several held-out sets.
     first_set = run.eval[0].get("set") if run.eval else None
     run.eval[:] = [row for row in run.eval if row.get("set") == first_set]
     return run
@@ -112,7 +112,7 @@ def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
 
 
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
-    """The lines that are not blank; a line longer than LONGEST is cut, so it is no JSON."""
+    """Yields the lines that are not blank; a line longer than LONGEST is cut, so it is no JSON."""
     with open(path, "rb") as file:
         while line := file.readline(LONGEST):
             rest = line
@@ -123,10 +123,10 @@ def _lines(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def _row(value: Any) -> dict:
-    """A record, with integers that no float can hold as infinity.
+    """Checks a record, and replaces integers that no float can hold by infinity.
 
     Raises:
-      ValueError: it is no object, has no finite step, or a name of a phase or set that is no text.
+      ValueError: it is no object, its step is no finite number, or its phase or set is no text.
     """
     if not isinstance(value, dict) or len(value) > _MOST_KEYS:
         raise ValueError("it is no record")
@@ -142,7 +142,7 @@ def _row(value: Any) -> dict:
 
 
 def series(rows: Iterable[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of `key` where a row has it; null (how NaN may be written) becomes NaN."""
+    """Returns steps and values of `key` in the rows that have it; null (a written NaN) is NaN."""
     pairs = [(row.get("step", i), row.get(key, "")) for i, row in enumerate(rows)]
     pairs = [(s, v) for s, v in pairs if not isinstance(v, str | list | dict)]
     return np.array([s for s, _ in pairs], float), np.array([v for _, v in pairs], float)
@@ -156,7 +156,7 @@ def statistic(values: np.ndarray, reduce: Callable) -> float | None:
 
 
 def typical(rows: list[dict], key: str) -> float | None:
-    """Median over all steps but the first, which usually compiles."""
+    """Returns the median over all steps but the first, which usually compiles."""
     return statistic(series(rows[1:], key)[1], np.median)
 
 
@@ -173,7 +173,7 @@ def _token_mean(rows: list[dict], key: str) -> float | None:
 
 
 def summarise(run_dir: str | os.PathLike) -> dict:
-    """Headline figures of a run; a figure that was not recorded is None.
+    """Returns the headline figures of a run; a figure that was not recorded is None.
 
     Args:
       run_dir: directory with config.json and, as far as the run got, sft.jsonl, metrics.jsonl,
@@ -192,7 +192,7 @@ def summarise(run_dir: str | os.PathLike) -> dict:
         drift_steps, drift_tokens: steps and response tokens whose log-probs were compared.
         drift_max, drift_mean: maximum and mean |dlogp|, nats; None too if a step's is not finite.
         drift_exactly_zero: whether the maximum is 0.0 at every compared step.
-        steps_with_drift: how many of them it is not 0.0 at.
+        steps_with_drift: number of compared steps whose maximum is not 0.0.
         logprob_equal_frac: share of bit-equal log-probs.
         token_mult_prob_error, mismatch_kl, tis_clipfrac: means over the compared tokens.
         time_step_first: seconds of the first step.
@@ -287,15 +287,15 @@ def _warnings(run: RunFiles, s: dict) -> list[str]:
 
 
 def _same_recipes(run: RunFiles) -> bool:
-    """Whether both sides have the same forward pass: the names are equal, or, where two names or
-    the other fields of `precision` come to the same, the run compared checksums of the weights,
-    which it does for such recipes alone."""
+    """Returns whether both sides have the same forward pass: their recipes have equal names, or the
+    run compared checksums of the weights, which it does only for recipes with equal forward passes.
+    """
     equal_names = run.field("precision", "rollout") == run.field("precision", "learner")
     return equal_names or any("refit_checksum_ok" in row for row in run.metrics)
 
 
 def _drift_note(run: RunFiles, s: dict) -> str:
-    """A sentence: the steps at which a run with equal recipes drifted, and which were analysed."""
+    """Returns a sentence: steps at which a run with equal recipes drifted, and those analysed."""
     steps, values = series(run.compared, DRIFT_MAX)
     steps, values = steps[values != 0], values[values != 0]
     named = "RL step" + "s" * (len(steps) > 1) + " "
@@ -312,7 +312,7 @@ def _drift_note(run: RunFiles, s: dict) -> str:
 
 
 def _advice(run: RunFiles, s: dict) -> str | None:
-    """A sentence on what to do about drift in a run that must have none, or None."""
+    """Returns a sentence on what to do about drift in a run that must have none, or None."""
     setting = run.field("precision", "zero_drift")
     if not s["steps_with_drift"] or setting == "report" or not _same_recipes(run):
         return None
@@ -335,7 +335,8 @@ def _advice(run: RunFiles, s: dict) -> str | None:
 
 
 def device(run: RunFiles, key: str) -> str | None:
-    """A value that the run's last start recorded about its devices (`environment`), or None."""
+    """Returns a value that the run's last start recorded about its devices (environment.json), or
+    None."""
     try:
         return str(read_json(run.path / "environment.json")[-1]["devices"][key])
     except (OSError, ValueError, LookupError, TypeError):
@@ -357,17 +358,17 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def near_one(value: float | None) -> str:
-    """1 only when it is exactly 1: 1.0000000003 reads 1 + 3e-10."""
+    """Formats a number as 1 only if it is exactly 1: 1.0000000003 reads 1 + 3e-10."""
     return number(value) if value is None or value == 1 else f"1 + {value - 1:.3g}"
 
 
 def share(value: float | None) -> str:
-    """A percentage that reads 0 % or 100 % only when the value is exactly 0 or 1."""
+    """Formats a share as a percentage that is 0 % or 100 % only if the value is exactly 0 or 1."""
     if value is None:
         return MISSING
     if 0 < value < 5e-4 or 1 - 5e-4 < value < 1:
         return f"{value * 100:.1g} %" if value < 0.5 else f"all but {(1 - value) * 100:.1g} %"
-    if abs(value) >= 100:  # of a reward that is not an accuracy
+    if abs(value) >= 100:  # a reward that is not an accuracy
         return f"{value * 100:.3g} %"
     return f"{value * 100:.1f}".removesuffix(".0") + " %"
 
@@ -379,7 +380,8 @@ def drift_text(s: dict) -> str:
 
 
 def _is_graded(run: RunFiles) -> bool:
-    """True if a reward is more than right or wrong: its mean is not the share of right answers."""
+    """Returns whether the reward has other values than right and wrong, so that its mean is not the
+    share of right answers."""
     pairs = [(row.get("accuracy_sampled"), row.get("pass@1")) for row in run.eval]
     numbers = (int, float)
     return any(

@@ -1,4 +1,4 @@
-"""The verdicts of drift analyses of a run's own steps, from its drift.json."""
+"""Reads the verdicts of drift analyses of a run's steps from its drift.json."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pathlib
 from fp8rl_jax.base.json_file import read_json
 
 NAME = "drift.json"
-LONGEST = 100_000_000  # bytes
+LONGEST = 100_000_000  # most bytes of drift.json
 
 
 def step_verdicts(directory: pathlib.Path) -> list[dict]:
-    """Verdicts on a run's own steps, in order: dicts of step, drift, culprit, sentence and advice.
-    [] without a drift.json that can be read."""
+    """Returns the verdicts on a run's steps, in order: dicts of step, drift, culprit, sentence and
+    advice; [] if no drift.json can be read."""
     try:
         result = read_json(directory / NAME, LONGEST)
         found = list(result.get("earlier", []))

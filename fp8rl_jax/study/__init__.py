@@ -8,6 +8,12 @@
     frame.Found (numbers) -> judge: hypotheses, by statistics and measures
                           -> result, tables, figure -> study.json, study.md, study.png
 
+Words: a *subject* is a trained model of one seed, with its task; a *cell* a measurement that is
+made once and kept in a file; a *view* a recipe (with or without routing replay) under which samples
+are scored; an *arm* an RL run of a subject with some fields changed; a *rung* a model of `scale`'s
+ladder; a *zone* the range in which a hypothesis wants its figure; *D* a token's log-probability of
+the learner minus that of the rollout.
+
 Read `frame` first: it has the form of a study, and the one loop that runs it. Each study is the
 value STUDY of a module: `layers`, `cases`, `kv`, `scale`, `training`, `accuracy`. `writing` has
 tables and panels, `scoring` samples and scores, `gemm_flow` and `outliers` what one study measures.

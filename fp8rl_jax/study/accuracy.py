@@ -1,21 +1,21 @@
 """`fp8rl study accuracy`: what precision and correction cost in accuracy after RL.
 
-"FP8-RL", as its digest tells it, trains an 8B model with an FP8 rollout and a bf16 learner: with
-truncated importance sampling (TIS) it tracks BF16, and without it degrades. NVIDIA's report on FP8
-for RL gives Llama 3.1 8B 0.616 in BF16, 0.586 with FP8 generation only and 0.613 in FP8 end to end
-after 4,000 steps. Here all arms of a seed have one start, one order of questions and the same
-sampling keys, so the figures are differences within seeds.
+"FP8-RL", according to a digest of it, trains an 8B model with an FP8 rollout and a bf16 learner:
+with truncated importance sampling (TIS) it tracks BF16, and without TIS it degrades. NVIDIA's
+report on FP8 for RL gives Llama 3.1 8B 0.616 in BF16, 0.586 with FP8 generation only and 0.613 in
+FP8 end to end after 4,000 steps. Here all arms of a seed have the same start, order of questions
+and sampling keys, so the figures are differences within seeds.
 
-Every arm is evaluated under bf16, which is one engine for all, and under its own rollout's recipe.
-The hypotheses take the former: they are about what was learned.
+Every arm is evaluated under bf16, the same engine for all, and under its own recipe. The hypotheses
+use the accuracy under bf16: they are about what was learned.
 
-Differences of 0.03 may be below the noise of a small model, so there are two *stress* arms in
-which the mismatch is large: an FP8 rollout whose activations have a fixed scale that clips what is
-above CLIP, as a scale that was calibrated once and is out of date does, with a learner in bf16. How
-much is above CLIP depends on the model, so whether the mismatch is large is a hypothesis too.
+Differences of 0.03 may be below the noise of a small model, so two *stress* arms have a large
+mismatch: an FP8 rollout whose activations have a fixed scale that clips them at CLIP, like a scale
+that was calibrated once and is out of date, with a learner in bf16. How many activations are above
+CLIP depends on the model, so whether the mismatch is large is a hypothesis too.
 
-The unit is the seed. Hypotheses that allow for a margin look at the mean over seeds alone; those of
-a direction want every seed to agree. One seed resolves nothing. Two seeds may have nearly the same
+The unit is the seed. Hypotheses with a margin look only at the mean over seeds; those about a
+direction require every seed to agree. One seed resolves nothing. Two seeds may have nearly the same
 difference by chance, so the standard deviation of a difference is taken as at least the noise of
 its two evaluations: the root of the sum of their squared standard errors, clustered by question.
 The arms answer the same questions, so the noise of a difference is smaller than that; this errs
@@ -40,8 +40,8 @@ from fp8rl_jax.study.subjects import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MARGIN = 0.03  # of sampled accuracy; about NVIDIA's difference between BF16 and FP8 generation only
-CLIP = 32.0  # of the activations in the rollout of the stress arms
+MARGIN = 0.03  # in sampled accuracy; NVIDIA's difference between BF16 and FP8 generation only
+CLIP = 32.0  # largest activation in the rollout of the stress arms
 
 _BF16: Fields = {
     "precision.rollout": "bf16",
@@ -121,7 +121,7 @@ STRESS_RECOVERS = Hypothesis(
     "mean of sampled accuracy less that of bf16",
     Zone(low=-MARGIN),
 )
-# Each with two arms: the first less the second is its figure.
+# (hypothesis, arm, other arm): its figure is the accuracy of the arm minus that of the other.
 HYPOTHESES = (
     (UNIFIED, "unified", BASELINE),
     (TRACKS, "rollout_tis", BASELINE),
@@ -149,8 +149,8 @@ def _result(found: Found) -> Result:
 
 
 def _less(found: Found, arm: str, other: str) -> tuple[np.ndarray, float]:
-    """Sampled accuracy under bf16 of an arm less that of another, of each seed (S,), and the least
-    standard deviation that it is taken to have."""
+    """Returns an arm's sampled accuracy under bf16 minus another arm's, for each seed (S,), and the
+    least standard deviation to assume for it (see the module)."""
 
     def values(name: str) -> np.ndarray:  # (2, S)
         metrics = ("accuracy_sampled", "accuracy_sampled_se")
@@ -161,8 +161,8 @@ def _less(found: Found, arm: str, other: str) -> tuple[np.ndarray, float]:
 
 
 def _differences(found: Found, arm: str) -> dict[str, Any]:
-    """An arm less bf16: each seed, their standard deviation, and how many seeds find a
-    difference of the margin; None for the last two with one seed."""
+    """Returns an arm's accuracy minus bf16's: of each seed, its standard deviation, and the number
+    of seeds that would find a difference of MARGIN (both None with one seed)."""
     each, least = _less(found, arm, BASELINE)
     several = len(each) > 1
     return {
@@ -193,7 +193,7 @@ def _judge(found: Found) -> list[Verdict]:
 
 
 def _tables(result: Result) -> str:
-    """All arms, and how many seeds would resolve the margin."""
+    """Returns a table of all arms, and how many seeds would resolve the margin."""
     less = {arm: writing.each(found["each"]) for arm, found in result["differences"].items()}
     columns = {
         "right in bf16, sampled": lambda row: writing.each(accuracies(row[1], "bf16")),
@@ -214,7 +214,7 @@ def _tables(result: Result) -> str:
 
 
 def format_power(result: Result) -> str:
-    """A sentence: what the paired differences' deviation says of the number of seeds."""
+    """Returns a sentence: deviations of the paired differences, and the seeds that they demand."""
     found = {_TEXTS[arm]: less for arm, less in result["differences"].items()}
     if len(result["subjects"]) < 2:
         return (
@@ -230,7 +230,7 @@ def format_power(result: Result) -> str:
 
 
 def _figure(result: Result) -> Figure:
-    """Accuracies with a line for each seed, and curves of the reward."""
+    """Draws accuracies, with a line for each seed, and curves of the reward."""
     figure, (paired, rewards) = writing.panels(2, 14, 4)
     names = list(result["runs"])
     runs = list(result["runs"].values())

@@ -1,9 +1,9 @@
 """`fp8rl study cases`: an FP8 rollout against learners in bf16, in imitated FP8, and in FP8.
 
 The article "Unified FP8: Moving Beyond Mixed Precision for Stable and Accelerated MoE RL" (InfiXAI,
-Ant, SGLang and Miles teams, 25 November 2025) trains four cases beside an FP8 rollout: the learner
-in bf16 (1), with FP8 imitated in the forward pass (2) or in both passes (3), and in FP8 (4). Step 0
-scores one set of samples under all of them; then each trains from one start.
+Ant, SGLang and Miles teams, 25 November 2025) trains four cases with an FP8 rollout: the learner in
+bf16 (1), with FP8 imitated in the forward pass (2) or in both passes (3), and in FP8 (4). Step 0
+scores one set of samples under all of them; then each case trains from the same start.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CASES = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
-_CAP = 2.0  # of TIS
+_CAP = 2.0  # largest weight of TIS
 _POW2, _ENDS = "fp8_blockwise_pow2", "fp8, first and last layer bf16"  # names of ablations
-_KL = 1e-3  # of the KL term, so that the divergence from the reference is measured
+_KL = 1e-3  # algo.kl_coef, so that runs record the divergence from the reference
 
 REFERENCE = Hypothesis(
     "reference",
@@ -117,7 +117,7 @@ CURVE_ORDER = Hypothesis(
 
 
 def ablations(layers: int) -> dict[str, Recipe]:
-    """Rollout recipes that are compared with fp8, each against a bf16 learner.
+    """Returns the rollout recipes that are compared with fp8, each with a bf16 learner.
 
     They are the options of NeMo RL's FP8 (scales that are powers of two, first and last layers in
     bf16) and other granularities. Not done: delayed scales, which have no history before the first
@@ -136,7 +136,7 @@ def ablations(layers: int) -> dict[str, Recipe]:
 
 
 def _pairs(layers: int) -> dict[str, tuple[str, str]]:
-    """{name: the two views that are compared}, of a model with so many layers."""
+    """Returns {name: two views to compare} for a model with `layers` layers."""
     pairs = {f"{c} / rollout": ("case4", c) for c in CASES}
     pairs |= {f"{c} / reference": (c, "case1") for c in CASES}
     pairs |= {"case3 / case2": ("case2", "case3")}
@@ -148,7 +148,7 @@ def _read(found: Found) -> dict[str, list[Pair]]:
 
 
 def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
-    """'fp8' and 'bf16': step 0 of a rollout under that recipe; and the RL run of each case."""
+    """Returns 'fp8' and 'bf16', step 0 of a rollout under that recipe; and each case's RL run."""
     layers = subject.model.num_hidden_layers
     views = {name: View(get_recipe(recipe)) for name, recipe in CASES.items()}
     views |= {name: View(recipe) for name, recipe in ablations(layers).items()}
@@ -164,7 +164,7 @@ def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
 
 
 def _judge(found: Found) -> list[Verdict]:
-    """Verdicts of step 0, and of the RL runs if there are any."""
+    """Judges step 0, and the RL runs if there are any."""
     pairs = _read(found)
 
     def mean(hypothesis: Hypothesis, name: str, value: str) -> Verdict:
@@ -194,7 +194,7 @@ def _judge(found: Found) -> list[Verdict]:
         ),
     ]
     for hypothesis, name in ((POW2, f"bf16 / {_POW2}"), (ENDS, f"bf16 / {_ENDS}")):
-        if name in pairs:  # two layers have no middle, so no such recipe
+        if name in pairs:  # two layers have no middle layer, so no recipe with bf16 ends
             verdicts.append(ratio(hypothesis, name, "case1 / rollout", "abs"))
     if found.each("case1"):
         verdicts += _judge_runs(found)
@@ -210,7 +210,7 @@ def _judge_runs(found: Found) -> list[Verdict]:
         CURVE_ZERO.judge(span(size[3].tolist()), seeds=size[3].tolist()),
         CURVE_ORDER.judge_seeds(size[0] / size[2]),
     ]
-    if not np.isnan(clipped).any():  # the configuration names no other correction
+    if not np.isnan(clipped).any():  # NaN if the configuration names a correction other than TIS
         nothing = "" if clipped.any() else "no token was clipped"
         less = clipped[0] - clipped[1:].max(axis=0)
         verdicts.append(CURVE_CLIPPED.judge_seeds(less, unresolved=nothing))
@@ -228,7 +228,7 @@ def _result(found: Found) -> Result:
 
 
 def _tables(result: Result) -> str:
-    """Step 0, and the ends of the RL runs."""
+    """Returns tables of step 0 and of the ends of the RL runs."""
     columns = {
         **writing.PAIR_COLUMNS,
         "clipped at C = 2": lambda pair: writing.figure(pair["clip_fraction"]["2.0"]),
@@ -258,7 +258,7 @@ def _tables(result: Result) -> str:
 
 
 def _figure(result: Result) -> Figure:
-    """The tail of the importance ratio at step 0, and mismatch and KL over RL."""
+    """Draws the tail of the importance ratio at step 0, and mismatch and KL over RL."""
     figure, (tail, mismatch, divergence) = writing.panels(3, 12, 3.8)
     for index, case in enumerate(CASES):
         shares = result["pooled"][f"{case} / rollout"]["clip_fraction"]

@@ -1,10 +1,9 @@
-"""Cells: the parts of a study that are measured once and kept, a line of JSON for each.
+"""Cells: measurements of a study that are made once and kept, one line of JSON each.
 
-`DIRECTORY/STUDY.jsonl` holds the cells of a study. A measured cell is added to it completely or
-not at all, and is found again by its name. Its key holds everything that its numbers depend on but
-the code: model, tokens, recipes. Commit, CPU and versions stand beside the numbers and are not
-compared, so cells that were committed serve later commits; study.json names the commits of all
-cells it used.
+`DIRECTORY/STUDY.jsonl` holds the cells of a study. A cell is written completely or not at all, and
+is found by its name. Its key holds everything but the code that its numbers depend on: model,
+tokens, recipes. Commit, CPU and versions are recorded but not compared, so cells of one commit
+serve later commits; study.json names the commits of all cells it used.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from fp8rl_jax.quant import Recipe
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _PARTS = {"name", "key", "numbers", "commit", "cpu", "versions"}
-_LARGEST = 1 << 30  # bytes of a file
+_LARGEST = 1 << 30  # most bytes of a file of cells
 
 
 class Cell(NamedTuple):
-    """A part of a study that may be measured already.
+    """A measurement of a study, which may be finished already.
 
     Attributes:
-      name: finds it in the study's file.
-      key: what the numbers depend on; JSON.
-      measure: returns the numbers; JSON.
+      name: name in the study's file.
+      key: everything that the numbers depend on; JSON.
+      measure: function that returns the numbers; JSON.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Cells:
             )
 
     def get(self, study: str, cell: Cell) -> dict[str, Any]:
-        """The finished cell: its `key`, `numbers`, and `origin`; measured and written if missing.
+        """Returns the finished cell (`key`, `numbers`, `origin`), and measures it if missing.
 
         Raises:
           UserError: the study's file is damaged, or the finished cell has another key.
@@ -94,7 +93,7 @@ class Cells:
 
 
 def _read(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """{name: cell} of a study's file; {} without a file."""
+    """Returns {name: cell} of a study's file; {} without a file."""
     if not path.exists():
         return {}
     try:
@@ -122,7 +121,7 @@ def _parse(path: pathlib.Path, content: bytes) -> dict[str, dict[str, Any]]:
 
 
 def rounded(values: np.ndarray) -> Any:
-    """Nested lists of an array, to five significant digits; whole numbers as integers."""
+    """Returns an array as nested lists with five significant digits; whole numbers as integers."""
 
     def short(x: float) -> float:
         return int(x) if float(x).is_integer() else float(f"{x:.5g}")
@@ -131,7 +130,7 @@ def rounded(values: np.ndarray) -> Any:
 
 
 def described(recipe: Recipe) -> dict[str, str]:
-    """The fields of a recipe as text that is the same in every process: policies by name."""
+    """Returns a recipe's fields as text that is the same in every process: policies by name."""
     operands = {
         name: f"{o.dtype} {o.block[0]}x{o.block[1]} {o.policy.name}"
         for name, o in recipe.operands.items()
@@ -142,7 +141,7 @@ def described(recipe: Recipe) -> dict[str, str]:
 
 
 def origin() -> dict[str, Any]:
-    """Where numbers that are measured now come from: commit, CPU and versions."""
+    """Returns commit, CPU and versions of numbers that are measured now."""
     return {
         "commit": _commit(),
         "cpu": _cpu(),
@@ -154,7 +153,7 @@ def origin() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of the checkout that the library is imported from; 'unknown' if installed."""
+    """Returns the commit of the library's checkout; 'unknown' for an installed package."""
     here = pathlib.Path(fp8rl_jax.__file__).parent
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
@@ -165,7 +164,7 @@ def _commit() -> str:
 
 
 def _cpu() -> str:
-    """The CPU's name, as Linux gives it."""
+    """Returns the CPU's name from /proc/cpuinfo, else from `platform`."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
-"""The frame of every study: what it measures, what follows from it, and the one loop that runs it.
+"""The form of every study, and the one loop that runs it.
 
-A study says which cells it needs of a subject, and makes verdicts, tables and a figure of their
-numbers. `run` plans all cells first, so that mistakes are found before anything is measured; then
-it gets each cell, finished or measured now, and collects what study.json holds.
+A study lists the cells that it needs of a subject, and makes verdicts, tables and a figure of their
+numbers. `run` plans all cells first, so that mistakes show before anything is measured; then it
+gets each cell, finished or measured now, and returns the content of study.json.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GROUP = 8  # samples of each question that is scored
-Numbers = dict[str, Any]  # what a cell has measured
-Verdict = dict[str, Any]  # of `Hypothesis.judge`
-Result = dict[str, Any]  # what study.json holds
+Numbers = dict[str, Any]  # numbers of a cell
+Verdict = dict[str, Any]  # result of `Hypothesis.judge`
+Result = dict[str, Any]  # content of study.json, or a part of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Size:
     """How much is measured; 0 where a study has no such size.
 
     Attributes:
-      questions: held-out ones that are answered and scored, with GROUP samples each.
-      steps: of each RL run; 0 leaves the runs out.
-      sequences: of the study's text.
+      questions: number of held-out questions that are answered and scored, GROUP samples each.
+      steps: number of steps of each RL run; 0 leaves the runs out.
+      sequences: number of sequences of the study's text.
     """
 
     questions: int = 0
@@ -44,13 +44,13 @@ class Size:
 
 
 class Plan(NamedTuple):
-    """The models, the size and the place of a study's run.
+    """The subjects and the size of a study, and where its runs are written.
 
     Attributes:
-      subjects: the models, each once for every seed; equal names stand side by side.
+      subjects: models, each once for every seed; subjects of equal name follow each other.
       size: how much is measured.
       out: directory of RL runs.
-      note: called with a line about what happens.
+      note: called with lines of progress.
     """
 
     subjects: Sequence[Subject]
@@ -63,8 +63,8 @@ class Found(NamedTuple):
     """The numbers that were measured.
 
     Attributes:
-      subjects: those of the plan.
-      size: that of the plan.
+      subjects: subjects of the plan.
+      size: size of the plan.
       numbers: {label: the cell's numbers} for each subject.
     """
 
@@ -73,7 +73,7 @@ class Found(NamedTuple):
     numbers: Sequence[dict[str, Numbers]]
 
     def each(self, label: str) -> list[Numbers]:
-        """The numbers of the cell with this label, for each subject that has it."""
+        """Returns the numbers of the cell with this label, for each subject that has it."""
         return [numbers[label] for numbers in self.numbers if label in numbers]
 
 
@@ -82,11 +82,11 @@ class Study:
     """A study.
 
     Attributes:
-      name: of its command, its module and its file of cells.
-      full, quick: its size, and that with --quick.
-      cells: (subject, plan) -> {label: cell}; a UserError if the plan cannot be carried out.
+      name: name of its command, its module and its file of cells.
+      full, quick: its size, and its size with --quick.
+      cells: (subject, plan) -> {label: cell}; raises UserError if the plan cannot be carried out.
       judge: (found) -> verdicts.
-      result: (found) -> what study.json holds beside the parts that all studies have.
+      result: (found) -> entries of study.json besides those that all studies have.
       tables: (content of study.json) -> Markdown.
       figure: (content of study.json) -> figure.
       questions: whether it asks the questions of the subject's task.
@@ -106,18 +106,18 @@ class Study:
 
 
 def load(name: str) -> Study:
-    """The study of this name, from its module."""
+    """Imports the study of this name."""
     return importlib.import_module(f"fp8rl_jax.study.{name}").STUDY
 
 
 def run(study: Study, plan: Plan, cells: Cells) -> Result:
-    """Measures what is missing among the cells, and judges the hypotheses.
+    """Measures the cells that are missing, and judges the hypotheses.
 
     Returns:
-      What study.json holds.
+      The content of study.json.
 
     Raises:
-      UserError: of `study.cells`, or of `Cells.get`.
+      UserError: `study.cells` refuses the plan, or `Cells.get` a finished cell.
     """
     planned = [(subject, study.cells(subject, plan)) for subject in plan.subjects]
     left = total = sum(len(wanted) for _, wanted in planned)
@@ -149,7 +149,7 @@ def run(study: Study, plan: Plan, cells: Cells) -> Result:
 
 
 def _origins(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Commits, CPUs and versions under which cells were measured, each once."""
+    """Returns commits, CPUs and versions under which cells were measured, without duplicates."""
     found = {}
     for cell in cells:
         origin = {name: cell[name] for name in ("commit", "cpu", "versions")}

@@ -1,12 +1,12 @@
-"""The errors of every GEMM of one forward and backward pass of a dense model.
+"""Measures the errors of every GEMM of one forward and backward pass of a dense model.
 
-A pass takes one sequence. Its taps give the inputs and outputs of every linear layer; the gradients
-there come through `Swap`s that replace nothing. The loss is the mean negative log-probability of
-each next token.
+A pass takes one sequence. Taps give the inputs and outputs of every linear layer; `Swap`s that
+replace nothing give the gradients at these places. The loss is the mean negative log-probability
+of each next token.
 
-Errors are taken twice. When inputs *flow*, each recipe runs the complete pass, so a GEMM's result
-also differs by the errors before it. From *equal* inputs, each GEMM is computed alone under each
-recipe from the operands of the bf16 pass.
+Errors are measured twice. When inputs *flow*, each recipe runs the complete pass, so a GEMM's
+result also differs by the errors before it. From *equal* inputs, each GEMM is computed alone under
+each recipe from the operands of the bf16 pass.
 
 Keys and values are not quantised here, even if the recipe says so: attention is the same in all
 passes, and only GEMMs of linear layers differ.
@@ -35,7 +35,7 @@ from fp8rl_jax.quant import Recipe, matmul
 GEMMS = ("fprop", "dgrad", "wgrad")
 MODULES = tuple("/".join(a.path[:-1]) for a in (*ATTENTION, *MLP) if a.role == LINEAR)
 RECIPES = ("bf16", "fake", "fp8")
-# Pairs of recipes: the one that is measured, and the one that it is compared with.
+# Pairs of recipes: the measured one, and the one that it is compared with.
 PAIRS = (("fp8", "bf16"), ("fake", "bf16"), ("fp8", "fake"))
 MEASURES = ("rms", "calc_diff")
 
@@ -60,11 +60,11 @@ class GemmFlow:
         self._gemms = {name: _make_gemms(recipe) for name, recipe in recipes.items()}
 
     def errors(self, params: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
-        """Errors from 'equal' inputs and when inputs 'flow', of one sequence.
+        """Measures the errors from 'equal' inputs and when inputs 'flow', on one sequence.
 
         Args:
-          params: of the model, float32.
-          tokens: (T,) ids; a multiple of 128, so that a block along tokens is one of a batch.
+          params: float32 parameters of the model.
+          tokens: (T,) ids; T is a multiple of 128, so that blocks along tokens are full.
 
         Returns:
           {'equal' | 'flow': (PAIRS, MEASURES, L, MODULES, GEMMS) float64}. 'rms' is
@@ -98,14 +98,14 @@ class GemmFlow:
 
 
 def _kernels(params: Any) -> dict[str, jax.Array]:
-    """{module: its weights in all layers, (L, K, N)}."""
+    """Returns {module: its weights in all layers, (L, K, N)}."""
     layers = flatten_dict(params["layers"], sep="/")
     return {module: layers[f"{module}/kernel"] for module in MODULES}
 
 
 def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
-    """(params, tokens (1, T), rope) -> ({tap: (L, 1, T, D)}, {module: (L, K, N) wgrad}, ({module:
-    gradient at its input}, {module: gradient at its output}))."""
+    """Returns (params, tokens (1, T), rope) -> ({tap: (L, 1, T, D)}, {module: wgrad (L, K, N)},
+    ({module: gradient at its input}, {module: gradient at its output}))."""
     names = tuple(f"{m}/{end}" for m in MODULES for end in ("input", "output"))
 
     def loss(kernels, probes, params, tokens, rope):
@@ -140,7 +140,7 @@ def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
 
 
 def _make_gemms(recipe: Recipe) -> Callable:
-    """(x (T, K), w (K, N), dy (T, N)) -> (y, dx, dw) of a linear layer, as in a model."""
+    """Returns (x (T, K), w (K, N), dy (T, N)) -> (y, dx, dw) of a linear layer, as in a model."""
 
     @exact_jit
     def gemms(x, w, dy):
@@ -154,7 +154,7 @@ def _make_gemms(recipe: Recipe) -> Callable:
 
 
 def _errors(x: jax.Array, y: jax.Array) -> tuple[float, float]:
-    """(relative RMS, calc_diff) of x against y; 0 if both are 0."""
+    """Returns relative RMS and calc_diff of x against y; 0 if both arrays are 0."""
     a, b = (np.asarray(z).astype(np.float32).ravel() for z in (x, y))
     error, one, other = (float(np.vdot(z, z)) for z in (a - b, a, b))
     if not other:
@@ -163,8 +163,8 @@ def _errors(x: jax.Array, y: jax.Array) -> tuple[float, float]:
 
 
 def execution_order(layers: int) -> list[tuple[int, int, int]]:
-    """(layer, place in MODULES, place in GEMMS) of every GEMM in the order of execution: forward
-    by layers, then backward from the last, dgrad before wgrad."""
+    """Lists (layer, index in MODULES, index in GEMMS) of every GEMM in the order of execution:
+    forward by layers, then backward from the last, dgrad before wgrad."""
     forwards = [(layer, m, 0) for layer in range(layers) for m in range(len(MODULES))]
     return forwards + [
         (layer, module, gemm) for layer, module, _ in reversed(forwards) for gemm in (1, 2)

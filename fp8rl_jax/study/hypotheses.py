@@ -1,14 +1,14 @@
 """Hypotheses, written before a run, and their verdicts.
 
-A hypothesis names a figure and the zone in which it must lie. It is *supported* if the complete 95%
-interval lies in the zone and, where the hypothesis has a test of its own, p is below 0.05; *not
-supported* if the complete interval lies outside; *not resolved* otherwise. With several seeds, the
-interval of scores is that of the sequences of all seeds together; that of a figure of RL runs is
-Student's, over seeds. Where the figures of single seeds are given, each must lie on the same side:
-otherwise the hypothesis is not resolved. Nor is it if the study gives a reason, such as models that
-were trained once: their samples say nothing about another training. Where Student's interval is too
-wide, the sentence says how many seeds would tell the criterion from the figure, if the figure and
-the seeds' scatter stayed the same.
+A hypothesis names a figure and the zone in which it must be. It is *supported* if the complete 95%
+interval is in the zone and, if the hypothesis has a test, p is below 0.05; *not supported* if the
+complete interval is outside; *not resolved* otherwise. With several seeds, scores have the interval
+of the questions of all seeds together, and figures of RL runs Student's interval over seeds. If the
+figures of single seeds are given, all must be on the same side; else the hypothesis is not
+resolved. It is not resolved either if the study gives a reason, such as models that were trained
+once: their samples say nothing about another training. If Student's interval is too wide, the
+sentence says how many seeds would separate the figure from the criterion, with the same mean and
+scatter over seeds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fp8rl_jax.study.statistics import Estimate, Range, SeedMean, seed_mean, see
 SUPPORTED, NOT_SUPPORTED, NOT_RESOLVED = "supported", "not supported", "not resolved"
 ANY = 1e-9  # the least difference: a zone from ANY on has every figure above 0
 _SIGNIFICANT = 0.05
-_MANY = 200  # seeds; beyond, their number says only that the mean lies on the criterion
+_MANY = 200  # seeds; a larger number only says that the mean is close to the criterion
 
 
 class Zone(NamedTuple):
-    """From `low` to `high`, both included; infinite where it has no such end."""
+    """The range from `low` to `high`, both included; infinite where it has no such end."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -49,12 +49,12 @@ class Hypothesis:
     """A sentence and its criterion.
 
     Attributes:
-      name: in study.json.
+      name: name in study.json.
       text: the sentence.
-      figure: what is estimated, with its unit.
-      zone: where the figure must lie.
-      test: the name of the test whose p-value must be below 0.05 too; empty for none.
-      least_seeds: with fewer seeds it is not resolved.
+      figure: description of the estimated figure, with its unit.
+      zone: range in which the figure must be.
+      test: name of the test whose p-value must be below 0.05 too; empty for none.
+      least_seeds: number of seeds below which it is not resolved.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Hypothesis:
     least_seeds: int = 1
 
     def filled(self, *names: str) -> Hypothesis:
-        """The hypothesis with `names` filled into `figure`'s braces and added to its own name."""
+        """Returns a copy with `names` filled into the braces of `figure` and added to `name`."""
         return dataclasses.replace(
             self, name="_".join([self.name, *names]), figure=self.figure.format(*names)
         )
@@ -77,13 +77,13 @@ class Hypothesis:
         seeds: Sequence[float] = (),
         unresolved: str = "",
     ) -> dict[str, Any]:
-        """What study.json says about the hypothesis, including the verdict's sentence.
+        """Returns the hypothesis' entry in study.json, with its verdict and the verdict's sentence.
 
         Args:
-          found: the figure.
-          p: of the test, for a hypothesis that has one; NaN where the test needs more seeds.
-          seeds: the figure of each seed, if all must agree.
-          unresolved: why no figure could decide; '' if one can.
+          found: the figure, with its interval.
+          p: p-value of the test, for a hypothesis that has one; NaN if it needs more seeds.
+          seeds: figure of each seed, if all must agree.
+          unresolved: reason why no figure could decide; '' if one can.
         """
         assert (p is None) == (not self.test), "a p-value belongs to a test"
         significant = p is None or p < _SIGNIFICANT
@@ -123,10 +123,10 @@ class Hypothesis:
         unresolved: str = "",
         within: tuple[float, float] = (-math.inf, math.inf),
     ) -> dict[str, Any]:
-        """`judge` of a mean over seeds, of which each must agree.
+        """Judges a mean over seeds, all of which must agree.
 
         Args:
-          values: (S,).
+          values: (S,) figure of each seed.
           p, unresolved: as for `judge`.
           within: as for `seed_mean`.
         """
@@ -151,7 +151,7 @@ class Hypothesis:
         )
 
     def _missing(self, found: Estimate) -> str:
-        """How many seeds would decide; '' if more seeds would not help."""
+        """Returns a sentence on how many seeds would decide; '' if more seeds would not help."""
         inside = [end for end in self.zone if found.low < end < found.high]
         distance = min((abs(found.value - end) for end in inside), default=0.0)
         if not isinstance(found, SeedMean) or len(found.values) < 2 or distance == 0:

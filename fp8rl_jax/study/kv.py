@@ -1,9 +1,9 @@
-"""`fp8rl study kv`: what an FP8 KV cache adds to the mismatch, beside FP8 linear layers.
+"""`fp8rl study kv`: what an FP8 KV cache adds to the mismatch, compared with FP8 linear layers.
 
-"FP8-RL", as its digest tells it, and NVIDIA's report on FP8 for RL set a bf16 learner against
-rollouts with FP8 linear layers, an FP8 KV cache, and both; the former finds the cache's mismatch
-slightly above that of the linear layers on Qwen3-8B, and calibration of static scales at 2 to 3% of
-a step. Here all of them score one set of samples.
+"FP8-RL", according to a digest of it, and NVIDIA's report on FP8 for RL combine a bf16 learner with
+rollouts with FP8 linear layers, an FP8 KV cache, and both. "FP8-RL" finds the cache's mismatch
+slightly above that of the linear layers on Qwen3-8B, and that calibration of static scales takes 2
+to 3% of a step. Here all these recipes score one set of samples.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fp8rl_jax.study.subjects import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FIRST = 2  # steps of a run that compile: calibration's share is taken after them
-LONG = 16  # slots of an answer: with fewer, what happens along an answer is not judged
+_FIRST = 2  # first steps of a run, which compile: calibration's share is taken after them
+LONG = 16  # most tokens of an answer from which on hypotheses along an answer are judged
 _SHORTEST = 2  # log2 of the shortest prefix that counts for the growth of a sequence's D
 
 BOTH_LINEARS = Hypothesis(
@@ -90,7 +90,7 @@ SHARE = Hypothesis(
 
 
 def recipes() -> dict[str, Recipe]:
-    """The rollouts, and the learner 'bf16'."""
+    """Returns the rollouts' recipes, and the learner's, 'bf16'."""
     fp8, bf16 = get_recipe("fp8"), get_recipe("bf16")
     return {
         "both": fp8,
@@ -107,7 +107,7 @@ _PAIRS = {name: (name, "bf16") for name in recipes() if name != "bf16"}
 
 
 def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
-    """'scores', and a short RL run with 'calibrated' scales, which times calibration."""
+    """Returns 'scores', and a short RL run with 'calibrated' scales, which times calibration."""
     views = {name: View(recipe) for name, recipe in recipes().items()}
     scoring = Scoring(views, _PAIRS, "both", plan.size.questions)
     arms = {"calibrated": {"precision.kv_cache": "fp8_calibrated"}}
@@ -116,12 +116,12 @@ def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
 
 
 def _slots(found: Found) -> int:
-    """The most tokens of an answer."""
+    """Returns the most tokens of an answer."""
     return found.subjects[0].runtime.config.rollout.max_new_tokens
 
 
 def _judge(found: Found) -> list[Verdict]:
-    """The verdicts; those about what happens along an answer only where answers may be long."""
+    """Judges the hypotheses; those along an answer only if answers may have LONG tokens."""
     pairs, timed = read_pairs(found.each("scores"), _PAIRS), found.each("calibrated")
 
     def ratio(hypothesis: Hypothesis, one: str, *others: str) -> Verdict:
@@ -145,7 +145,7 @@ def _judge(found: Found) -> list[Verdict]:
 
 
 def _halves(pair: Pair) -> Estimate:
-    """Mean |D| of the second half of the slots over that of the first."""
+    """Returns mean |D| of the second half of the slots over that of the first."""
     tokens, total = pair.binned["position"].transpose(1, 0, 2)  # (Q, bins) each
     first, second = slice(0, POSITIONS // 2), slice(POSITIONS // 2, None)
     return ratio_of_means(
@@ -157,8 +157,8 @@ def _halves(pair: Pair) -> Estimate:
 
 
 def growth(pair: Pair) -> Estimate:
-    """Exponent a of ``RMS(sum of D over n tokens) ~ n^a``, by least squares over the logarithms of
-    prefixes of 4, 8, 16, ... tokens that a quarter of the samples have."""
+    """Fits the exponent a of ``RMS(sum of D over n tokens) ~ n^a`` by least squares of logarithms,
+    over prefixes of 4, 8, 16, ... tokens that at least a quarter of the samples have."""
     samples = pair.prefix[:, 0].sum(axis=0)
     enough = np.flatnonzero(samples >= samples[0] / 4)
     places = enough[enough >= _SHORTEST] if (enough >= _SHORTEST).sum() > 1 else enough
@@ -178,7 +178,7 @@ def _result(found: Found) -> Result:
 
 
 def _tables(result: Result) -> str:
-    """Every rollout against the bf16 learner."""
+    """Returns a table of every rollout against the bf16 learner."""
     columns = {
         **writing.PAIR_COLUMNS,
         "mean of a sample's D": lambda pair: f"{pair['sequence_mean']:.3g}",
@@ -198,7 +198,7 @@ def _tables(result: Result) -> str:
 
 
 def _figure(result: Result) -> Figure:
-    """|D| over the slots of an answer, and the sum of D over its tokens."""
+    """Draws |D| over the slots of an answer, and the sum of D over its tokens."""
     figure, (slots, sums) = writing.panels(2, 10, 3.8)
     middle = (np.arange(POSITIONS) + 0.5) * result["slots"] / POSITIONS
     for index, (name, found) in enumerate(result["pooled"].items()):

@@ -1,9 +1,9 @@
-"""`fp8rl study layers`: the error of every GEMM of a forward and backward pass, in execution order.
+"""`fp8rl study layers`: error of every GEMM of a forward and backward pass, in execution order.
 
 The article "Unified FP8: Moving Beyond Mixed Precision for Stable and Accelerated MoE RL"
 (InfiXAI, Ant, SGLang and Miles teams, 25 November 2025) shows two clouds of points over the GEMMs
 of Qwen3-4B: bf16 against fake quantisation, and, about two orders of magnitude lower, fake against
-real FP8. Here are the same pairs for three recipes of ours (gemm_flow.py), a cell a sequence.
+real FP8. This study measures the same pairs with our recipes (gemm_flow.py), one cell per sequence.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from fp8rl_jax.study.subjects import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOKENS = 128  # of a sequence: one block along tokens
+TOKENS = 128  # tokens of a sequence: one block along tokens
 _COLOURS = {"fprop": "#0072b2", "dgrad": "#d55e00", "wgrad": "#009e73"}
 _FP8, _FAKE, _KERNEL = range(len(PAIRS))
 _RMS, _DIFF = 0, 1
 
-_ONE, _BOTH, _MARGIN = 2.6, 3.7, 1.2  # percent; the margin a factor
+_ONE, _BOTH, _MARGIN = 2.6, 3.7, 1.2  # percent, percent, and a factor
 _BETWEEN = math.sqrt(_ONE * _BOTH)  # so that no figure supports both
 ONE_OPERAND = Hypothesis(
     "one_operand",
@@ -100,12 +100,12 @@ GROWS_BACKWARD = Hypothesis(
 
 
 def recipes() -> dict[str, Recipe]:
-    """The three that are compared."""
+    """Returns the three recipes that are compared."""
     return {name: get_recipe(name) for name in RECIPES}
 
 
 def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
-    """A cell for each sequence; fewer than the plan's if the text has fewer."""
+    """Returns a cell for each sequence; fewer than the plan asks for if the text is short."""
     ids = subject.runtime.tokenizer.encode(" ".join(TEXT.split()))
     sequences = min(plan.size.sequences, len(ids) // TOKENS)
     if sequences < 2:
@@ -136,12 +136,13 @@ def _measure(flow: GemmFlow, subject: Subject, tokens: np.ndarray) -> Numbers:
 
 
 def _errors(found: Found, kind: str) -> np.ndarray:
-    """Errors from 'equal' inputs or when inputs 'flow', (S, PAIRS, MEASURES, L, MODULES, GEMMS)."""
+    """Returns the errors of a kind ('equal' or 'flow'): (S, PAIRS, MEASURES, L, MODULES, GEMMS)."""
     return np.array([numbers[kind] for numbers in found.numbers[0].values()])
 
 
 def _result(found: Found) -> Result:
-    """`errors` has axes (kind), PAIRS, MEASURES, layer, MODULES, GEMMS; means over sequences."""
+    """Returns the study's entries of study.json; `errors` are means over sequences: {kind: (PAIRS,
+    MEASURES, layer, MODULES, GEMMS)}."""
     return {
         "config": _config(found.subjects[0]),
         "sequences": len(found.numbers[0]),
@@ -181,7 +182,7 @@ def _judge(found: Found) -> list[Verdict]:
 
 
 def _tables(result: Result) -> str:
-    """Mean RMS errors in percent, of every module and GEMM."""
+    """Returns a table of the RMS errors of every module and GEMM, in percent."""
     equal, flow = (100 * np.array(result["errors"][kind])[:, _RMS] for kind in ("equal", "flow"))
     places = [
         (module.rpartition("/")[2], (place, gemm))
@@ -204,7 +205,7 @@ def _tables(result: Result) -> str:
 
 
 def _figure(result: Result) -> Figure:
-    """Errors over the order of execution: from equal inputs, and when inputs flow."""
+    """Draws the errors in the order of execution: from equal inputs, and when inputs flow."""
     figure, panels = writing.panels(2, 12, 4.8, sharey=True)
     titles = {"equal": "Equal inputs", "flow": "Inputs flow"}
     for axes, (kind, title) in zip(panels, titles.items(), strict=True):

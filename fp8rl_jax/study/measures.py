@@ -1,14 +1,14 @@
-"""How two scores of the same tokens differ, as sums over the tokens of each question.
+"""Measures how two scores of the same tokens differ, as sums over the tokens of each question.
 
 A cluster is a question: its samples share a prompt, and a sample's tokens depend on each other.
 Everything is summed over the tokens of a cluster, so means and ratios of any set of clusters follow
 from the sums, and intervals from drawing clusters.
 
 Entropy is a confounder: a policy that is sure of its tokens has small differences of their
-log-probability, whatever its arithmetic is. Models are therefore compared by the mean square of the
+log-probability, with any arithmetic. Models are therefore compared by the mean square of the
 logits' difference, and by |D| among tokens of similar probability. Training that sharpens a policy
-may make its logits larger, and their errors with them; so policies before and after RL are compared
-by that mean square over the mean square of the logits.
+may make its logits and their errors larger; so policies before and after RL are compared by that
+mean square over the mean square of the logits.
 """
 
 from __future__ import annotations
@@ -24,31 +24,32 @@ from fp8rl_jax.study.hypotheses import Hypothesis
 from fp8rl_jax.study.scoring import Scores
 from fp8rl_jax.study.statistics import Estimate, cluster_bootstrap, clustered_mean
 
-CAPS = (1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)  # C of the clip fraction
-PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)  # edges of bins, of the sampler's probability
+CAPS = (1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0)  # bounds C of clip fractions
+PROBABILITIES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)  # edges of bins of view a's probability
 POSITIONS = 8  # bins over the slots of a response
-# Sums over tokens: of |D|, e^|D| - 1, k3 = e^D - D - 1, KL, squares of logits' differences, squares
-# of a's logits, entropy of a, tokens that differ in a bit.
+# Sums over tokens: |D|, e^|D| - 1, k3 = e^D - D - 1, KL, variance of the logits' difference,
+# variance of a's logits, entropy of a, whether the log-probabilities differ in a bit.
 SUMS = ("abs", "expm1", "k3", "kl", "square", "size", "entropy", "unequal")
 
 
 class Pair:
-    """Sums over tokens of a and b, two views of one set of samples.
+    """Sums over tokens of two views a and b of one set of samples, for each of Q clusters.
 
     Attributes:
-      tokens: (Q,) number of tokens of each cluster.
+      tokens: (Q,) number of tokens.
       sums: {name of SUMS: (Q,)}; NaN where an older cell has none.
       most: the largest |D|.
-      tail: (Q, C) tokens whose e^D is above C or below 1 / C, for each of CAPS.
-      binned: {'position' | 'probability': (Q, 2, bins)}, tokens and their sum of |D|.
-      sequence: (Q, 3) samples, and the sum and sum of squares of their D, added over a sample.
-      prefix: (Q, 2, P) samples that have 1, 2, 4, ... tokens, and the squares of the D of those.
-      flips: (Q, S) tokens whose experts differ in layer s; (Q, 0) for a dense model.
-      inputs: (Q,) tokens that went through the routers.
+      tail: (Q, C) number of tokens whose e^D is above C or below 1 / C, for each of CAPS.
+      binned: {'position' | 'probability': (Q, 2, bins)}, number of tokens and sum of |D|.
+      sequence: (Q, 3) number of samples, and sum and sum of squares of a sample's total D.
+      prefix: (Q, 2, P) number of samples with at least 1, 2, 4, ... tokens, and the sum of squares
+        of the total D of that many first tokens.
+      flips: (Q, S) number of tokens whose experts differ in layer s; (Q, 0) for a dense model.
+      inputs: (Q,) number of tokens that went through the routers.
     """
 
     def __init__(self, numbers: dict[str, Any]):
-        """Reads `numbers`, as `measure` gives them."""
+        """Reads `numbers`, a result of `measure`."""
         missing = [float("nan")] * len(numbers["tokens"])
         self.sums = {name: np.array(numbers["sums"].get(name, missing)) for name in SUMS}
         self.binned = {name: np.array(x) for name, x in numbers["binned"].items()}
@@ -58,39 +59,39 @@ class Pair:
         self.flips, self.inputs = np.array(numbers["flips"]), np.array(numbers["inputs"])
 
     def mean(self, name: str) -> Estimate:
-        """Mean over tokens of one of SUMS."""
+        """Returns the mean over tokens of one of SUMS."""
         return clustered_mean(self.sums[name], self.tokens)
 
     def token_mult_prob_error(self) -> Estimate:
-        """Mean of e^|D|."""
+        """Returns the mean of e^|D|."""
         return Estimate(*(1 + x for x in self.mean("expm1")))
 
     def clip_fraction(self, cap: float) -> Estimate:
-        """Share of tokens beyond one of CAPS."""
+        """Returns the share of tokens beyond one of CAPS."""
         return clustered_mean(self.tail[:, CAPS.index(cap)], self.tokens)
 
     def clip_less(self, other: Pair, cap: float) -> Estimate:
-        """`clip_fraction` less that of another pair of the same samples."""
+        """Returns `clip_fraction` minus that of another pair of the same samples."""
         place = CAPS.index(cap)
         clusters = np.stack([self.tail[:, place], other.tail[:, place], self.tokens], axis=1)
         return cluster_bootstrap(clusters, lambda m: (m[:, 0] - m[:, 1]) / m[:, 2])
 
     def rms_logits(self) -> Estimate:
-        """Root of the mean square of the logits' difference."""
+        """Returns the root mean square of the logits' difference."""
         clusters = np.stack([self.sums["square"], self.tokens], axis=1)
         return cluster_bootstrap(clusters, lambda m: np.sqrt(m[:, 0] / m[:, 1]))
 
     def relative_rms(self) -> float:
-        """RMS of the logits' difference over that of a's logits."""
+        """Returns the RMS of the logits' difference over that of a's logits."""
         return float(np.sqrt(self.sums["square"].sum() / self.sums["size"].sum()))
 
     def flip_share(self) -> Estimate:
-        """Mean over layers of the share of tokens whose experts differ."""
+        """Returns the share of tokens whose experts differ, as mean over layers."""
         layers = max(self.flips.shape[1], 1)
         return clustered_mean(self.flips.sum(axis=1) / layers, self.inputs)
 
     def summary(self) -> dict[str, Any]:
-        """The figures of a table, each with its interval."""
+        """Returns all figures of the pair, most of them with their intervals."""
         found = {
             "tokens": int(self.tokens.sum()),
             "mean_abs": self.mean("abs"),
@@ -105,7 +106,7 @@ class Pair:
             "sequence_mean": float(self.sequence[:, 1].sum() / self.sequence[:, 0].sum()),
             "sequence_rms": float(np.sqrt(self.sequence[:, 2].sum() / self.sequence[:, 0].sum())),
             "by": {
-                # Mean |D| of each bin; None of an empty one.
+                # Mean |D| of each bin; None for an empty one.
                 name: [float(total / n) if n else None for n, total in x.sum(axis=0).T]
                 for name, x in self.binned.items()
             },
@@ -118,19 +119,19 @@ class Pair:
 
 
 def pooled(pairs: Sequence[Pair]) -> Pair:
-    """One pair with the clusters of several."""
+    """Joins the clusters of several pairs in one pair."""
     most = max(pair.most for pair in pairs)
     sums = [{name: x for name, x in vars(pair).items() if name != "most"} for pair in pairs]
     return Pair({**jax.tree.map(lambda *x: np.concatenate(x), *sums), "most": most})
 
 
 def read_pairs(scores: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, list[Pair]]:
-    """{name: its pair in the numbers of each of several `Scoring.cell`s}."""
+    """Returns {name: its pair in the numbers of each `Scoring.cell`}."""
     return {name: [Pair(each["pairs"][name]) for each in scores] for name in names}
 
 
 def summaries(pairs: dict[str, list[Pair]]) -> dict[str, dict[str, Any]]:
-    """'pairs': {name: the summary of each seed's pair}; 'pooled': {name: that of all together}."""
+    """Returns 'pairs', {name: each seed's summary}, and 'pooled', {name: summary of all seeds}."""
     return {
         "pairs": {name: [pair.summary() for pair in each] for name, each in pairs.items()},
         "pooled": {name: pooled(each).summary() for name, each in pairs.items()},
@@ -138,10 +139,8 @@ def summaries(pairs: dict[str, list[Pair]]) -> dict[str, dict[str, Any]]:
 
 
 def rms_ratio(one: Pair, *others: Pair) -> Estimate:
-    """RMS of the logits' difference over the root of the sum of the mean squares of `others`.
-
-    All are of the same questions, which are drawn together.
-    """
+    """Returns the RMS of the logits' difference of `one` over the root of the sum of the mean
+    squares of `others`. All pairs have the same questions, which are drawn together."""
     sums = [np.stack([x.sums["square"], x.tokens], axis=1) for x in (one, *others)]
 
     def statistic(means: np.ndarray) -> np.ndarray:
@@ -157,12 +156,12 @@ def judge_pairs(
     *sides: Sequence[Pair],
     unresolved: str = "",
 ) -> dict[str, Any]:
-    """The verdict of a figure: of the clusters of all seeds together, and of each seed.
+    """Judges a figure of the clusters of all seeds together, with which each seed must agree.
 
     Args:
-      hypothesis: names the figure.
-      figure: (a pair for each side) -> estimate.
-      sides: a pair for each seed.
+      hypothesis: hypothesis about the figure.
+      figure: function of one pair per side that returns an estimate.
+      sides: for each side, a pair for each seed.
       unresolved: as for `Hypothesis.judge`.
     """
     seeds = [figure(*pairs).value for pairs in zip(*sides, strict=True)]
@@ -170,7 +169,7 @@ def judge_pairs(
 
 
 def _prefix_rms(prefix: np.ndarray) -> list[list[float]]:
-    """[[tokens, root of the mean square of their D]] of prefixes that some sample has."""
+    """Returns [tokens, RMS of their total D] for each length of prefix that some sample has."""
     samples, squares = prefix.sum(axis=0)
     return [
         [float(1 << i), float(np.sqrt(s / n))]
@@ -186,13 +185,14 @@ def measure(
     lengths: np.ndarray,
     group: int,
 ) -> dict[str, dict]:
-    """Sums of pairs of views, as JSON for `Pair`.
+    """Sums the differences of pairs of views, as JSON for `Pair`.
 
     Args:
-      scores: of all samples.
-      pairs: {name: (a, b)}.
-      mask: (B, R), 1 for response tokens; lengths: (B,) tokens of prompt and response.
-      group: samples of a question.
+      scores: scores of all samples, in parts.
+      pairs: {name: (view a, view b)}.
+      mask: (B, R) bool, whether it is a response token.
+      lengths: (B,) number of tokens of prompt and response.
+      group: number of samples of a question.
     """
     found: dict[str, list[dict]] = {name: [] for name in pairs}
     for part in scores:
@@ -202,7 +202,7 @@ def measure(
 
 
 def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
-    """The sums of each row."""
+    """Returns the sums of each row."""
     found = part.compare(a, b)
     d, rows, slots = found.difference, *mask.shape
     size = np.abs(d)
@@ -256,7 +256,7 @@ def _rows(part: Scores, a: str, b: str, mask: np.ndarray, lengths: np.ndarray) -
 
 
 def _clusters(parts: list[dict[str, Any]], group: int) -> dict[str, Any]:
-    """Rows summed by questions, as JSON."""
+    """Sums rows by questions, as JSON."""
 
     def join(*arrays: np.ndarray) -> Any:
         rows = np.concatenate(arrays)

@@ -1,10 +1,10 @@
-"""Outliers planted in a model without changing its function.
+"""Plants outliers in a model without changing its function.
 
-In every layer one channel of each norm's output is made 2^k times larger, and the row that it
-meets in each matrix behind the norm 2^k times smaller. Powers of two are exact, in float32 and in
-bf16, so the model computes the same bits; FP8 sees an outlier beside small values. Each number in
-E4M3 has an exponent: normal numbers span 448 / 2^-6 = 2^14.8 and subnormal ones 2^3 more, so up to
-about 2^14 nothing changes, and from 2^18 on the outlier's neighbours in its block become zero.
+In every layer one channel of each norm's output is made 2^k times larger, and the row that
+multiplies it in each matrix after the norm 2^k times smaller. Powers of two are exact in float32
+and bf16, so the model computes the same bits; FP8 sees an outlier among small values. E4M3's normal
+numbers span 448 / 2^-6 = 2^14.8 and subnormal ones 2^3 more, so up to about 2^14 nothing changes,
+and from 2^18 on the outlier's neighbours in its block become zero.
 Activations of 10^3 to 10^4 times the median are found in large models (Sun et al., "Massive
 Activations in Large Language Models", arXiv:2402.17762).
 """
@@ -32,7 +32,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def plant(params: Any, power: int) -> Any:
-    """Parameters of a dense model with an outlier of 2^power in one channel of every norm."""
+    """Returns a dense model's parameters with an outlier of 2^power in a channel of every norm."""
     layers = flatten_dict(params["layers"], sep="/")
     for norm in _NORMS:
         gain = f"{norm}/weight"  # (L, D)
@@ -49,17 +49,17 @@ def plant(params: Any, power: int) -> Any:
 def measure_outliers(
     subject: Subject, samples: Batch, group: int, note: Note = silent
 ) -> dict[str, Any]:
-    """Every recipe against bf16, at every power.
+    """Compares every recipe with bf16, for outliers of every power.
 
     Args:
       subject: a dense model with ordinary attention.
-      samples: on the host; they are scored under every view.
-      group: samples of a question.
-      note: called with how far the scores are.
+      samples: samples on the host; they are scored under every recipe.
+      group: number of samples of a question.
+      note: called with the progress of the scores.
 
     Returns:
-      {power: {recipe: {'kl': (Q,) sums, 'tokens': (Q,)}}, and {canary: tokens whose
-      log-probability differs from that without an outlier}}.
+      {power: {recipe: {'kl': sums (Q,), 'tokens': (Q,)}, canary: number of tokens whose
+      log-probability differs from that without an outlier}}; canaries are bf16 and f32.
     """
     views = {name: View(get_recipe(name)) for name in (*_CANARIES, *RECIPES)}
     scorer, mask = Scorer(subject.runtime, views), np.asarray(samples.mask) > 0

@@ -1,4 +1,4 @@
-"""What a person reads while a study runs."""
+"""Reports the progress of a study."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ _SECONDS = 10.0  # between two lines about one cell
 
 
 class Part:
-    """Notes how far the measurement of a cell is, and how long the rest takes, at most every ten
-    seconds."""
+    """Reports the progress of a cell's measurement and the time left, at most every ten seconds."""
 
     def __init__(self, name: str, total: int, note: Note):
-        """`name` says what is counted, such as "sequences scored"."""
+        """`name` says what `total` counts, such as "sequences scored"."""
         self._name, self._total, self._note = name, total, note
         self._started = self._last = time.perf_counter()
 
     def reach(self, done: int) -> None:
-        """`done` of the total are finished."""
+        """Reports that `done` of the total are finished."""
         now = time.perf_counter()
         if now - self._last < _SECONDS:
             return

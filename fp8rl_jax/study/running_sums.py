@@ -1,7 +1,7 @@
 """A task with long answers: the running sums of sixteen digits (`env.task` of the ladder).
 
-An answer of about fifty bytes is written down step by step, each step easy; a small model learns it
-in minutes, and its samples are long enough for a mismatch to add up.
+An answer has about fifty bytes and is a chain of easy steps; a small model learns it in minutes,
+and its samples are long enough for a mismatch to add up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ROWS = 8192
 
 
 def rows() -> Iterator[dict[str, str]]:
-    """Questions such as '3 1 4 ...=' and answers such as '3 4 8 ...', always the same."""
+    """Yields questions such as '3 1 4 ...=' and answers such as '3 4 8 ...', always the same."""
     random_digits = random.Random(0)
     for _ in range(_ROWS):
         digits = random_digits.choices(range(10), k=DIGITS)

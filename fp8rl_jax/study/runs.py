@@ -1,8 +1,8 @@
-"""RL runs of a study: arms that begin with the same weights, and what their logs say.
+"""RL runs of a study: arms that start from the same weights, and figures of their logs.
 
 All arms of a seed have the same start, questions, order and sampling keys; they differ in the
-fields that an arm names. The start is written once, in Hugging Face's format, and a run begins with
-it as with any `model.checkpoint`. A stopped run continues where it stopped.
+fields that an arm names. The start is written once, in Hugging Face's format, and is the
+`model.checkpoint` of every run. A stopped run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import make_runtime
 
-# Metrics of an RL step that are kept, where the run has them (docs/usage.md explains them).
+# Metrics of an RL step that are kept if the run has them (docs/usage.md explains them).
 SERIES = (
     "reward_mean",
     "entropy",
@@ -41,9 +41,9 @@ SERIES = (
     "calibrate_frac",
 )
 Fields = Mapping[str, Any]  # {'section.field': value}
-# The learner scores a rollout before its first update, so that update's ratio is 1 and holds
-# nothing of D, the difference to the sampler. Uncorrected, D does not enter the loss then; with
-# old_logprobs='rollout' it would enter the ratio and its clipping.
+# The learner scores a rollout before its first update, so that update's ratio is 1, without D.
+# Uncorrected, D then does not enter the loss; with old_logprobs='rollout' it would enter the ratio
+# and its clipping.
 UNCORRECTED: Fields = {"algo.old_logprobs": "learner", "algo.correction": "none"}
 TIS: Fields = {"algo.old_logprobs": "learner", "algo.correction": "tis(2.0)"}
 
@@ -52,8 +52,8 @@ class After(NamedTuple):
     """A measurement of an arm's last weights.
 
     Attributes:
-      key: what the numbers depend on beside the weights; JSON.
-      measure: float32 parameters on the host -> numbers, JSON.
+      key: everything that the numbers depend on besides the weights; JSON.
+      measure: function of float32 parameters on the host that returns the numbers, JSON.
     """
 
     key: dict[str, Any]
@@ -63,18 +63,18 @@ class After(NamedTuple):
 def arm_cells(
     study: str, subject: Subject, plan: Plan, arms: Mapping[str, Fields], after: After | None = None
 ) -> dict[str, Cell]:
-    """{arm: its cell}, whose run is made if the cell is missing; {} for a plan without steps.
+    """Returns {arm: its cell}, which makes the RL run if missing; {} for a plan without steps.
 
     A cell's numbers are 'series': {name of SERIES: a value for each step}; 'own': the record of the
-    evaluation after the last step, under the run's own recipe; 'bf16': that of the same weights
-    under bf16, which is the same engine for all arms; and 'after', if `after` is given.
+    evaluation after the last step, under the run's recipe; 'bf16': the same weights evaluated under
+    bf16, which is the same engine for all arms; and 'after', if `after` is given.
 
     Args:
-      study: begins the cells' names.
-      subject: where the runs begin.
-      plan: says how many steps a run has, and where it is written.
+      study: name with which the cells' names begin.
+      subject: model with which the runs start.
+      plan: steps of the runs, and where they are written.
       arms: {name: fields that differ from the subject's configuration}.
-      after: measured of the last weights.
+      after: measurement of the last weights.
     """
     if not plan.size.steps:
         return {}
@@ -99,7 +99,7 @@ def _run(
     note: Note,
     after: After | None,
 ) -> Numbers:
-    """The numbers of an arm; its run is `directory / name`."""
+    """Runs an arm in `directory / name` and returns its numbers."""
     config = arm_config(subject, changes, directory / "start")
     config.run.dir = str(directory / name)
     note(f"RL run {config.run.dir}, {config.run.steps} steps")
@@ -115,13 +115,13 @@ def _run(
 
 
 def arm_config(subject: Subject, changes: Fields, start: pathlib.Path) -> ml_collections.ConfigDict:
-    """The subject's configuration with its weights as the beginning of RL.
+    """Returns the configuration of an RL run that starts from the subject's weights.
 
     Args:
-      subject: where the run begins.
+      subject: model with which the run starts.
       changes: fields of the arm.
-      start: where the subject's parameters are written as a Hugging Face checkpoint in float32, if
-        they are not there; not used for released weights.
+      start: directory into which the subject's parameters are written as a float32 Hugging Face
+        checkpoint, unless it exists; not used for released weights.
     """
     config = ml_collections.ConfigDict(subject.runtime.config.to_dict())
     config.precision = default_config().precision
@@ -144,7 +144,7 @@ def arm_config(subject: Subject, changes: Fields, start: pathlib.Path) -> ml_col
 
 
 def _of_last_weights(config: ml_collections.ConfigDict, note: Note, after: After | None) -> Numbers:
-    """'bf16' and 'after' of the run's last weights."""
+    """Measures 'bf16' and 'after' of the run's last weights."""
     config = ml_collections.ConfigDict(config.to_dict())
     config.precision = default_config().precision
     config.precision.rollout = config.precision.learner = "bf16"
@@ -163,18 +163,18 @@ def _kept(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def part(values: np.ndarray, quarter: int) -> np.ndarray:
-    """Means (runs,) over a quarter, 0 to 3, of the steps of (runs, steps): at least one step."""
+    """Returns means (runs,) of values (runs, steps) over a quarter, 0 to 3, of at least a step."""
     steps = values.shape[1]
     first = quarter * steps // 4
     return values[:, first : max((quarter + 1) * steps // 4, first + 1)].mean(axis=1)
 
 
 def series(runs: Sequence[Numbers], metric: str) -> np.ndarray:
-    """A metric of several runs of equal length, (runs, steps); NaN for a run without it."""
+    """Returns a metric of several runs of equal length, (runs, steps); NaN for a run without it."""
     missing = [float("nan")] * len(runs[0]["series"]["reward_mean"])
     return np.array([run["series"].get(metric, missing) for run in runs])
 
 
 def accuracies(runs: Sequence[Numbers], recipe: str) -> list[float]:
-    """Sampled accuracy of each run at its end, under 'bf16' or its 'own' recipe."""
+    """Returns each run's sampled accuracy at its end, under 'bf16' or its 'own' recipe."""
     return [run[recipe]["accuracy_sampled"] for run in runs]

@@ -1,10 +1,11 @@
-"""`fp8rl study scale`: how the mismatch grows with experts and depth, and what makes it grow.
+"""`fp8rl study scale`: how the mismatch grows with experts and depth, and why.
 
 The article "Unified FP8: Moving Beyond Mixed Precision for Stable and Accelerated MoE RL" (InfiXAI,
 Ant, SGLang and Miles teams, 25 November 2025) finds a mismatch that grows from dense models over
-30B to 1T parameters of mixtures of experts. Here a ladder of small models differs in one thing at a
-time, all trained alike; each is sampled under FP8 and scored by a bf16 learner (case 1). Routing
-replay (arXiv:2510.11370) takes the routers' part away: what is left is that of the arithmetic.
+30B to 1T parameters of mixtures of experts. Here small models, the rungs of a ladder, differ in one
+property at a time and are trained alike; each is sampled under FP8 and scored by a bf16 learner
+(case 1). Routing replay (arXiv:2510.11370) removes the part of the mismatch that routers cause;
+what is left comes from the arithmetic.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _RMS, _MORE = "RMS of the logits' difference, {} over {}", Zone(low=1.0)
 
 
 def _of_models(name: str, text: str, figure: str = _RMS, zone: Zone = _MORE) -> Hypothesis:
-    """A hypothesis that compares models: it needs seeds, since models differ by training too."""
+    """Makes a hypothesis that compares models: it needs seeds, since models differ by training."""
     return Hypothesis(name, text, figure, zone, least_seeds=3)
 
 
@@ -102,7 +103,7 @@ FINEST = Hypothesis(
 
 
 def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
-    """'scores', and 'outliers' on one dense rung of the ladder."""
+    """Returns 'scores', and 'outliers' on one dense rung of the ladder."""
     bf16 = View(get_recipe("bf16"))
     views = {"rollout": View(get_recipe("fp8")), _PLAIN: bf16}
     if subject.model.num_experts:
@@ -119,7 +120,7 @@ def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
 
 
 def _base(dense: Sequence[str]) -> str:
-    """The dense rung that others are compared with: d8 if it is there, else the last one."""
+    """Returns the dense rung with which others are compared: d8, else the last one."""
     return "d8" if "d8" in dense else dense[-1] if dense else ""
 
 
@@ -144,7 +145,7 @@ def _outlier_cell(subject: Subject, plan: Plan) -> Cell:
 
 
 def _rungs(found: Found) -> dict[str, list[Numbers]]:
-    """{rung: the scores of each seed}."""
+    """Returns {rung: the scores of each seed}."""
     rungs: dict[str, list[Numbers]] = {}
     for subject, scores in zip(found.subjects, found.each("scores"), strict=True):
         rungs.setdefault(subject.name, []).append(scores)
@@ -152,7 +153,7 @@ def _rungs(found: Found) -> dict[str, list[Numbers]]:
 
 
 def _judge(found: Found) -> list[Verdict]:
-    """Verdicts about the rungs that the ladder has."""
+    """Judges the hypotheses about the rungs that the ladder has."""
     unequal = [scores["decode"]["unequal"] for scores in found.each("scores")]
     rungs = {rung: read_pairs(scores, scores[0]["pairs"]) for rung, scores in _rungs(found).items()}
     verdicts = [ZERO.judge(span(unequal)), *_judge_rungs(rungs)]
@@ -162,7 +163,7 @@ def _judge(found: Found) -> list[Verdict]:
 
 
 def _judge_rungs(rungs: dict[str, dict[str, list[Pair]]]) -> list[Verdict]:
-    """Verdicts of {rung: {view: a pair for each seed}}."""
+    """Judges {rung: {view: a pair for each seed}}."""
     verdicts = []
 
     def compare(
@@ -207,8 +208,9 @@ def _judge_outliers(outliers: list[Numbers]) -> list[Verdict]:
 
 
 def _kl_growth(outliers: list[Numbers], power: int, recipe: str, other: str) -> Estimate:
-    """Exact KL of a recipe with the outlier over that without; divided by the same of `other`, if
-    it is not ''. Every recipe and power scores the same tokens, so sums have the means' ratios."""
+    """Returns the exact KL of a recipe with the outlier over that without; divided by the same
+    ratio of the recipe `other`, unless it is ''. All score the same tokens, so ratios of sums are
+    ratios of means."""
     places = [(power, recipe), (0, recipe)]
     places += [(0, other), (power, other)] if other else []
     sums = np.stack(
@@ -228,7 +230,7 @@ def _flip_ratio(one: Pair, other: Pair) -> Estimate:
 
 
 def _outlier_means(outliers: list[Numbers]) -> dict[str, Any]:
-    """{recipe: mean exact KL to bf16 at each of POWERS, of all seeds}; {} without outliers."""
+    """Returns {recipe: mean exact KL to bf16 at each of POWERS}; {} without measured outliers."""
 
     def mean(power: int, recipe: str) -> float:
         found = [numbers[str(power)][recipe] for numbers in outliers]
@@ -265,7 +267,7 @@ def _about(model: ModelConfig, scores: list[Numbers]) -> dict[str, Any]:
 
 
 def _tables(result: Result) -> str:
-    """The ladder, and the outliers."""
+    """Returns tables of the ladder and of the outliers."""
     rows = [
         (rung, (result["rungs"][rung], views[_PLAIN], views.get(_EXPERTS)))
         for rung, views in result["pooled"].items()
@@ -285,7 +287,7 @@ def _tables(result: Result) -> str:
     return f"{text}\nExact KL to bf16 with an outlier.\n\n{table}"
 
 
-# A row: `_about` a rung, and the summaries of a bf16 learner without replay and with experts'.
+# A row: `_about` of a rung, and summaries of a bf16 learner without and with experts replayed.
 _COLUMNS: Mapping[str, Callable[[tuple[Any, Any, Any]], str]] = {
     "layers, experts": lambda row: (
         f"{row[0]['layers']}, {row[0]['experts'] or '-'} {row[0]['router']}".strip()
@@ -303,7 +305,7 @@ _COLUMNS: Mapping[str, Callable[[tuple[Any, Any, Any]], str]] = {
 
 
 def _figure(result: Result) -> Figure:
-    """The ladder with and without replay, flips by layer, and the outliers: those that it has."""
+    """Draws the ladder with and without replay, flips by layer, and outliers, if measured."""
     pooled = result["pooled"]
     mixtures = any("flips_by_layer" in views[_PLAIN] for views in pooled.values())
     draws = [_draw_ladder] * (mixtures or len(pooled) > 1 or not result["outliers"])

@@ -1,10 +1,10 @@
-"""One set of samples, scored under many recipes.
+"""Samples once, and scores the samples under many recipes.
 
-Decode and score of one recipe give the same bits, so a mismatch between two recipes needs no
-second engine: tokens are sampled once, and a recipe's score of them is what a sampler under that
-recipe would have recorded. Two scores differ by quantisation alone; published figures contain the
-differences of two engines too. The tokens are always those of one policy, so the figures of other
-recipes are means over its samples and not over their own.
+Decoding and scoring under one recipe give the same bits, so a mismatch between two recipes needs no
+second engine: a recipe's score of given tokens is what a sampler under that recipe would have
+recorded. Two scores differ only by quantisation; published figures contain the differences of two
+engines too. All tokens are sampled under one recipe, so figures of other recipes are means over
+that recipe's samples, not over samples of their own.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime
 
 _ROUTER_LOGITS = "router_logits"
-_MOST_LOGITS = 1 << 26  # float32 logits of a score that are held at once
-_ROWS = 128  # sequences of a score at most
+_MOST_LOGITS = 1 << 26  # most float32 logits of a score in memory at once
+_ROWS = 128  # most sequences that are scored at once
 
 
 class View(NamedTuple):
-    """A way to score tokens.
+    """How tokens are scored: a recipe, with or without routing replay.
 
     Attributes:
       recipe: numerics.
-      replay: what replaces the routers' own: 'none', 'experts' or 'weights' of another view
+      replay: what replaces the routers' choices: 'none', or 'experts' or 'weights' of another view
         (`algo.routing_replay`).
-      of: the name of that other view.
+      of: name of that other view.
     """
 
     recipe: Recipe
@@ -55,17 +55,17 @@ class View(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two scores a and b of the same tokens. Each value is (B, R), and 0 outside the response.
+    """Two scores a and b of the same tokens. Arrays are (B, R), and 0 outside the response.
 
     Attributes:
       difference: D, the log-probability of b minus that of a, float64.
-      divergence: KL(a || b) over the whole vocabulary, in nats.
-      square: the variance over the vocabulary of the logits' difference (their mean changes no
+      divergence: KL(a || b) over the full vocabulary, in nats.
+      square: variance over the vocabulary of the logits' difference (its mean changes no
         probability).
-      size: the variance of a's logits.
+      size: variance over the vocabulary of a's logits.
       flips: (S, B, T) bool, whether the routers chose different sets of experts, in the S layers
-        with experts and at every token of the sequence; also where other experts were replayed.
-        None for a dense model.
+        with experts and at every token of the sequence, even if other experts were replayed; None
+        for a dense model.
     """
 
     difference: np.ndarray
@@ -76,14 +76,14 @@ class Comparison(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """A batch of sequences under all views.
+    """Scores of a batch of sequences under all views.
 
     Attributes:
-      rows: which of the samples.
+      rows: slice of the samples that are in the batch.
       logprobs: {view: (B, R) float32}.
       entropy: {view: (B, R) float32}, in nats.
-      margins: {view: (S, B, T) float32}: the score (`selection_scores`) of the last expert that a
-        router chose, less that of the next; {} if every expert is chosen.
+      margins: {view: (S, B, T) float32}: score (`selection_scores`) of the last expert that a
+        router chose minus that of the next expert; {} if every expert is chosen.
       compare: ``compare(a, b) -> Comparison`` of two views.
     """
 
@@ -102,15 +102,15 @@ def sample(
     group: int,
     note: Note = silent,
 ) -> Batch:
-    """Samples of a policy under a recipe, as a batch on the host.
+    """Samples answers under a recipe, and returns them as a batch on the host.
 
     Args:
       runtime: model, task and `rollout` settings of the samples.
-      params: float32.
-      recipe: of the sampler; if it asks for KV scales, they are calibrated on all prompts.
-      questions: P; a multiple of `rollout.prompts_per_step`.
-      group: samples of each, G.
-      note: called with how far the samples are.
+      params: float32 parameters.
+      recipe: the sampler's recipe; calibrated KV scales are calibrated on all prompts.
+      questions: P questions, a multiple of `rollout.prompts_per_step`.
+      group: number of samples of each question, G.
+      note: called with the progress.
 
     Returns:
       B = P * G rows, prompt-major; `old_logprobs` are those that the sampler recorded.
@@ -139,9 +139,9 @@ def sample(
 
 
 def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVScales | None:
-    """KV scales calibrated on tokens (B, T) of lengths (B,); None for a recipe without them.
+    """Calibrates KV scales on tokens (B, T) of lengths (B,); None if the recipe has no such scales.
 
-    Rows are taken in parts: the scale of all is the largest of the parts'.
+    Rows are calibrated in parts; the result is the largest scale of the parts.
     """
     if recipe.kv != "calibrated":
         return None
@@ -156,16 +156,16 @@ def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVSc
 
 
 def _part_size(count: int, most: int) -> int:
-    """The largest divisor of `count` that is at most `most`."""
+    """Returns the largest divisor of `count` that is at most `most`."""
     return max(n for n in range(1, count + 1) if n <= most and count % n == 0)
 
 
 class Scorer:
-    """The programs that score samples of one model under several views."""
+    """Programs that score samples of one model under several views."""
 
     def __init__(self, runtime: Runtime, views: dict[str, View], note: Note = silent):
-        """A view that replays must come after the one whose routing it takes; `note` is called with
-        how far a score is."""
+        """A view that replays must come after the view whose routing it takes; `note` is called
+        with the progress of a score."""
         self._runtime, self._views, self._note = runtime, views, note
         taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.model.num_experts))
         recipes = {view.recipe for view in views.values()}
@@ -179,8 +179,8 @@ class Scorer:
         """Yields the scores of some rows at a time.
 
         Args:
-          params: float32.
-          samples: of `sample`; calibrated KV scales are calibrated on them, as after a step.
+          params: float32 parameters.
+          samples: result of `sample`; calibrated KV scales are calibrated on it, as after a step.
         """
         runtime = self._runtime
         total, slots = samples.targets.shape
@@ -215,7 +215,7 @@ class Scorer:
                 *weights[view.recipe], given, self._runtime.engine.rope
             )
         mask, model = batch.mask, self._runtime.model
-        dense = model.dense_layers  # in front; their taps are zeros
+        dense = model.dense_layers  # the first layers, whose taps are zeros
 
         def compare(a: str, b: str) -> Comparison:
             one, other = found[a], found[b]
@@ -239,7 +239,7 @@ class Scorer:
 
 
 def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Callable:
-    """(weights, kv_scales, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
+    """Returns (weights, kv_scales, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
 
     @exact_jit
     def score(weights, scales, batch: Batch, rope):
@@ -254,8 +254,8 @@ def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Call
 
 @exact_jit
 def _compare(one: jax.Array, other: jax.Array, temperature: jax.Array):
-    """(KL, mean square of the logits' difference, of `one`) of logits (B, R, V), each (B, R)
-    float32.
+    """Returns KL, variance of the logits' difference, and variance of `one`, each (B, R) float32,
+    of logits (B, R, V).
 
     ``KL = sum_v p_v (e^d - 1 - d)`` with d the difference of the log-probabilities: the sum of
     p e^d is 1, so this is the sum of -p d, in terms that are never negative.
@@ -269,12 +269,12 @@ def _compare(one: jax.Array, other: jax.Array, temperature: jax.Array):
 
 @exact_jit
 def _flips(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Whether two choices of experts (L, B, T, k) differ as sets, (L, B, T)."""
+    """Returns whether two choices of experts (L, B, T, k) differ as sets, (L, B, T) bool."""
     return (jnp.sort(one, axis=-1) != jnp.sort(other, axis=-1)).any(-1)
 
 
 def _correction(params: Any) -> jax.Array | None:
-    """The corrections of all routers, (L, E) float32; None if they have none."""
+    """Returns the correction biases of all routers, (L, E) float32; None if they have none."""
     leaves = traverse_util.flatten_dict(params)
     found = [x for path, x in leaves.items() if path[-1] == "e_score_correction_bias"]
     return found[0] if found else None
@@ -282,7 +282,8 @@ def _correction(params: Any) -> jax.Array | None:
 
 @functools.partial(exact_jit, static_argnums=0)
 def _margin(config: ModelConfig, logits: jax.Array, correction: jax.Array | None) -> jax.Array:
-    """The k-th largest score less the next, (L, B, T), of logits (L, B, T, E) and (L, E)."""
+    """Returns the k-th largest score of the experts minus the next, (L, B, T), of logits
+    (L, B, T, E) and `correction` (L, E)."""
     bias = None if correction is None else correction[:, None, None]
     best = jax.lax.top_k(selection_scores(config, logits, bias), config.num_experts_per_tok + 1)[0]
     return best[..., -2] - best[..., -1]

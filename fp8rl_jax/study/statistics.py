@@ -1,11 +1,11 @@
 """Intervals and tests of the studies, by scipy and by resampling with fixed seeds.
 
-The unit is the sequence: tokens within one are dependent, so a bootstrap draws whole sequences with
-replacement (a cluster bootstrap; Cameron, Gelbach and Miller, 2008). Intervals are percentiles of
-10,000 draws.
+The unit is a cluster of dependent values, such as the tokens of a sequence or of a question's
+samples: a bootstrap draws clusters with replacement (Cameron, Gelbach and Miller, 2008). Intervals
+are percentiles of 10,000 draws.
 
-Not done: corrections of the bootstrap's small bias with few sequences (an interval of 8 sequences
-covers a few percent less than it says), and corrections for several hypotheses.
+Not done: corrections of the bootstrap's small bias with few clusters (a 95% interval of 8 clusters
+covers a few percent less), and corrections for several hypotheses.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from scipy.stats import norm, rankdata, t
 DRAWS = 10_000
 LEVEL = 0.95
 _NORMAL, _POWER = norm.ppf([(1 + LEVEL) / 2, 0.8])
-_LARGE = 1000  # seeds; from there on Student's quantile is the normal one, to 0.2%
+_LARGE = 1000  # seeds, from which on Student's quantile is the normal one, to 0.2%
 _SEED = 0
-_AT_ONCE = 1 << 24  # numbers that are held at once
+_AT_ONCE = 1 << 24  # most numbers in memory at once
 
 
 class Estimate(NamedTuple):
-    """A figure and its interval, `LEVEL` wide."""
+    """A figure and its interval of confidence LEVEL."""
 
     value: float
     low: float
@@ -35,15 +35,15 @@ class Estimate(NamedTuple):
 
 
 class Range(Estimate):
-    """The largest of values that are known without sampling, from the smallest to the largest."""
+    """The largest of some exact values, with their range as the interval."""
 
 
 class SeedMean(Estimate):
     """A mean over seeds, with Student's interval.
 
     Attributes:
-      values: one for each seed, (S,).
-      least: the standard deviation is taken to be at least this.
+      values: (S,) one value for each seed.
+      least: least standard deviation that is assumed for the values.
     """
 
     values: np.ndarray
@@ -56,7 +56,7 @@ class SeedMean(Estimate):
 
 
 class Trend(NamedTuple):
-    """A rank correlation from -1 to 1, and the two-sided p-value that there is none."""
+    """A rank correlation from -1 to 1, and its two-sided p-value under no correlation."""
 
     value: float
     p: float
@@ -65,11 +65,11 @@ class Trend(NamedTuple):
 def cluster_bootstrap(
     clusters: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]
 ) -> Estimate:
-    """A statistic of the mean over clusters.
+    """Estimates a statistic of the mean over clusters, with its bootstrap interval.
 
     Args:
-      clusters: (S, ...) one entry for each sequence.
-      statistic: (D, ...) means of D draws -> (D,).
+      clusters: (S, ...) one entry for each cluster.
+      statistic: function of the means of D draws (D, ...) that returns (D,).
 
     Raises:
       ValueError: there are fewer than two clusters.
@@ -94,20 +94,20 @@ def cluster_bootstrap(
 
 @functools.lru_cache(maxsize=2)
 def _draws(count: int) -> np.ndarray:
-    """(DRAWS, S) shares of each of S clusters in each draw; the same for every figure."""
+    """Returns the share of each of S clusters in each draw, (DRAWS, S); equal for all figures."""
     rng = np.random.default_rng(_SEED)
     return rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count
 
 
 def clustered_mean(sums: np.ndarray, counts: np.ndarray) -> Estimate:
-    """Mean of values whose sums (S,) and counts (S,) in each sequence are given."""
+    """Estimates the mean of values from their sums (S,) and counts (S,) in each cluster."""
     return cluster_bootstrap(np.stack([sums, counts], axis=1), lambda m: m[:, 0] / m[:, 1])
 
 
 def ratio_of_means(
     sums: np.ndarray, counts: np.ndarray, other_sums: np.ndarray, other_counts: np.ndarray
 ) -> Estimate:
-    """Ratio of two `clustered_mean`s over the same sequences, which are drawn together."""
+    """Estimates the ratio of two `clustered_mean`s over the same clusters, drawn together."""
     clusters = np.stack([sums, counts, other_sums, other_counts], axis=1)
     return cluster_bootstrap(clusters, lambda m: m[:, 0] / m[:, 1] / (m[:, 2] / m[:, 3]))
 
@@ -115,13 +115,13 @@ def ratio_of_means(
 def seed_mean(
     values: np.ndarray, least: float = 0.0, within: tuple[float, float] = (-math.inf, math.inf)
 ) -> SeedMean:
-    """Mean of one value for each seed (S,), with Student's interval; of one seed without bounds.
+    """Returns the mean over seeds with Student's interval, which is infinite for one seed.
 
     Args:
-      values: (S,).
-      least: known standard deviation of one value's noise, in the place of a smaller one of the
-        values: a few rounded values may be equal by chance.
-      within: bounds of the figure, which Student's interval of two values or more does not know.
+      values: (S,) one value for each seed.
+      least: known standard deviation of one value's noise, used if the values' is smaller: a few
+        rounded values may be equal by chance.
+      within: bounds of the figure, to which Student's interval of two values or more is cut.
     """
     values = np.asarray(values, np.float64)
     mean, count = float(values.mean()), len(values)
@@ -133,17 +133,17 @@ def seed_mean(
 
 
 def _deviation(values: np.ndarray, least: float) -> float:
-    """Standard deviation of a sample (S,), at least `least`."""
+    """Returns the standard deviation of a sample (S,), at least `least`."""
     return max(float(np.std(values, ddof=1)), least)
 
 
 def span(values: Sequence[float]) -> Range:
-    """The largest of values that are known without sampling, and their range."""
+    """Returns the largest of some exact values, and their range."""
     return Range(max(values), min(values), max(values))
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Spearman's rho of x (..., N) and y (N,); 0 where either is constant."""
+    """Returns Spearman's rho of x (..., N) and y (N,); 0 where either is constant."""
     a, b = rankdata(x, axis=-1), rankdata(y)
     a, b = a - a.mean(axis=-1, keepdims=True), b - b.mean()
     scale = np.sqrt((a * a).sum(axis=-1) * (b * b).sum())
@@ -151,7 +151,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> Trend:
-    """Spearman's rho of x (N,) and y (N,), with the p-value of random permutations.
+    """Returns Spearman's rho of x (N,) and y (N,), with the p-value of random permutations.
 
     p counts the observed order as one of the draws, so it is never 0 (Phipson and Smyth, 2010).
     """
@@ -165,7 +165,7 @@ def spearman(x: np.ndarray, y: np.ndarray) -> Trend:
 
 
 def kendall_tau(series: np.ndarray) -> np.ndarray:
-    """Mann-Kendall's S over its largest value: series (..., N) -> (...), 1 for a rising one."""
+    """Returns Mann-Kendall's S of series (..., N) over its largest value: 1 for a rising series."""
     series = np.asarray(series, np.float64)
     length = series.shape[-1]
     total = np.zeros(series.shape[:-1])
@@ -175,13 +175,13 @@ def kendall_tau(series: np.ndarray) -> np.ndarray:
 
 
 def mann_kendall(series: np.ndarray, block: int) -> Trend:
-    """Mann-Kendall's trend test of a series (N,) whose neighbours are dependent.
+    """Tests a series (N,) with dependent neighbours for a trend, by Mann-Kendall's test.
 
-    The p-value is of a moving-block bootstrap: series made of blocks of `block` neighbours, drawn
-    with replacement, have the dependence and not the trend (Künsch, 1989).
+    The p-value is from a moving-block bootstrap (Künsch, 1989): a series made of blocks of `block`
+    neighbours, drawn with replacement, keeps the dependence but not the trend.
 
     Raises:
-      ValueError: the block does not fit in twice.
+      ValueError: `block` is below 1 or above N / 2.
     """
     series = np.asarray(series, np.float64)
     length = len(series)
@@ -198,17 +198,17 @@ def mann_kendall(series: np.ndarray, block: int) -> Trend:
 
 
 def equivalence(sample: np.ndarray, margin: float, least: float = 0.0) -> float:
-    """p-value of TOST: two one-sided t-tests that a mean lies within `margin` of 0.
+    """Returns the p-value of two one-sided t-tests (TOST) that a mean is within `margin` of 0.
 
-    (Schuirmann, 1987.) The larger of the two p-values: below 0.05 the mean is equivalent to 0.
+    It is the larger of the two p-values: below 0.05 the mean is equivalent to 0 (Schuirmann, 1987).
 
     Args:
       sample: (S,) one value for each seed.
-      margin: above 0, set before the data are seen.
+      margin: number above 0, set before the data are seen.
       least: as in `seed_mean`.
 
     Raises:
-      ValueError: there are fewer than two values, or no margin.
+      ValueError: there are fewer than two values, or `margin` is not above 0.
     """
     sample = np.asarray(sample, np.float64)
     if len(sample) < 2 or not margin > 0:
@@ -222,12 +222,12 @@ def equivalence(sample: np.ndarray, margin: float, least: float = 0.0) -> float:
 
 
 def seeds_needed(differences: np.ndarray, effect: float, least: float = 0.0) -> int:
-    """Pairs of runs with which a t-test at 5% finds a mean difference of `effect` four times in
-    five: the least n with ``n >= ((t + 0.84) sd / effect)^2``, with the standard deviation of the
-    `differences` (S,), at least `least`.
+    """Returns how many pairs of runs a t-test at 5% needs to find a mean difference of `effect` in
+    four of five cases: the least n from 2 on with ``n >= ((t + 0.84) sd / effect)^2``.
 
-    t is the quantile of Student's distribution of n - 1 degrees of freedom at 97.5%, and 0.84 that
-    of the normal distribution at 80%. At least 2.
+    sd is the standard deviation of the `differences` (S,), at least `least`; t is the quantile of
+    Student's distribution of n - 1 degrees of freedom at 97.5%, and 0.84 that of the normal
+    distribution at 80%.
 
     Raises:
       ValueError: there are fewer than two differences, so no standard deviation.

@@ -22,11 +22,11 @@ class Scoring:
     """Held-out questions, sampled under one view and scored under all.
 
     Attributes:
-      views: ways to score.
-      pairs: {name: two views that are compared}.
-      rollout: the view whose recipe samples.
-      questions: how many are asked.
-      group: samples of each.
+      views: {name: view}.
+      pairs: {name: names of two views that are compared}.
+      rollout: name of the view whose recipe samples.
+      questions: number of questions that are asked.
+      group: number of samples of each question.
     """
 
     views: dict[str, View]
@@ -36,14 +36,14 @@ class Scoring:
     group: int = GROUP
 
     def cell(self, study: str, subject: Subject, note: Note) -> Cell:
-        """The scores of a subject.
+        """Returns the cell of a subject's scores.
 
         Its numbers are those of `numbers`, and 'warmup': `Subject.warmup`.
 
         Args:
-          study: begins the cell's name.
+          study: name with which the cell's name begins.
           subject: model, task, weights.
-          note: called with how far the measurement is.
+          note: called with the progress.
 
         Raises:
           UserError: there are too few questions.
@@ -77,13 +77,13 @@ class Scoring:
         return Cell(f"{study}-{subject.tag}-seed{subject.seed}", key, measured)
 
     def numbers(self, runtime: Runtime, params: Any, note: Note = silent) -> dict[str, Any]:
-        """The scores of float32 parameters, as JSON.
+        """Samples and scores float32 parameters; returns the numbers as JSON.
 
         Returns:
-          'pairs': {name: numbers of `measures.Pair`}; 'decode': how the log-probabilities that the
-          sampler recorded differ from the score under its recipe, with the share of tokens that
-          differ ('unequal'), the largest difference ('most') and the number of 'tokens'; and
-          'margins', the quantiles of the routers' margins.
+          'pairs': {name: numbers of `measures.Pair`}; 'decode': differences between the
+          log-probabilities that the sampler recorded and the score under its recipe, with the share
+          of tokens that differ ('unequal'), the largest difference ('most') and the number of
+          'tokens'; and 'margins', the quantiles of the routers' margins.
         """
         questions = runtime.questions["eval"][: self.questions]
         batch = sample(

@@ -1,8 +1,8 @@
-"""The policy that a study measures: a model with its weights, its task and its tokenizer.
+"""Subjects: policies that a study measures, each a model with its weights, task and tokenizer.
 
 Weights are made when a cell needs them: a study whose cells are all finished trains nothing. So a
-subject is identified by what its weights follow from: the configuration that they are trained
-under, or a digest of weights that come from elsewhere.
+subject is identified by what determines its weights: the configuration under which they are
+trained, or a digest of weights that come from elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp8rl_jax.train import train
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
-# Fields of `run` that change no number: where files are, what is shown and when it is saved.
+# Fields of `run` that change no number: paths of files, what is shown, and when it is saved.
 _WITHOUT_EFFECT = (
     "cache_dir checkpoint_every compilation_cache dir keep_checkpoints loggers project samples name"
 )
@@ -40,12 +40,12 @@ class Subject:
     """A model that is studied, with its task.
 
     Attributes:
-      name: for the texts.
+      name: name in texts and tables.
       runtime: model, tokenizer, questions and mesh.
-      make_params: the float32 parameters, on the host.
-      trained: whether they follow from the runtime's configuration alone.
-      released: whether they are those of `model.checkpoint`.
-      directory: of the fine-tuning that makes them, if any.
+      make_params: function that returns the float32 parameters, on the host.
+      trained: whether the runtime's configuration alone determines the parameters.
+      released: whether the parameters are those of `model.checkpoint`.
+      directory: run directory of the fine-tuning that makes the parameters, if any.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Subject:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What the weights follow from, as JSON."""
+        """What determines the weights, as JSON."""
         model = {
             field.name: value
             for field in dataclasses.fields(self.model)
@@ -78,13 +78,12 @@ class Subject:
 
     @property
     def _data(self) -> dict[str, str]:
-        """The digest of a data set's questions; those of reasoning_gym follow from the fields."""
+        """The digest of a data set's questions; {} for reasoning_gym's, which fields determine."""
         return {"data": self.runtime.data_digest} if self.runtime.data_digest else {}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What samples and runs follow from beside the weights, as JSON; {} if `identity` holds
-        it."""
+        """What determines samples and runs besides the weights, as JSON; {} if `identity` does."""
         if self.trained:
             return {}
         fields = lasting(self.runtime.config)
@@ -92,8 +91,8 @@ class Subject:
         return {"config": kept, **self._data}
 
     def warmup(self) -> dict[str, float]:
-        """The mean loss of the last 20 steps of fine-tuning, and the accuracy after it; {} without
-        fine-tuning. `params` must have been made."""
+        """Returns the mean loss of the last 20 steps of fine-tuning, and the accuracy after it; {}
+        without fine-tuning. `params` must have been made."""
         if self.directory is None:
             return {}
         losses = [record["loss"] for record in read_jsonl(self.directory / "sft.jsonl")][-20:]
@@ -106,7 +105,7 @@ class Subject:
 
     @property
     def tag(self) -> str:
-        """Names the weights in the files of cells, 12 characters."""
+        """A digest of `identity`, 12 characters, for the names of cells."""
         identity = self.identity
         if "weights" in identity:
             return identity["weights"]
@@ -115,7 +114,7 @@ class Subject:
 
 
 def quick_config(seed: int = 0) -> ml_collections.ConfigDict:
-    """Two layers that learn sums of three or four digits for a minute on two cores."""
+    """Returns a configuration: two layers learn sums of 3 or 4 digits, a minute on two cores."""
     content = {
         "run": {"dir": "two_layers", "seed": seed},
         "model": {
@@ -155,7 +154,7 @@ def quick_config(seed: int = 0) -> ml_collections.ConfigDict:
 
 
 def quick_ladder(seeds: Sequence[int], out: pathlib.Path, note: Note) -> list[Subject]:
-    """'dense', two layers, and 'experts', the same with eight experts, each for every seed."""
+    """Returns 'dense', two layers, and 'experts', the same with eight experts, for every seed."""
     ladder = []
     for rung in ("dense", "experts"):
         for seed in seeds:
@@ -169,8 +168,8 @@ def quick_ladder(seeds: Sequence[int], out: pathlib.Path, note: Note) -> list[Su
 
 
 def lasting(config: ml_collections.ConfigDict) -> dict[str, Any]:
-    """{path: value} of the fields that change a run's numbers and are not at their defaults; so the
-    result stays the same when a later version adds a field."""
+    """Returns {path: value} of fields that change a run's numbers and are not at their defaults, so
+    that the result stays the same when a later version adds a field."""
     defaults = flatten(default_config())
     left_out = {f"run.{name}" for name in _WITHOUT_EFFECT.split()}
     return {
@@ -181,7 +180,7 @@ def lasting(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 
 def digest(tree: Any) -> str:
-    """A digest of the bytes of a tree's arrays, 12 characters."""
+    """Returns a digest of the bytes of a tree's arrays, 12 characters."""
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         found.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
@@ -191,18 +190,17 @@ def digest(tree: Any) -> str:
 def of_config(
     config: ml_collections.ConfigDict, out: pathlib.Path, note: Note, questions: bool = True
 ) -> Subject:
-    """The policy of a configuration before RL: after its supervised fine-tuning in bf16, which
-    favours no FP8 recipe; without one, its random weights or `model.checkpoint`'s.
+    """Returns the policy of a configuration before RL: after its supervised fine-tuning in bf16,
+    which favours no FP8 recipe; without fine-tuning, random weights or `model.checkpoint`'s.
 
     Args:
-      config: of `load_config`.
+      config: result of `load_config`.
       out: directory of the fine-tuning's run, made when weights are needed.
-      note: called with a line about what happens.
-      questions: whether the study asks the task's questions; without them there is no
-        fine-tuning either.
+      note: called with lines of progress.
+      questions: whether the study asks the task's questions; if not, there is no fine-tuning.
 
     Raises:
-      UserError: of `make_runtime`.
+      UserError: `make_runtime` refuses the configuration.
     """
     config = ml_collections.ConfigDict(config.to_dict())
     if not questions:
@@ -227,11 +225,11 @@ def of_config(
 
 
 def of_directory(config: ml_collections.ConfigDict, note: Note, questions: bool = True) -> Subject:
-    """The model in `run.dir`: a released one, or the newest checkpoint of a run.
+    """Returns the model in `run.dir`: a released one, or the newest checkpoint of a run.
 
     Raises:
-      UserError: the study asks questions, and a released model has none; or of `make_runtime` and
-        `load_trained`.
+      UserError: the study asks questions, and a released model has none; or `make_runtime` refuses
+        the configuration.
     """
     if questions:
         check_task(config)
@@ -264,12 +262,12 @@ def _newest(runtime: Runtime, note: Note) -> Any:
 
 
 def _warm_up(config: ml_collections.ConfigDict, note: Note) -> Any:
-    """Parameters after the fine-tuning of a configuration; a stopped one is resumed."""
+    """Runs or resumes a configuration's fine-tuning, and returns the parameters after it."""
     note(f"supervised fine-tuning of {config.run.dir}")
     train(config, resume=is_begun(pathlib.Path(config.run.dir)))
     return _newest(make_runtime(config, with_questions=False), note)
 
 
 def is_begun(directory: pathlib.Path) -> bool:
-    """Whether there is a run, finished or stopped."""
+    """Returns whether `directory` holds a run, finished or stopped."""
     return (directory / "config.json").exists()

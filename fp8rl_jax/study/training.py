@@ -1,6 +1,6 @@
 """`fp8rl study training`: the mismatch of an FP8 rollout and a bf16 learner over RL training.
 
-"FP8-RL", as its digest tells it, finds that the mismatch KL of a mixture of experts rises over
+"FP8-RL", according to a digest of it, finds that the mismatch KL of a mixture of experts rises over
 training, and that truncated importance sampling (TIS) keeps training stable. Here a model is
 trained with an FP8 rollout and a bf16 learner from one start, with TIS and without any correction.
 A mixture of experts is compared with a dense model by running the study on a config of each.
@@ -8,17 +8,17 @@ A mixture of experts is compared with a dense model by running the study on a co
 Entropy is the confounder. Let quantisation move each logit by an independent error of variance v.
 Then, to the second order, KL(rollout || learner) is ``v / 2 (1 - sum p^2)`` in expectation. That
 factor falls with the policy's entropy H, so the mismatch may fall in RL while the error v grows.
-Hence two more figures. The RMS of the logits' difference is the root of v and has no such factor,
-but an error in proportion to the logits grows with them, and logits grow where RL sharpens the
-policy; so it is divided by the RMS of the logits. It needs the whole vocabulary, so it is taken
-before and after RL, of samples of the policy at that time. Over the steps there is the mismatch per
-nat of entropy, KL / H, which is a rough match: ``(1 - sum p^2) / H`` is 0.72 for two equal tokens,
-0.39 for ten, and 0.35 for two of 0.99 and 0.01. So the former decides. A regression on entropy is
-not used: where mismatch and entropy both follow the step, it would explain any trend away.
+Hence two more figures. The first, the RMS of the logits' difference, is the root of v and has no
+such factor. But an error in proportion to the logits grows with them, and logits grow where RL
+sharpens the policy; so it is divided by the RMS of the logits. It needs the full vocabulary, so it
+is measured before and after RL, on samples of the policy at that time. The second, for every step,
+is the mismatch per nat of entropy, KL / H. It is rough: ``(1 - sum p^2) / H`` is 0.72 for two equal
+tokens, 0.39 for ten, and 0.35 for two of 0.99 and 0.01. So the first figure decides. A regression
+on entropy is not used: if mismatch and entropy both follow the step, it would explain any trend.
 
 The unit is the seed. A trend is Kendall's tau of each seed's curve with Student's interval over
 seeds, and the p-value of Mann-Kendall's test of the mean curve. Not done: mismatch in later updates
-of a rollout, which is a change of the policy.
+of a rollout, when the policy has changed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from fp8rl_jax.study.subjects import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LEAST = 8  # steps: two of each quarter
-_BLOCKS = 16  # of the bootstrap, in a run's steps
+_LEAST = 8  # least steps: two for each quarter
+_BLOCKS = 16  # blocks into which the bootstrap divides a run's steps
 ARMS: dict[str, Fields] = {
     name: {"precision.rollout": "fp8", "precision.learner": "bf16", **correction}
     for name, correction in (("uncorrected", UNCORRECTED), ("tis", TIS))
@@ -74,7 +74,7 @@ _VIEWS = {name: View(get_recipe(name)) for name in _SIDES}
 
 
 def _trend(name: str, text: str, curve: str, zone: Zone) -> Hypothesis:
-    """A hypothesis about the trend of a curve, by its Kendall's tau."""
+    """Makes a hypothesis about the trend of a curve, by its Kendall's tau."""
     test = "Mann-Kendall's test of the mean curve, bootstrap of blocks of steps"
     return Hypothesis(
         name, f"Uncorrected, {text}", f"Kendall's tau of {curve} and step", zone, test
@@ -114,7 +114,7 @@ TIS_NOT_ABOVE = Hypothesis(
 
 
 def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
-    """The scores 'before RL', and each arm with the scores after it."""
+    """Returns the scores 'before RL', and each arm with the scores after it."""
     steps, questions = plan.size.steps, plan.size.questions
     if steps < _LEAST:
         raise UserError(f"study training: --steps={steps} shows no trend: write {_LEAST} or more")
@@ -144,17 +144,17 @@ def _pair(numbers: Numbers) -> Pair:
 
 
 def _block(steps: int) -> int:
-    """Steps of a block of the bootstrap."""
+    """Returns the number of steps of a block of the bootstrap."""
     return max(steps // _BLOCKS, 1)
 
 
 def _per_nat(divergence: np.ndarray, entropy: np.ndarray) -> np.ndarray:
-    """Mismatch KL over entropy; 0 where the policy has none."""
+    """Returns mismatch KL over entropy; 0 where the entropy is 0."""
     return np.divide(divergence, entropy, out=np.zeros_like(divergence), where=entropy > 0)
 
 
 def _with_ratio(numbers: Numbers) -> Numbers:
-    """A run's numbers with the curve of KL / entropy, and a summary of the scores after RL."""
+    """Returns a run's numbers with the curve of KL / entropy, and a summary of the last scores."""
     curves = numbers["series"]
     ratio = _per_nat(np.array(curves["mismatch_kl"]), np.array(curves["entropy"]))
     after = _summary(numbers["after"])
@@ -194,7 +194,8 @@ def _judge(found: Found) -> list[Verdict]:
 
 
 def _tables(result: Result) -> str:
-    """First and last quarter of every measure and its trend, ends of the runs, and scores."""
+    """Returns tables of every measure's first and last quarter and trend, of the ends of the runs,
+    and of the scores."""
     curves = [
         (arm, (text, series(runs, name)))
         for arm, runs in result["runs"].items()
@@ -242,7 +243,7 @@ def _tables(result: Result) -> str:
 
 
 def _figure(result: Result) -> Figure:
-    """The measures over the steps."""
+    """Draws the measures over the steps."""
     figure, panels = writing.panels(len(MEASURES), 14, 3.6)
     for axes, (name, text) in zip(panels, MEASURES.items(), strict=True):
         for colour, (arm, runs) in zip(writing.COLOURS, result["runs"].items(), strict=False):

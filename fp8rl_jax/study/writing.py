@@ -1,4 +1,4 @@
-"""Text, tables and panels that several studies have."""
+"""Text, tables and panels that several studies use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _Row = TypeVar("_Row")
 
 
 def figure(found: Sequence[float], digits: int = 3) -> str:
-    """An estimate (value, low, high) in a table."""
+    """Formats an estimate (value, low, high) for a table."""
     value, low, high = (f"{x:.{digits}g}" for x in found)
     return value if low == value == high else f"{value} [{low}, {high}]"
 
 
 def each(values: Sequence[float | None] | np.ndarray) -> str:
-    """The figures of several seeds in a table; '-' for None."""
+    """Formats the figures of several seeds for a table; '-' for None."""
     return ", ".join("-" if value is None else f"{value:.3g}" for value in values)
 
 
@@ -41,12 +41,12 @@ PAIR_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 def table(
     first: str, rows: Iterable[tuple[str, _Row]], columns: Mapping[str, Callable[[_Row], str]]
 ) -> str:
-    """A Markdown table.
+    """Returns a Markdown table.
 
     Args:
       first: heading of the first column, which has the rows' names.
-      rows: (name, row).
-      columns: {heading: a row's text}.
+      rows: (name, row) for each line.
+      columns: {heading: function of a row that returns the cell's text}.
     """
     body = [[name, *(text(row) for text in columns.values())] for name, row in rows]
     lines = [[first, *columns], ["---"] * (1 + len(columns)), *body]
@@ -54,7 +54,7 @@ def table(
 
 
 def panels(count: int, width: float, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A figure, in inches, with some panels side by side; `options` as for `Figure.subplots`."""
+    """Makes a figure, sizes in inches, of panels in a row; `options` as for `Figure.subplots`."""
     from matplotlib.figure import Figure  # not at the top: other commands start without it
 
     made = Figure(figsize=(width, height), layout="constrained", dpi=110)
@@ -63,7 +63,7 @@ def panels(count: int, width: float, height: float, **options: Any) -> tuple[Fig
 
 def curves(axes: Axes, runs: Sequence[dict[str, Any]], metric: str, color: str, label: str) -> None:
     """Draws a metric over the RL steps, as running means of a sixteenth of the steps: a thin line
-    for each run (numbers of `arm_cells`), and their mean, which has the label."""
+    for each run (numbers of `arm_cells`), and the labelled mean of the runs."""
     if not runs:
         return
     lines = np.array([_running_mean(run) for run in series(runs, metric)])
@@ -74,7 +74,7 @@ def curves(axes: Axes, runs: Sequence[dict[str, Any]], metric: str, color: str, 
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:
-    """At each value, the mean of the last sixteenth of all values; of fewer at the first ones."""
+    """Returns running means over a sixteenth of all values; over fewer at the first values."""
     total = np.cumsum(np.append(0.0, values))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - max(len(values) // 16, 1), 0)
