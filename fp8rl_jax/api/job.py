@@ -1,4 +1,4 @@
-"""Runs the main job from Python: with a configuration (`run`), or questions and a reward (`grpo`)."""
+"""Runs the main job from Python: by a configuration (`run`), or questions and reward (`grpo`)."""
 
 from __future__ import annotations
 
