@@ -72,8 +72,8 @@ def table() -> str:
         "# What rewards pay, compared with TRL and verl",
         _wrapped(
             f"tests/envs/rewards/pairs.json has {len(pairs)} pairs of an answer and a response, "
-            "with the right reward of each. `math_equal` pays the right reward for all of them. The "
-            f"scorers of other libraries ({versions}) differ:"
+            "with the right reward of each. `math_equal` pays the right reward for all of them. "
+            f"The scorers of other libraries ({versions}) differ:"
         ),
         f"| scorer | pairs, of {len(pairs)}, with another reward or none |\n|---|---|\n"
         + "\n".join(f"| {_PEERS[name]} | {count} |" for name, count in differing.items()),
@@ -83,15 +83,15 @@ def table() -> str:
         ),
         _wrapped(
             f"The last table shows {_COUNT} of the pairs for which one of these scorers, or "
-            "math-verify alone, differs. `error`: the reward raises an exception, because the answer "
-            "is not a number. `-`: TRL does not score the pair. `why` has the reasons of the scorers "
-            "that differ:"
+            "math-verify alone, differs. `error`: the reward raises an exception, because the "
+            "answer is not a number. `-`: TRL does not score the pair. `why` has the reasons of "
+            "the scorers that differ:"
         ),
         "\n".join(_wrapped(f"* *{name}*: {text}") for name, text in content["reasons"].items()),
         "\n".join(lines),
         _wrapped(
-            "`python tests/helpers/peer_rewards.py --write` scores the pairs by the other libraries "
-            "again, and `python docs/scripts/reward_table.py` writes this page."
+            "`python tests/helpers/peer_rewards.py --write` scores the pairs by the other "
+            "libraries again, and `python docs/scripts/reward_table.py` writes this page."
         ),
     ]
     return "\n\n".join(parts) + "\n"
