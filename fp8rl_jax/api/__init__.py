@@ -1,4 +1,4 @@
-"""The library's Python interface; `fp8rl_jax` exports these names without importing JAX.
+"""The library's Python interface; `fp8rl_jax` exports these names without importing JAX::
 
     fields       keyword arguments -> fields of a configuration
       |

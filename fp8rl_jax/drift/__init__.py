@@ -1,4 +1,4 @@
-"""Finds whether and why rollout and learner compute different log-probabilities (drift).
+"""Finds whether and why rollout and learner compute different log-probabilities (drift)::
 
     before a run   self_check    compares both on a small copy (cut) of the model, and checks every
                                  product of the run's programs (own_products)
