@@ -6,13 +6,13 @@
                             |                            +-> models.forward -> quant, kernels
                             +------> learner (update) ---+
                             +------> rl (advantages, losses), envs and data (questions, rewards)
-    policy: a trained model; drift: why rollout and learner differ; report: pages of a run
+    policy: loads a trained model; drift: finds why rollout and learner differ; report: HTML pages
 
 `base` has errors, files and processes, `config` the fields of a run; `study` and `bench` measure.
-Read first: `learner`, models/transformer.py, training/rl.py. `api` holds what this package offers
-by name, as below; it is imported, and JAX with it, when a name is first used.
+Read first: `learner`, models/transformer.py, training/rl.py. The names of `__all__` are defined in
+`api` and `config`, which are imported, and JAX with them, when a name is first used.
 
-Not done: several turns in a dialogue, tools, adapters, asynchronous rollouts.
+Not done: multi-turn dialogues, tools, adapters, asynchronous rollouts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = (
 if not TYPE_CHECKING:  # checkers see the imports above, and report other names
 
     def __getattr__(name: str) -> Any:
-        """A name of `__all__`, on its first use."""
+        """Imports a name of `__all__` on its first use."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = "fp8rl_jax.config" if name == "load_config" else "fp8rl_jax.api"
@@ -60,8 +60,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# In a checkout the kernels are beside the package, in an installed package inside it (setup.cfg,
-# package_dir). Beside an installed package, a folder `kernels` is another project's.
+# A checkout has the folder `kernels` next to the package, an installation inside it (setup.cfg,
+# package_dir). Next to an installed package, a folder `kernels` is another project's.
 _root = pathlib.Path(__file__).resolve().parents[1]
 if (_root / "setup.cfg").is_file() and (_root / "kernels").is_dir():
     __path__.append(str(_root))

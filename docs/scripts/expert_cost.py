@@ -1,6 +1,6 @@
-"""What experts in parts cost on a CPU: CPU seconds of a rollout and of a train step on four virtual
-devices where tokens travel to experts (`mesh.expert=4`), over those where each device gathers all
-experts (`mesh.fsdp=4`). The same model, prompts and tokens.
+"""Measures expert parallelism on a CPU with four virtual devices: CPU seconds of a rollout and of a
+train step that send tokens to the devices of their experts (`mesh.expert=4`), over those whose
+devices gather all experts (`mesh.fsdp=4`), with the same model, prompts and tokens.
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 \\
         python docs/scripts/expert_cost.py fp8
@@ -86,7 +86,7 @@ def main() -> None:
         ratios = sorted(expert / gathered for expert, gathered in pairs)
         middle, low, high = ratios[len(ratios) // 2], ratios[0], ratios[-1]
         print(
-            f"{recipe}: CPU seconds of a {name}, travelling tokens over gathered experts: "
+            f"{recipe}: CPU seconds of a {name}, tokens sent over experts gathered: "
             f"{middle:.2f} ({low:.2f} to {high:.2f}, {_TIMES} pairs)"
         )
 

@@ -1,14 +1,16 @@
-"""Writes docs/rewards_of_pairs.md: what each reward pays for 100 pairs of answer and response.
+"""Writes docs/rewards_of_pairs.md: rewards of 100 pairs of answer and response, by our scorers and
+those of TRL and verl.
 
     python docs/scripts/reward_table.py
 
-The pairs and what the scorers of TRL and verl pay are those of tests/envs/rewards/pairs.json.
+tests/envs/rewards/pairs.json has the pairs, and the rewards by TRL and verl.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
+import textwrap
 
 from fp8rl_jax.envs import load_reward
 
@@ -32,12 +34,18 @@ def _pays(name: str, pair: dict) -> str:
 
 
 def _code(text: str) -> str:
-    """As code in a cell of a table."""
+    """Returns a text as Markdown code for a cell of a table."""
     return "``" + text.replace("|", "\\|").replace("\n", " ") + "``" if text else "(empty)"
 
 
+def _wrapped(text: str) -> str:
+    """Returns a paragraph in lines of at most 120 columns."""
+    indent = "  " if text.startswith("* ") else ""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def table() -> str:
-    """The page."""
+    """Returns the text of the page."""
     content = json.loads((_ROOT / "tests/envs/rewards/pairs.json").read_text())
     pairs = [p for p in content["pairs"] if p["answer"]]
     differ = [p for p in pairs if p.get("why")]
@@ -58,32 +66,35 @@ def table() -> str:
             ", ".join(why),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    reasons = [f"* *{name}*: {text}" for name, text in content["reasons"].items()]
     versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
-    shares = [f"{_PEERS[name]} {sum(name in p.get('why', {}) for p in pairs)}" for name in _PEERS]
-    return "\n".join(
-        [
-            "# What rewards pay, beside those of TRL and verl",
-            "",
-            f"A hundred of the {len(pairs)} pairs of tests/envs/rewards/pairs.json, of those for "
-            "which some scorer differs from what is right,",
-            "which `math_equal` pays. `error`: the call fails, "
-            "since the answer is no number. `-`: TRL does not score it.",
-            f"Peers: {versions}. "
-            f"Of the {len(pairs)} pairs they pay another value for: {', '.join(shares)}",
-            "(verl's "
-            "`math` and `gsm8k` compare texts, and are made for data sets with one spelling).",
-            "`python tests/helpers/peer_rewards.py --write` records them anew, `python "
-            "docs/scripts/reward_table.py` writes this page.",
-            "",
-            "Why they differ:",
-            "",
-            *reasons,
-            "",
-            *lines,
-            "",
-        ]
-    )
+    differing = {name: sum(name in p.get("why", {}) for p in pairs) for name in _PEERS}
+    parts = [
+        "# What rewards pay, compared with TRL and verl",
+        _wrapped(
+            f"tests/envs/rewards/pairs.json has {len(pairs)} pairs of an answer and a response, "
+            "with the right reward of each. `math_equal` pays the right reward for all of them. "
+            f"The scorers of other libraries ({versions}) differ:"
+        ),
+        f"| scorer | pairs, of {len(pairs)}, with another reward or none |\n|---|---|\n"
+        + "\n".join(f"| {_PEERS[name]} | {count} |" for name, count in differing.items()),
+        _wrapped(
+            "verl's `math` and `gsm8k` compare texts; they are made for data sets in which every "
+            "answer has one spelling."
+        ),
+        _wrapped(
+            f"The last table shows {_COUNT} of the pairs for which one of these scorers, or "
+            "math-verify alone, differs. `error`: the reward raises an exception, because the "
+            "answer is not a number. `-`: TRL does not score the pair. `why` has the reasons of "
+            "the scorers that differ:"
+        ),
+        "\n".join(_wrapped(f"* *{name}*: {text}") for name, text in content["reasons"].items()),
+        "\n".join(lines),
+        _wrapped(
+            "`python tests/helpers/peer_rewards.py --write` scores the pairs by the other "
+            "libraries again, and `python docs/scripts/reward_table.py` writes this page."
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fields of a configuration as keywords of Python: `learning_rate=1e-4`, `sft__steps=0`."""
+"""Turns Python keywords into fields of a configuration: `learning_rate=1e-4`, `sft__steps=0`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SECOND = ("sft", "eval")  # their fields share names with fields of other secti
 
 
 def path_of(name: str) -> str:
-    """The path 'section.field' for a keyword `field` or `section__field`.
+    """Returns the path 'section.field' for a keyword `field` or `section__field`.
 
-    A field name that `sft` or `eval` shares with another section is that of the other section:
+    A field name that `sft` or `eval` shares with another section means the other section's field:
     `learning_rate` is the optimiser's.
 
     Raises:
-      UserError: no field has the name, or several have.
+      UserError: no field has the name, or fields of several sections have it.
     """
     if "__" in name or "." in name:
         return name.replace("__", ".")
@@ -40,15 +40,15 @@ def path_of(name: str) -> str:
 def with_fields(
     base: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Any], where: str
 ) -> ml_collections.ConfigDict:
-    """A configuration from the defaults, overridden by `base`, then by `fields`.
+    """Returns the default configuration, overridden by `base`, then by `fields`.
 
     Args:
       base: {section: {field: value}}.
-      fields: {keyword: value}, as for `path_of`.
+      fields: {keyword: value}, with keywords as for `path_of`.
       where: name of the call, for error messages.
 
     Raises:
-      UserError: an unknown field, or a value of the wrong type.
+      UserError: a field is unknown, or a value has the wrong type.
     """
     content = {section: dict(values) for section, values in base.items()}
     named = {path_of(name): value for name, value in fields.items()}

@@ -1,4 +1,4 @@
-"""The main job from Python: of a configuration (`run`), or of questions and a reward (`grpo`)."""
+"""Runs the main job from Python: by a configuration (`run`), or questions and reward (`grpo`)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Job:
     """A run that has ended.
 
     Attributes:
-      directory: of the run.
-      finished: whether it did all steps.
-      report: its report.html; None if it did not finish.
+      directory: the run's directory.
+      finished: whether all steps are done.
+      report: path of report.html; None if the run did not finish.
     """
 
     directory: pathlib.Path
@@ -41,17 +41,17 @@ class Job:
 
     @functools.cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each RL step."""
+        """The metrics of each RL step, from metrics.jsonl."""
         return self._records("metrics")
 
     @functools.cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Accuracy on held-out questions, in order."""
+        """The records of all evaluations, in order, from eval.jsonl."""
         return self._records("eval")
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The newest checkpoint, to sample from or to train on."""
+        """The policy of the newest checkpoint, to sample from or to train further."""
         return load(self.directory)
 
     def _records(self, name: str) -> list[dict[str, Any]]:
@@ -66,12 +66,12 @@ def run(
 
     Args:
       config: from `load_config`.
-      reward: replaces `config.env.reward`; may be a function of a notebook.
+      reward: replaces `config.env.reward`; may be a function defined in a notebook.
       resume: continue from the newest checkpoint, bit for bit.
 
     Raises:
-      UserError: an error that you can fix, in one sentence.
-      RewardError, NonFiniteError, DriftError: as `fp8rl_jax.train.train`.
+      UserError: an error that you can fix.
+      RewardError, NonFiniteError, DriftError: as for `fp8rl_jax.train.train`.
     """
     directory = pathlib.Path(config.run.dir)
     if reward is not None:
@@ -93,21 +93,21 @@ def grpo(
     """Trains a model on questions with GRPO, or with `preset=` of `fp8rl algo list`. Provisional.
 
     Defaults are those of `fp8rl init`, in a new directory for each run: lengths and batch sizes
-    follow from the questions, and only a model of random weights is fine-tuned first.
+    follow from the questions, and only a model with random weights is fine-tuned first.
 
     Args:
-      model: directory of a Hugging Face model; the name of a published model, for its shapes; None
-        for the library's tiny model.
+      model: directory of a Hugging Face model; or the name of a published model, which gives its
+        shapes with random weights; None for the library's tiny model.
       questions: dicts ({"question": ..., "answer": ...}, and columns for the reward) or pairs
         (question, answer); or a value of `env.task`: a file of rows, a task's name.
-      reward: a function (also of a notebook) or a value of `env.reward`. It is called as
+      reward: a function (a notebook's too) or a value of `env.reward`. It is called as
         reward(prompt, response, answer), or with the arguments of TRL or verl (docs/data.md).
       resume: continue the run in the directory `dir`, with the same arguments.
       fields: fields of the configuration by name: `steps=50, learning_rate=1e-5, dir="runs/mine"`.
 
     Raises:
-      UserError: an error that you can fix, in one sentence.
-      RewardError, NonFiniteError, DriftError: as `fp8rl_jax.train.train`.
+      UserError: an error that you can fix.
+      RewardError, NonFiniteError, DriftError: as for `fp8rl_jax.train.train`.
     """
     if not isinstance(model, str | os.PathLike | None):
         raise UserError(
@@ -125,7 +125,8 @@ def grpo(
 
 
 def _task(questions: Any, directory: pathlib.Path) -> str:
-    """`env.task` for questions; lists of questions are written to a file in the directory."""
+    """Returns the value of `env.task` for questions; writes a list of questions to a file in the
+    directory first."""
     if isinstance(questions, str | os.PathLike):
         return os.fspath(questions)
     rows = [_row(question) for question in questions]
@@ -136,7 +137,7 @@ def _task(questions: Any, directory: pathlib.Path) -> str:
             f"grpo: a question cannot be written as JSON ({error}): give texts, numbers, lists and "
             "dicts of these"
         ) from None
-    # Named by its content: a run refuses to resume with another data set.
+    # The hash names the content: a run refuses to resume with another data set.
     name = f"questions_{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     directory.mkdir(parents=True, exist_ok=True)
     write_whole(directory / name, text)

@@ -1,11 +1,10 @@
-"""Writes a reward function that no other process can import as a module in the run's directory.
+"""Writes a reward function to a module in the run's directory, if no process could import it else.
 
-This is for functions of a notebook, of `__main__` or within another function. The module holds the
-source as a comment, and the function pickled by cloudpickle with the values that it uses. Then it
-is a reward named 'module:function', which worker processes import, and whose file's digest is in
-environment.json.
+This is for functions defined in a notebook, in `__main__` or inside another function. The module
+holds the source as a comment, and the function pickled by cloudpickle with the values that it uses.
+Worker processes import it as 'module:function', and environment.json has the file's digest.
 
-A resumed run takes the module that it began with if the source is the same; another source is
+A resumed run uses the module that it began with if the source is the same; another source is
 refused, like another `env.reward`.
 """
 
@@ -26,15 +25,15 @@ _BEGIN, _END = "# The reward of this run, as it was written:\n", "# And as cloud
 
 
 def reward_name(reward: str | Callable, directory: pathlib.Path, resume: bool) -> str:
-    """The text of `env.reward` for a reward; worker processes can import what it names.
+    """Returns the value of `env.reward` for a reward, which worker processes can import.
 
     Args:
-      reward: such a text, or a function.
-      directory: of the run; the module is written there if the function needs one.
-      resume: take the module in the directory if it has the same source.
+      reward: a value of `env.reward`, which is returned, or a function.
+      directory: the run's directory; the module is written there if the function needs one.
+      resume: use the module in the directory if it has the same source.
 
     Raises:
-      UserError: the reward is neither, or cannot be pickled.
+      UserError: the reward is neither text nor function, or cannot be pickled.
     """
     if isinstance(reward, str):
         return reward
@@ -50,7 +49,8 @@ def reward_name(reward: str | Callable, directory: pathlib.Path, resume: bool) -
 
 
 def _finds(module: str, name: str):
-    """What another process would import as `name` from the module; None if it cannot."""
+    """Returns the object that another process would import as `name` from the module; None if it
+    cannot import the module, or finds no such name."""
     known = sys.modules.get(module)
     if module == "__main__" or getattr(known, "__spec__", None) is None:
         return None
@@ -58,7 +58,8 @@ def _finds(module: str, name: str):
 
 
 def _module_of(reward: Callable, name: str, directory: pathlib.Path, began: bool) -> str:
-    """The name of the function's module, in a directory that is put on `sys.path`."""
+    """Returns the name of the function's module: an existing one of a resumed run, or a new one.
+    Puts the directory on `sys.path`."""
     import cloudpickle  # of the extra [train]
 
     source = _source(reward)
@@ -69,7 +70,7 @@ def _module_of(reward: Callable, name: str, directory: pathlib.Path, began: bool
             return file.stem
     try:
         pickled = base64.b64encode(cloudpickle.dumps(reward)).decode()
-    except Exception as error:  # any object that it refers to may fail
+    except Exception as error:  # pickling calls code of every object that the function refers to
         raise UserError(
             f"the reward {name!r} cannot be sent to worker processes ({raised(error)}): write it "
             "in a file of its own, without what cannot be pickled, and name it 'module:function'"
@@ -86,7 +87,7 @@ def _module_of(reward: Callable, name: str, directory: pathlib.Path, began: bool
 
 
 def _source(reward: Callable) -> str:
-    """The source of a function as a comment; '' if unknown."""
+    """Returns the source of a function as a Python comment; '' if the source is unknown."""
     try:
         function = reward if inspect.isroutine(reward) else type(reward)
         return "".join(f"#   {line}\n" for line in inspect.getsource(function).splitlines())

@@ -1,8 +1,8 @@
-"""A policy as a value: load, sample, score, train_step, compare.
+"""A policy as an immutable value: load, sample, score, train_step, compare.
 
-Each call runs the programs of the main job (`training.engine`), on the policy's own mesh. Prompt
-slots are padded to a multiple of 16 and batches to a power of two of prompts, so that calls of
-similar size share a compiled program. Padding changes no bit of the results.
+Each call runs the programs of the main job (`training.engine`), on the policy's mesh. Prompt slots
+are padded to a multiple of 16, and the number of prompts to a power of two, so that calls of
+similar size share a compiled program. Padding changes no bit of samples and log-probabilities.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fp8rl_jax.training.optimizer import updates_made
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 from fp8rl_jax.training.step_record import StepRecord
 
-# No continuous batching, and one update on all samples of a call.
+# Static batches, and one update on all samples of a call.
 _PLAIN = {"rollout.slots": 0, "algo.epochs": 1, "algo.num_minibatches": 1}
 
 
@@ -54,7 +54,7 @@ class Policy:
     """A policy under a recipe. It is immutable: `train_step` returns a new one.
 
     Attributes:
-      programs: of its configuration; policies after an update share them.
+      programs: compiled programs of the configuration; the policy after an update shares them.
       state: parameters, optimiser state (empty before the first update), scaling states.
     """
 
@@ -63,12 +63,12 @@ class Policy:
 
     @property
     def params(self) -> dict[str, Any]:
-        """Float32 parameters."""
+        """The parameters in float32."""
         return self.state.params
 
     @property
     def model(self) -> ModelConfig:
-        """Shapes."""
+        """The model's shapes."""
         return self.programs.runtime.model
 
     @property
@@ -91,7 +91,7 @@ class Policy:
 
     @property
     def step(self) -> int:
-        """Number of updates."""
+        """Number of finished RL steps."""
         return int(self.state.step)
 
     @functools.cached_property
@@ -110,8 +110,8 @@ class Samples:
     """P prompts with G responses each, prompt-major: row p * G + g is response g of prompt p.
 
     Attributes:
-      prompts: as given to `sample`.
-      texts: of the B = P * G responses.
+      prompts: the P prompts as given to `sample`.
+      texts: texts of the B = P * G responses.
       asked: prompt tokens, temperatures and random key.
       rollout: the responses on the host, with tokens, mask, logprobs and finished.
     """
@@ -123,17 +123,17 @@ class Samples:
 
     @property
     def tokens(self) -> np.ndarray:
-        """(B, R) int32."""
+        """Token ids of the responses, (B, R) int32."""
         return np.asarray(self.rollout.tokens)
 
     @property
     def mask(self) -> np.ndarray:
-        """(B, R) bool, True for tokens of the responses."""
+        """(B, R) bool, False after the end of a response."""
         return np.asarray(self.rollout.mask)
 
     @property
     def logprobs(self) -> np.ndarray:
-        """(B, R) float32, recorded when each token was drawn; 0 outside the mask."""
+        """The sampler's log-probability of each token, (B, R) float32; 0 outside the mask."""
         return np.asarray(self.rollout.logprobs)
 
     @property
@@ -154,7 +154,7 @@ class Drift:
       equal: share of tokens with equal log-probabilities.
       tokens: number of tokens.
       by_sequence: {'row', 'tokens', 'mean', 'max'} of |difference|, for each response.
-      metrics: of `rl.mismatch_metrics`, as in metrics.jsonl.
+      metrics: results of `rl.mismatch_metrics`, with the names of metrics.jsonl.
     """
 
     max: float
@@ -174,10 +174,10 @@ def load(
     """Loads a policy. Provisional: its arguments may change.
 
     Args:
-      source: directory of a run (its newest checkpoint) or of a Hugging Face model; with random
-        weights, the name of a published model, or None for the library's tiny model.
-      recipe: of sampler and learner; None for a run's own, or else 'fp8'. For different recipes
-        write `rollout="fp8", learner="bf16"`.
+      source: directory of a run (its newest checkpoint) or of a Hugging Face model; for random
+        weights the name of a published model, or None for the library's tiny model.
+      recipe: recipe of sampler and learner; None for that of the run, and 'fp8' where there is no
+        run. For different recipes write `rollout="fp8", learner="bf16"`.
       allow_import: functions or modules that a run's configuration may import.
       fields: fields of the configuration by name, such as `learning_rate=1e-5` or `seed=1`.
 
@@ -215,7 +215,7 @@ def load(
 
 
 def keep_programs(config) -> None:
-    """Uses the compilation cache, as the commands do."""
+    """Switches the compilation cache on, as the commands do."""
     if problem := use_compilation_cache(config.run.compilation_cache):
         warnings.warn(problem, stacklevel=3)
 
@@ -233,17 +233,18 @@ def sample(
 
     Args:
       policy: from `load` or `train_step`.
-      prompts: questions as in training: texts, or with `data.chat` also conversations.
-      max_tokens: limit of a response; None for `rollout.max_new_tokens`.
-      temperature: 0 for greedy; None for `rollout.temperature`.
-      group_size: responses of each prompt.
-      seed: of the random bits; None for those of the policy's next RL step.
+      prompts: one question or several, as in training: texts, or conversations with `data.chat`.
+      max_tokens: greatest length of a response; None for `rollout.max_new_tokens`.
+      temperature: sampling temperature, 0 for greedy; None for `rollout.temperature`.
+      group_size: number of responses to each prompt.
+      seed: seed of the random bits; None for those of the policy's next RL step.
 
     Returns:
       The samples, with the log-probability of each token.
 
     Raises:
-      UserError: a prompt has no token, or is not a text.
+      UserError: there is no prompt, a prompt has no token or no text, or a calibrated KV cache has
+        no scales of these weights.
     """
     runtime = policy.programs.runtime
     one = isinstance(prompts, str | Mapping)
@@ -292,21 +293,21 @@ def score(
     *,
     temperature: float = 1.0,
 ) -> np.ndarray:
-    """Log-probabilities of responses, by the learner's forward pass. Provisional.
+    """Returns log-probabilities of responses by the learner's forward pass. Provisional.
 
     Under zero drift, ``score(policy, samples)`` equals ``samples.logprobs`` bit for bit.
 
     Args:
       policy: from `load` or `train_step`.
-      prompts: samples of any policy, or questions with `responses`.
-      responses: a text for each question; the token that ends a response is scored, too.
-      temperature: of these texts; samples have their own.
+      prompts: samples of any policy, or questions, which need `responses`.
+      responses: one text for each question; the token that ends a response is scored, too.
+      temperature: divides the logits for `responses`; samples have recorded their own.
 
     Returns:
       (B, R) float32, 0 after the end of a response; for texts, R is the longest response.
 
     Raises:
-      UserError: there is not one response for each question.
+      UserError: the numbers of questions and responses differ.
     """
     if isinstance(prompts, Samples):
         sized, batch = _batch(policy, prompts)
@@ -321,13 +322,13 @@ def score(
 
 
 def compare(policy: Policy, samples: Samples) -> Drift:
-    """Drift of samples: the learner's log-probabilities (`score`) against the recorded ones.
-    Provisional.
+    """Returns the drift of samples: the learner's log-probabilities (`score`) minus those that the
+    sampler recorded. Provisional.
 
-    The metrics of `train_step` have the drift of its own forward pass, that of the gradients.
+    `train_step` measures drift too, with the forward pass from which it takes the gradients.
 
     Args:
-      policy: the one that sampled them, or one with the same parameters and other recipes.
+      policy: the policy that sampled them, or one with the same parameters and other recipes.
       samples: from `sample`.
     """
     logp = score(policy, samples)
@@ -345,22 +346,22 @@ def compare(policy: Policy, samples: Samples) -> Drift:
 def train_step(
     policy: Policy, samples: Samples, rewards: Any, *, reference: Policy | None = None
 ) -> tuple[Policy, dict[str, Any]]:
-    """One update of GRPO, or of the algorithm in section `algo`. Provisional.
+    """Runs one update of GRPO, or of the algorithm in section `algo`. Provisional.
 
-    It has the bits of an RL step of the main job with the same number of prompt slots (blocks of a
-    weight's gradient span the tokens of a batch, padding included).
+    The update has the bits of an RL step of the main job with the same number of prompt slots (the
+    number matters: blocks of a weight's gradient span all tokens of a batch, padding included).
 
     Args:
-      policy: to train; it stays usable and unchanged.
-      samples: of this policy, in groups of several responses.
+      policy: the policy before the update; it stays usable and unchanged.
+      samples: samples of this policy, in groups of several responses.
       rewards: (P, G), or (B,) in the order of `samples.texts`; nan leaves a response out.
-      reference: the reference policy of `kl_coef`.
+      reference: reference policy for `algo.kl_coef`.
 
     Returns:
       The new policy, and the metrics of the update, as in metrics.jsonl.
 
     Raises:
-      UserError: rewards of another shape, or a reference is missing.
+      UserError: rewards have another shape, or the reference is missing.
       NonFiniteError: loss or gradients are not finite.
     """
     shape = len(samples.prompts), samples.group_size
@@ -420,14 +421,14 @@ def train_step(
 
 
 def _batch(policy: Policy, samples: Samples) -> tuple[Runtime, Batch]:
-    """Samples as a training batch, and the runtime of its size."""
+    """Returns the Runtime of the samples' sizes, and the samples as a training batch."""
     slots = samples.asked.tokens.shape[1], samples.tokens.shape[1]
     sized = policy.programs.sized(*slots)
     return sized, sized.engine.batch(samples.rollout, samples.asked)
 
 
 def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple[Runtime, Batch]:
-    """Questions with responses as a training batch, and the runtime of its size."""
+    """Returns the Runtime of the texts' sizes, and the texts as a training batch."""
     if responses is None or isinstance(responses, str) or len(responses) != len(prompts):
         count = "none" if responses is None else len(responses)
         raise UserError(
@@ -449,8 +450,8 @@ def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple
 
 
 def _padded(runtime: Runtime, prompts: int, group_size: int) -> int:
-    """The padded number of prompts: a power of two, and more until rows divide over devices and
-    micro-batches."""
+    """Returns the padded number of prompts: the next power of two, or the first number from there
+    on whose responses divide over devices and micro-batches."""
     parts = batch_divisor(runtime.mesh) * runtime.config.learner.gradient_accumulation_steps
     count = 1 << (prompts - 1).bit_length()
     while count * group_size % parts:
@@ -459,7 +460,7 @@ def _padded(runtime: Runtime, prompts: int, group_size: int) -> int:
 
 
 def _with_rows(runtime: Runtime, batch: Batch, group_size: int) -> Batch:
-    """The batch, padded to the size of `_padded` by repeating its last row."""
+    """Pads the batch to the size of `_padded` by repeating its last row."""
     rows = len(batch.mask)
     more = _padded(runtime, rows // group_size, group_size) * group_size - rows
     return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], more, 0)]), batch)

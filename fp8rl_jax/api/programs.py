@@ -1,4 +1,4 @@
-"""The compiled programs of a policy, one for each size of their arrays."""
+"""Caches the compiled programs of a policy, one for each size of their arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fp8rl_jax.training.runtime import Runtime
 
 
 class Programs:
-    """The compiled programs of a configuration, by the sizes of their arrays."""
+    """A cache of a configuration's compiled programs, by the sizes of their arrays."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
@@ -16,7 +16,7 @@ class Programs:
         self._made: dict[tuple, Callable] = {}
 
     def sized(self, prompt_slots: int, response_slots: int) -> Runtime:
-        """The runtime with these slots."""
+        """Returns the Runtime with these numbers of prompt and response slots."""
         key = prompt_slots, response_slots
         if key not in self._sized:
             slots = dict(zip(("max_prompt_tokens", "max_new_tokens"), key, strict=True))
@@ -24,7 +24,7 @@ class Programs:
         return self._sized[key]
 
     def sampler(self, runtime: Runtime, group_size: int) -> Callable:
-        """The sampler of a sized runtime."""
+        """Returns the sampler for a Runtime of `sized`."""
         rollout = runtime.config.rollout
         key = "sample", rollout.max_prompt_tokens, rollout.max_new_tokens, group_size
         if key not in self._made:
@@ -34,7 +34,7 @@ class Programs:
         return self._made[key]
 
     def update(self, runtime: Runtime) -> Callable:
-        """The train step of a sized runtime, which leaves the old state usable."""
+        """Returns the train step for a Runtime of `sized`; it leaves the old state usable."""
         rollout, engine = runtime.config.rollout, runtime.engine
         key = "update", rollout.max_prompt_tokens, rollout.max_new_tokens
         if key not in self._made:

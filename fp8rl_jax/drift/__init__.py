@@ -1,9 +1,9 @@
-"""Drift: do rollout and learner compute the same log-probabilities, and if not, why?
+"""Finds whether and why rollout and learner compute different log-probabilities (drift)::
 
-    before a run   self_check    the promise tried on a cut of the model, and product by product
-                                 (own_products)
+    before a run   self_check    compares both on a small copy (cut) of the model, and checks every
+                                 product of the run's programs (own_products)
     in a run       monitor       on drift: writes the step (kept_step), analyses it within a budget
-    `fp8rl drift`  command       a kept step, or new samples of a checkpoint
+    `fp8rl drift`  command       analyses a kept step, or new samples of a checkpoint
                       |
                       v
       programs -> attribute -> explain -> render
@@ -11,8 +11,8 @@
       with taps    that differs, and       drift.html,
       and swaps    by operation  advice    terminal
 
-Read `attribute` first; `operations` names the values that it compares. Not done: drift between
-processes (nothing is kept), and intermediate values where mesh.tensor is above 1.
+Read `attribute` first; `operations` names the values that it compares. Not done: analysing a run of
+several processes (nothing is kept), and intermediate values where mesh.tensor is above 1.
 """
 
 from fp8rl_jax.drift.attribute import analyse

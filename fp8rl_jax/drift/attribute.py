@@ -1,16 +1,16 @@
-"""From log-probabilities that differ to the operation that causes the difference.
+"""Finds the operation that makes the log-probabilities of rollout and learner differ.
 
-1. The run's own sampler and train step, unchanged, give the headline.
+1. The run's sampler and train step, unchanged, give the size of the drift.
 2. The same programs with every intermediate value tapped are compared value by value, in the order
    of computation. The cause is at the **first** value whose bits differ. A tapped program may
    compile differently: if its log-probabilities are not those of the untapped one, bit for bit,
    half of the values are tapped at a time, then a quarter, and so on.
 3. The rollout's values are swapped into the learner, which shows which operations differ on equal
    inputs, how much drift each adds, and how much remains when one layer is swapped.
-4. Weights, recipes and the definition of the log-probability are compared separately: these causes
-   show in no single operation.
+4. Weights, recipes and the definition of the log-probability are compared separately, because
+   these causes show in no single operation.
 
-A budget of time may end the analysis early; the result names the parts that were left out.
+A time budget may end the analysis early; the result names the parts that were left out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _REQUANTISED = 1e-6
 
 
 class Ran(NamedTuple):
-    """Results of both programs on the host: the Rollout, the learner's Batch of it and its
-    log-probabilities (B, R), and the seconds that both programs took."""
+    """Results of both programs on the host: the Rollout, the learner's Batch made of it, the
+    learner's log-probabilities (B, R), and the seconds that both programs took."""
 
     rollout: Host
     batch: Host
@@ -51,8 +51,14 @@ class Ran(NamedTuple):
 
 @dataclasses.dataclass
 class Observed:
-    """Results of the tapped programs: comparisons (`rows`, `logits`), the rollout's own values, the
-    names that could not be observed or were left out for lack of time, the number of programs."""
+    """Results of the tapped programs.
+
+    Attributes:
+      rows, logits: results of `compare_taps` and `compare_logits`.
+      rollout_logits, rollout: the rollout's logits (B, R, V), and its values within the layers.
+      unobservable, left_out: names that change the bits if tapped; names for which time was up.
+      pieces: number of pairs of tapped programs that ran.
+    """
 
     rows: list[dict] = dataclasses.field(default_factory=list)
     logits: dict | None = None
@@ -73,8 +79,8 @@ def run_both(programs: Programs, budget: Budget = NO_END) -> Ran:
 
 
 def compare_sides(programs: Programs, rollout: Host, batch: Host, logp: np.ndarray) -> dict:
-    """Compares the log-probabilities of rollout and learner: metrics, by slot, length and row, and
-    the worst tokens."""
+    """Compares the log-probabilities of rollout and learner: metrics, differences by slot, length
+    and row, and the worst tokens."""
     mask = np.asarray(rollout.mask)
     d = np.asarray(logp, np.float64) - rollout.logprobs
     return {
@@ -92,12 +98,12 @@ def analyse(
     budget: Budget = NO_END,
     ran: Ran | None = None,
 ) -> dict:
-    """The report of `fp8rl drift`, as a dict that `json.dumps` accepts.
+    """Returns the report of `fp8rl drift`, as a dict that `json.dumps` accepts.
 
     Args:
-      programs: the two sides.
+      programs: sampler and learner.
       note: called with a line for each part.
-      budget: of time; 'left_out' of the result names the parts that it excluded.
+      budget: time budget; 'left_out' of the result names the parts that it excluded.
       ran: the result of `run_both`, if it exists already.
     """
     runtime = programs.runtime
@@ -173,9 +179,9 @@ def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray)
 def observe(
     programs, rollout: Host, batch: Host, logp: np.ndarray, note, budget=NO_END, seconds=0.0
 ) -> Observed:
-    """Compares all intermediate values, tapping half of them at a time where tapping all changes
-    the log-probabilities. Stops if the budget excludes a pair of programs as slow as the slowest so
-    far (`seconds` for the first)."""
+    """Compares all intermediate values; taps half of them at a time where tapping all changes the
+    log-probabilities. Stops if a pair of programs as slow as the slowest so far (`seconds` for the
+    first) would exceed the budget."""
     mask = np.asarray(rollout.mask)
     seen = Observed()
     pending: list[Sequence[str]] = [tap_names(programs.runtime.model)]
@@ -226,11 +232,12 @@ def _add(seen: Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.nda
 def _contributions(
     programs: Programs, batch: Host, rollout: Host, seen: Observed, budget: Budget
 ) -> dict:
-    """What each operation and each layer adds to mean |dlogp|, as far as the budget allows.
+    """Measures what each operation and each layer adds to mean |dlogp|, within the budget.
 
-    An operation's `local` difference is that of its output given the rollout's inputs, in every
-    layer: 0 unless it is at fault. It `adds` the drift with the rollout's values for its inputs
-    minus the drift with those for its output, too.
+    `local` is the relative difference of an operation's output, the largest of all layers, when the
+    learner computes it from the rollout's inputs: 0 unless the operation is at fault. `adds` is the
+    drift with the rollout's values swapped in for its inputs, minus the drift with its output
+    swapped in, too.
     """
     mask = np.asarray(rollout.mask)
     layers = programs.runtime.model.num_hidden_layers
@@ -280,9 +287,9 @@ def _contributions(
 
 
 def compare_weights(rollout: dict, learner: dict) -> dict:
-    """Compares two trees of weights: the number of leaves, and the names of those that differ.
+    """Compares two trees of weights; returns the number of leaves and the names that differ.
 
-    A leaf that the sides store differently (FP8 and bf16) is compared dequantised. Trees with
+    A leaf that is FP8 on one side and bf16 on the other is compared dequantised. Trees with
     different stacks of layers are not compared (comparable: False).
     """
     one, other = (_leaves(tree) for tree in (rollout, learner))
@@ -312,11 +319,11 @@ def _leaves(tree: dict) -> dict:
 
 
 def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> dict:
-    """Which definition of the log-probability each side follows.
+    """Finds which definition of the log-probability each side follows.
 
     Returns:
-      {'rollout' | 'learner': 'full vocabulary', 'without temperature', 'renormalised', 'another'};
-      {} if the logits were not observed, or differ.
+      {'rollout' | 'learner': 'full vocabulary', 'without temperature', 'renormalised' (over top-k
+      and top-p) or 'another'}; {} if the logits were not observed, or differ.
     """
     logits = seen.rollout_logits
     if logits is None or seen.logits is None or seen.logits["differ"]:

@@ -10,21 +10,21 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """A deadline, by default none.
+    """A deadline; the default never ends.
 
-    Parts of an analysis (compiling and running a program) cannot be interrupted: one begins only if
-    it would end in time when it takes as long as the longest part of its kind so far.
+    A part of an analysis (compiling and running a program) cannot be interrupted, so it begins only
+    if it would end in time, assuming that it takes as long as the longest similar part so far.
 
     Attributes:
       ends: the deadline, in seconds of `clock`.
-      clock: returns the time in seconds.
+      clock: function that returns the time in seconds.
     """
 
     ends: float = math.inf
     clock: Callable[[], float] = time.monotonic
 
     def allows(self, seconds: float) -> bool:
-        """Whether a part of this many seconds would end in time."""
+        """Returns whether a part of this many seconds would end in time."""
         return self.clock() + seconds <= self.ends
 
 

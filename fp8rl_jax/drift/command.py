@@ -1,4 +1,4 @@
-"""`fp8rl drift`: the analysis of a configuration's sampler and learner."""
+"""Analyses the sampler and the learner of a configuration: `fp8rl drift`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def analyse_drift(
     prompts: int | None = None,
     note: Note = lambda text: None,
 ) -> dict:
-    """Analyses the kept step of a run with the largest drift, if its configuration is unchanged;
-    else sampler and learner of the configuration on its training questions (`drift.analyse`).
+    """Analyses the step that a run has kept, which has its largest drift, if the run has the same
+    configuration; else new samples of the configuration's training questions (`drift.analyse`).
 
     Args:
-      config: recipes, model and batch; a run's own recipes may be changed.
-      checkpoint: directory of a run, whose newest weights are taken; None for random weights.
-      prompts: number of questions for the newest weights; by default those of one RL step.
+      config: recipes, model and batch; recipes may differ from those of the run.
+      checkpoint: directory of a run, whose newest weights are used; None for random weights.
+      prompts: number of questions for new samples (no kept step is then read); None for those of
+        one RL step.
       note: called with a line for each part.
 
     Raises:
@@ -62,7 +63,7 @@ def analyse_drift(
 
 
 def _kept_step(runtime: Runtime, checkpoint: str | None) -> KeptStep | None:
-    """The kept step of the run in `checkpoint`; None if it ran with another configuration."""
+    """Loads the kept step of the run in `checkpoint`; None if the run had another configuration."""
     directory, config = pathlib.Path(checkpoint or ""), runtime.config
     if checkpoint is None or not (directory / "config.json").is_file():
         return None

@@ -1,7 +1,7 @@
-"""Comparing what two programs computed: arrays on the host, bit by bit. Numpy only.
+"""Compares the results of two programs bit by bit: arrays on the host, Numpy only.
 
-Nothing is rounded or clamped on the way; two values are equal when their float32 bits are, so NaN
-equals NaN and 0.0 differs from -0.0.
+Nothing is rounded or clamped first; two values are equal if their float32 bits are, so NaN equals
+NaN and 0.0 differs from -0.0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WORST = 12
 
 
 def bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Where two arrays differ, as float32 bits; integers as numbers."""
+    """Returns where two arrays differ: in float32 bits, or as numbers if they are integers."""
     if np.issubdtype(np.asarray(one).dtype, np.integer):
         return one != other
     one, other = (np.ascontiguousarray(x, np.float32).view(np.int32) for x in (one, other))
@@ -24,13 +24,13 @@ def bits_differ(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def by_row(name: str, d: np.ndarray, mask: np.ndarray) -> list[dict]:
-    """|dlogp| of each row of (B, R) that has tokens: {name: row}, tokens, mean, max."""
+    """Returns {name: row, 'tokens', 'mean', 'max'} of |dlogp|, for each row with tokens."""
     rows = (row for row in range(len(mask)) if mask[row].any())
     return [{name: row, **_spread(d[row, mask[row]])} for row in rows]
 
 
 def by_length(d: np.ndarray, mask: np.ndarray, prompt_lengths: np.ndarray) -> list[dict]:
-    """|dlogp| by the length of prompt and response together, in up to eight equal ranges."""
+    """Groups |dlogp| by the length of prompt and response together, in up to eight equal ranges."""
     lengths = prompt_lengths + mask.sum(1)
     edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, 9).astype(int))
     found = []
@@ -47,7 +47,7 @@ def _spread(d: np.ndarray) -> dict[str, float]:
 
 
 def worst_tokens(d: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
-    """(row, slot) of the largest |dlogp| above 0, largest first."""
+    """Returns (row, slot) of the largest |dlogp| above 0 and of NaN, largest first."""
     size = np.where(mask, np.abs(d), 0.0)
     order = np.argsort(-size, axis=None, kind="stable")[:_WORST]
     places = [tuple(int(i) for i in np.unravel_index(n, size.shape)) for n in order]
@@ -55,7 +55,8 @@ def worst_tokens(d: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 def valid_positions(prompt_lengths: np.ndarray, mask: np.ndarray, slots: int) -> np.ndarray:
-    """(B, slots): tokens that both programs ran. The last token drawn was never fed back."""
+    """Returns a mask (B, slots) of the tokens that both programs ran; the sampler never runs the
+    last token that it draws."""
     fed = prompt_lengths + mask.sum(1) - 1
     return np.arange(slots)[None] < fed[:, None]
 
@@ -63,17 +64,18 @@ def valid_positions(prompt_lengths: np.ndarray, mask: np.ndarray, slots: int) ->
 def compare_taps(
     name: str, rollout: np.ndarray, learner: np.ndarray, valid: np.ndarray
 ) -> list[dict]:
-    """How a tapped value differs, a row for each layer that holds it.
+    """Compares a tapped value of both sides, layer by layer.
 
     Args:
-      name: of operations.py.
+      name: name in operations.py.
       rollout, learner: (L, B, T, ...), or (B, T, ...) outside the layers.
-      valid: (B, T), of `valid_positions`.
+      valid: mask (B, T), from `valid_positions`.
 
     Returns:
-      Dicts of op, layer (None outside), share of elements whose bits differ, max and rms of the
-      difference relative to the rms of the learner's values, and which sides hold values that
-      bf16 cannot (float32_only: 'rollout', 'learner', 'both' or None).
+      A dict for each layer: op, layer (None outside), differ (share of elements with other bits);
+      if any differ, max of |difference|, relative (rms of the difference over that of the learner's
+      values), and float32_only (sides with values that bf16 cannot hold: 'rollout', 'learner',
+      'both' or None).
     """
     slots = valid.shape[1]
     if name in MODEL_TAPS:
@@ -109,7 +111,8 @@ def _float32_only(rollout: np.ndarray, learner: np.ndarray) -> str | None:
 
 
 def compare_logits(rollout: np.ndarray, learner: np.ndarray, mask: np.ndarray) -> dict:
-    """Full-vocabulary logits (B, R, V) at response tokens: share that differs, and the maximum."""
+    """Compares full-vocabulary logits (B, R, V) at response tokens; returns the share of elements
+    that differ, and the largest difference."""
     one, other = rollout[mask], learner[mask]
     gap = np.abs(one.astype(np.float64) - other)
     return {"differ": float(bits_differ(one, other).mean()), "max": float(gap.max())}

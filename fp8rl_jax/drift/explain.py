@@ -1,4 +1,4 @@
-"""From the results of an analysis to a verdict: the culprit, the reason, and advice."""
+"""Derives a verdict from the results of an analysis: the culprit, the reason, and advice."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Evidence:
     """The results of an analysis.
 
     Attributes:
-      rollout_recipe, learner_recipe: of the two sides.
+      rollout_recipe, learner_recipe: recipes of the two sides.
       drifts: whether the bits of any log-probability differ.
-      result: of `analyse`, without the verdict.
+      result: result of `analyse`, without the verdict.
       alternatives: the definition of the log-probability that each side follows, if known.
     """
 
@@ -27,7 +27,7 @@ class Evidence:
 
 
 def explain(evidence: Evidence) -> dict[str, str | int | None]:
-    """The verdict: culprit, layer, sentence, advice.
+    """Returns the verdict: {culprit, layer, sentence, advice}.
 
     `culprit` is 'none', 'weights', 'recipe', 'layers', 'kv', 'scaling', 'logprob',
     'head', 'unknown', or the name of an operation.
@@ -94,7 +94,7 @@ def _no_drift(evidence: Evidence) -> dict:
 
 
 def _hidden(evidence: Evidence) -> list[str]:
-    """Names of the values that were not compared."""
+    """Returns the names of the values that were not compared."""
     return [*evidence.result["unobservable"], *evidence.result["not_compared"]]
 
 
@@ -103,7 +103,7 @@ def _same(evidence: Evidence) -> bool:
 
 
 def _layers(evidence: Evidence) -> dict | None:
-    """The verdict if the recipes differ only in the layers or modules that they quantise."""
+    """Returns the verdict if the recipes differ only in the layers or modules they quantise."""
     one, other = evidence.rollout_recipe, evidence.learner_recipe
     elsewhere = (
         dataclasses.replace(r, first_layers=0, last_layers=0, bf16_modules=()) for r in (one, other)
@@ -128,7 +128,7 @@ def _layers(evidence: Evidence) -> dict | None:
 
 
 def _recipes(evidence: Evidence) -> dict | None:
-    """The verdict if the recipes differ in another way."""
+    """Returns the verdict if the recipes differ in anything else."""
     if _same(evidence):
         return None
     one, other = evidence.rollout_recipe, evidence.learner_recipe
@@ -232,7 +232,7 @@ def _operation(evidence: Evidence) -> dict | None:
 
 
 def _logprob(evidence: Evidence) -> dict | None:
-    """The verdict if all values before the log-probability, or before the logits, are equal."""
+    """Returns the verdict if all values before the logits or the log-probability are equal."""
     logits = evidence.result["logits"]
     if logits is None:
         return None

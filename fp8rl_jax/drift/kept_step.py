@@ -1,8 +1,8 @@
-"""An RL step with drift: written by the run, read and analysed later.
+"""Stores, loads and analyses an RL step with drift.
 
-The step is reproduced from the policy before its update (of which the run holds a copy until the
-comparison is done, monitor.py), its questions and its random key. The step with the largest drift
-is written to RUN_DIR/drift_step, where `fp8rl drift` reads it.
+A run writes the step with its largest drift to RUN_DIR/drift_step, where `fp8rl drift` reads it.
+The step can be reproduced from the policy before its update (monitor.py copies it), its questions
+and its random key.
 
 An analysis first runs both programs again on the inputs of the step and compares the results with
 those recorded. If the drift comes back, it is traced to an operation; if not, a program has given
@@ -37,7 +37,7 @@ from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
 
 _NAME = "drift_step"
-RECORDED = ("tokens", "mask", "logprobs")  # of a Rollout
+RECORDED = ("tokens", "mask", "logprobs")  # fields of a Rollout that are stored
 # The parts of `analyse` for a step whose drift did not come back.
 _NOT_ANALYSED: dict[str, Any] = {
     "operations": [],
@@ -54,7 +54,7 @@ _NOT_ANALYSED: dict[str, Any] = {
 
 @contextlib.contextmanager
 def _opened(directory: pathlib.Path) -> Iterator[tuple[Checkpoints, int] | None]:
-    """The kept step in a run's directory, as checkpoints and number; None if there is none."""
+    """Opens the kept step in a run's directory: Checkpoints and number, or None without a step."""
     if not (directory / _NAME).is_dir():
         yield None
         return
@@ -68,11 +68,12 @@ class KeptStep:
     """A step with drift.
 
     Attributes:
-      step: from 1 on.
+      step: number of the RL step, from 1 on.
       policy: `policy_of` the state before the update; arrays on the host.
-      questions, first_ids, key: of the rollout, as in `training.sample_step.Samples`.
+      questions: questions of the rollout.
+      first_ids, key: as in the rollout's `training.engine.Prompts`.
       rollout: {tokens, mask, logprobs: (B, R)}, as recorded.
-      logp: (N, R), the learner's in the first update, which takes the first N rows.
+      logp: (N, R), the learner's log-probabilities in the first update, on the first N rows.
     """
 
     step: int
@@ -139,10 +140,11 @@ class KeptStep:
 
     @classmethod
     def load(cls, runtime: Runtime, directory: pathlib.Path) -> KeptStep | None:
-        """The kept step of a run with this configuration and data; None if there is none.
+        """Loads the kept step of a run with this configuration; None if there is none, or it is of
+        other data.
 
         Raises:
-          UserError: it is damaged.
+          UserError: the files are damaged.
         """
         config = runtime.config.rollout
         shape = (config.prompts_per_step * config.group_size, config.max_new_tokens)
@@ -168,12 +170,13 @@ class KeptStep:
         )
 
     def recorded(self, like: Host) -> Host:
-        """The recorded rollout, with the rows of the first update; `like` is any Rollout."""
+        """Returns the recorded rollout, with the rows of the first update; other fields are those
+        of the Rollout `like`."""
         rows = {name: values[self.first] for name, values in self.rollout.items()}
         return dataclasses.replace(like, **rows)
 
     def programs(self, runtime: Runtime, groups: np.ndarray) -> Programs:
-        """Both sides before the update, on the questions of `groups`."""
+        """Returns sampler and learner before the update, on the questions at indices `groups`."""
         optimizer, _ = optimizer_of_phase(runtime.config, "rl")
         state = runtime.engine.new_state(
             self.policy["params"], optimizer, self.policy["scaling_state"]
@@ -188,7 +191,8 @@ class KeptStep:
         return Programs(runtime, state, weights, questions, self.key, first_ids=firsts)
 
     def groups(self, runtime: Runtime) -> np.ndarray:
-        """The groups of the first update with the largest drift, as many as fit; sorted."""
+        """Returns the groups of the first update with the largest drift, as many as are
+        `affordable`; ascending."""
         config, devices = runtime.config, batch_divisor(runtime.mesh)
         size, parts = config.rollout.group_size, config.learner.gradient_accumulation_steps
         worst = self._differences().max(axis=1)
@@ -205,10 +209,10 @@ def analyse_step(
     note: Callable[[str], None] = lambda text: None,
     budget: Budget = NO_END,
 ) -> dict:
-    """`analyse` of a kept step, with the run's own log-probabilities in the headline.
+    """Analyses a kept step; its headline compares the log-probabilities that the run recorded.
 
-    The result also holds `step`, `drift` (the run's largest |dlogp|), `again` (of `_run_again`),
-    and the number of `questions` that were analysed, `of` all.
+    The result of `analyse` gets the keys 'step'; 'drift', the step's largest |dlogp|; 'again', from
+    `_run_again`; 'questions', the number of questions analysed; 'of', that of all its questions.
     """
     every, groups = np.arange(len(kept.questions)), kept.groups(runtime)
     whole = kept.programs(runtime, every)
@@ -237,8 +241,8 @@ def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran,
 
     Returns:
       Their results, for the rows of the first update, and {'tokens': number of log-probabilities;
-      'sampler', 'learner': how many of them have other bits than recorded; 'drift': the largest
-      |dlogp| between both sides now}.
+      'sampler', 'learner': number of them whose bits are not those recorded; 'drift': the largest
+      |dlogp| between both sides in this execution}.
     """
     began = budget.clock()
     out = programs.rollout()
@@ -262,7 +266,7 @@ def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran,
 
 
 def _verdict(result: dict) -> dict:
-    """The verdict on a step: that of the analysis if it reproduced the drift."""
+    """Returns the analysis' verdict if it reproduced the drift, else 'rows' or 'not repeated'."""
     again, step = result["again"], result["step"]
     if again["drift"] and result["verdict"]["culprit"] != "none":
         return result["verdict"]

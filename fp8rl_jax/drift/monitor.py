@@ -1,9 +1,9 @@
 """Watches a run that requires zero drift: keeps a step that drifts, and analyses it.
 
 A train step donates its state, so the policy before the update would be lost before both sides are
-compared. It is therefore copied to the host before the update: parameters up to 1 GiB (0.2 s)
-always, up to 8 GiB after a step of the run has drifted. The optimiser's moments are not copied, as
-no log-probability depends on them.
+compared. It is therefore copied to the host before the update: a policy of up to 1 GiB (0.2 s) in
+every step, up to 8 GiB after a step of the run has drifted. The optimiser's moments are not copied,
+as no log-probability depends on them.
 
 The first step that drifts is analysed at once and the one with the largest drift at the end, each
 within a budget of time. The largest is also written to RUN_DIR/drift_step (a third of a
@@ -34,11 +34,11 @@ from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Samples
 
 BUDGET_SECONDS = 180.0  # an analysis of a model of 1M parameters takes 30 to 60 on two cores
-_COPIED, _COPIED_ONCE_DRIFTED = 1 << 30, 8 << 30  # bytes of parameters
+_COPIED, _COPIED_ONCE_DRIFTED = 1 << 30, 8 << 30  # bytes of a policy
 
 
 class DriftMonitor:
-    """The drift monitor of one execution of a run."""
+    """Drift monitor of one execution of a run."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class DriftMonitor:
     ):
         """
         Args:
-          runtime: of the run.
-          directory: of the run.
-          note: shows a line.
-          stopping: true once the run has been asked to stop; then no part of an analysis begins.
-          budget: seconds of an analysis.
-          clock: of the budget.
+          runtime: the run's Runtime.
+          directory: the run's directory.
+          note: called with a line to show.
+          stopping: returns whether the run was asked to stop; then no part of an analysis begins.
+          budget: seconds that one analysis may take.
+          clock: function that returns the time in seconds.
         """
         self._runtime, self._directory, self._note = runtime, directory, note
         self._budget, self._clock, self._stopping = budget, clock, stopping
@@ -66,7 +66,7 @@ class DriftMonitor:
         self._command = f"`fp8rl drift --checkpoint {directory}`"
 
     def keep(self, state: TrainState, drifted: bool) -> None:
-        """Copies the policy before a step's update; `drifted`: whether an earlier step did."""
+        """Copies the policy before a step's update; `drifted`: whether an earlier step drifted."""
         self._policy = None
         if not self._runtime.zero_drift or processes.count() > 1:
             return
@@ -79,10 +79,10 @@ class DriftMonitor:
         """Writes a step that drifted if its drift is the largest; analyses it if it is the first.
 
         Args:
-          step: from 1 on.
-          samples: of the step.
-          logp: (N, R), the learner's in the step's first update.
-          seconds: duration of its rollout and update.
+          step: number of the RL step, from 1 on.
+          samples: the step's samples.
+          logp: (N, R), the learner's log-probabilities in the step's first update.
+          seconds: duration of the step's rollout and update.
         """
         note_drift(self._runtime, f"RL step {step} of {self._directory}")
         if self._policy is None:
@@ -117,7 +117,7 @@ class DriftMonitor:
         KeptStep.remove_after(step, self._directory)
 
     def finish(self) -> None:
-        """Analyses the step with the run's largest drift, unless that is done already."""
+        """Analyses the step with the run's largest drift, unless it has been analysed."""
         if processes.count() > 1 or not self._runtime.zero_drift:
             return
         try:
@@ -129,7 +129,7 @@ class DriftMonitor:
             self._analyse(kept, 0.0)
 
     def _largest_kept(self) -> float:
-        """The drift of the kept step, of this execution or an earlier one."""
+        """Returns the drift of the kept step, which this execution or an earlier one wrote."""
         if not self._largest:
             self._largest = KeptStep.drift_of(self._directory)
         return self._largest

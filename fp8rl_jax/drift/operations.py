@@ -1,4 +1,4 @@
-"""The operations of a model that an analysis can name: their inputs, and advice for each."""
+"""Table of a model's operations that an analysis can name, with their inputs and advice."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """A tapped value.
+    """An operation whose result is a tapped value.
 
     Attributes:
-      inputs: the tapped values of the same layer that it is computed from, of any kind of layer,
-        without the residual stream (which depends on everything before it).
-      what: its name in a sentence.
-      advice: what to check if it differs although its inputs are equal.
+      inputs: names of the tapped values of the same layer that it reads, in any model family; the
+        residual stream is left out, as it depends on everything before it.
+      what: description of the operation for a message.
+      advice: what to check if its result differs although its inputs are equal.
     """
 
     inputs: tuple[str, ...]
@@ -53,7 +53,7 @@ _RESIDUAL = ("a residual addition", "round it to the compute dtype on both sides
 
 
 def _linear(name: str) -> dict[str, Operation]:
-    """A linear layer: its quantised input, and its output."""
+    """Returns the two operations of a linear layer: quantisation of its input, and product."""
     array = array_of((*name.split("/"), "kernel"))
     return {
         f"{name}/input": Operation(array.reads, *_QUANTISED),
@@ -144,13 +144,13 @@ OPERATIONS: dict[str, Operation] = {
     "norm/output": Operation((), *_NORM),
 }
 LAYER_TAPS = tuple(name for name in OPERATIONS if name not in MODEL_TAPS)
-# Everything flows through these values: swapping one swaps all that came before it.
+# All earlier values reach later ones through these, so swapping one replaces all earlier values.
 CUTS = ("residual_attention", "residual_mlp")
 
 
 def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """{name: shape} of the `OPERATIONS` of a model, for one sequence of `slots` tokens in float32,
-    in the order of computation."""
+    """Returns {name: shape} of a model's tapped values, for one sequence of `slots` tokens in
+    float32, in the order of computation."""
 
     def run(params):
         tokens, names = jnp.zeros((1, slots), jnp.int32), tuple(OPERATIONS)
@@ -161,5 +161,5 @@ def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeSt
 
 
 def tap_names(config: ModelConfig) -> tuple[str, ...]:
-    """The names of a model's tapped values and 'logits', in the order of computation."""
+    """Returns the names of a model's tapped values and 'logits', in the order of computation."""
     return (*tapped_values(config, 1), LOGITS)

@@ -1,4 +1,4 @@
-"""Probes the matrix products of a run's own programs, at their own sizes, on this machine."""
+"""Checks on this machine the order of summation of every product in a run's programs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fp8rl_jax.training.runtime import Runtime
 
 @dataclasses.dataclass(frozen=True)
 class OwnProducts:
-    """The result of the probe.
+    """The result of `try_own_products`.
 
     Attributes:
-      tried: number of sizes.
+      tried: number of product sizes that were checked.
       most_rows: the largest number of rows among them.
-      way: how this machine multiplies; '' on platforms where no order is promised.
-      threads: number of threads.
-      wrong: descriptions of the first products that break the order.
+      way: name of the `Way` in which this machine multiplies; '' where no order is promised.
+      threads: number of threads that XLA multiplies with.
+      wrong: descriptions of the first products (at most three) that are summed in another order.
     """
 
     tried: int
@@ -42,7 +42,7 @@ class OwnProducts:
 
     @property
     def sentence(self) -> str:
-        """What was probed, and the result."""
+        """Message that says what was checked, and the result."""
         if self.wrong:
             return f"of {self}, the order does not hold at least for {', '.join(self.wrong)}"
         return f"{self}: the order holds" if self.tried else str(self)
@@ -55,8 +55,8 @@ def _described(dot: Dot) -> str:
 
 
 def own_dots(runtime: Runtime) -> set[Dot]:
-    """The products with a promised order in a run's rollout, score and train step, with the global
-    number of rows and with that of each device."""
+    """Returns the products with a promised order in a run's rollout, score and train step, with the
+    global number of rows and with the number on each device."""
     devices = runtime.mesh.size
     found = set()
     for program in traced_programs(runtime).values():
@@ -68,7 +68,7 @@ def own_dots(runtime: Runtime) -> set[Dot]:
 
 
 def try_own_products(runtime: Runtime) -> OwnProducts:
-    """Compares every product of `own_dots` with the order that `cpu_way` promises."""
+    """Compares every product of `own_dots` with the order that `cpu_way` promises, bit for bit."""
     way = cpu_way()
     if runtime.learner_recipe.kernels == EXACT.name or way.exact:
         return OwnProducts(0, 0, EXACT.name, threads())

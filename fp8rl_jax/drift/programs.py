@@ -1,7 +1,7 @@
-"""The two programs that a drift analysis compares, with or without taps.
+"""Runs the two programs that a drift analysis compares, with or without taps.
 
-They are the run's own sampler, train step and refit, on its mesh. With taps they also return
-intermediate values, which may change the bits; `attribute` checks that it does not.
+They are the run's sampler and train step, on its mesh. With taps they also return intermediate
+values, which may change the bits of their results; `attribute` checks that it does not.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import Runtime
 
-Host = Any  # a Rollout or a Batch whose arrays are numpy's
+Host = Any  # a Rollout or a Batch of numpy arrays
 Taps = dict[str, np.ndarray]
 
-_COPIES = 4  # of the tapped values: of both sides, and for the swaps
+_COPIES = 4  # copies of the tapped values in memory: those of both sides, and for the swaps
 _MOST_BYTES = 4 << 30
 
 
 def affordable(runtime: Runtime, questions: list[Question]) -> list[Question]:
-    """As many of the questions as have all their tapped values within 4 GiB, at least one batch."""
+    """Returns the first of the questions, as many as have all tapped values within 4 GiB, but at
+    least one for each device that takes rows of a batch."""
     config, divisor = runtime.config.rollout, batch_divisor(runtime.mesh)
     slots = config.max_prompt_tokens + config.max_new_tokens
     values = tapped_values(runtime.model, slots).values()
@@ -49,11 +50,11 @@ class Programs:
     """Sampler and learner of a run at one state, on the same questions.
 
     Attributes:
-      runtime: the run.
-      state: what the learner holds.
-      weights: what the sampler holds.
-      questions: P prompts; a multiple of the devices that share a batch.
-      key: of the rollout.
+      runtime: the run's Runtime.
+      state: the learner's train state.
+      weights: the sampler's weights.
+      questions: P questions; P is a multiple of the number of devices that split a batch.
+      key: random key of the rollout.
       first_ids: (P,), the id of each question's first sample; None to count from 0.
     """
 
@@ -66,7 +67,7 @@ class Programs:
 
     @classmethod
     def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
-        """Both sides at a state, after calibrating its KV scales on the questions."""
+        """Returns Programs at a state, after calibrating its KV scales on the questions."""
         engine = runtime.engine
         state = engine.calibrate(state, *runtime.text.prompts(questions))
         weights = engine.refit(state).weights
@@ -83,7 +84,7 @@ class Programs:
         return Prompts(*tokens, self.key, temperature, self.first_ids)
 
     def rollout(self, taps: Sequence[str] = ()) -> Host:
-        """Samples; returns the rollout on the host."""
+        """Samples the questions; returns the rollout on the host."""
         engine, config = self.runtime.engine, self.runtime.config.rollout
         sampler = engine.sampler
         if taps:
@@ -93,13 +94,13 @@ class Programs:
         return processes.fetch(engine.sample(self.weights, self.prompts, sampler=sampler))
 
     def batch(self, rollout: Host) -> Host:
-        """The learner's batch of a rollout, with advantages +1 and -1 in turn."""
+        """Returns the learner's batch for a rollout, with alternating advantages +1 and -1."""
         rows = rollout.tokens.shape[0]
         advantages = np.where(np.arange(rows) % 2, -1.0, 1.0).astype(np.float32)
         return self.runtime.engine.batch(rollout, self.prompts, advantages)
 
     def learner(self, batch: Host, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
-        """Log-probabilities (B, R) and taps of one train step, which does not change the state."""
+        """Returns log-probabilities (B, R) and taps of one train step; `state` is not changed."""
         rt = self.runtime
         optimizer, _ = optimizer_of_phase(rt.config, "rl")
         state = rt.engine.new_state(self.state.params, optimizer, self.state.scaling_state)
@@ -116,23 +117,24 @@ class Programs:
         return processes.fetch((logp, metrics.get("taps", {})))
 
     def learner_weights(self) -> dict:
-        """The weights of the learner's forward pass, by a refit under its own recipe."""
+        """Returns the weights of the learner's forward pass: a refit under the learner's recipe."""
         refit = make_refit(self.runtime.learner_recipe)
         state = self.state
         return refit(state.params, state.scaling_state, state.kv_scales)[0]
 
     def swapper(self, batch: Host, taps: Taps):
-        """Makes a learner that takes some values from the rollout.
+        """Makes a learner that replaces some intermediate values by the rollout's.
 
         Args:
-          batch: the sequences.
-          taps: {name of LAYER_TAPS: (L, B, T, ...)}, of the rollout.
+          batch: the learner's batch.
+          taps: {name of LAYER_TAPS: (L, B, T, ...)}, the rollout's values.
 
         Returns:
           ``swapped(chosen) -> (logp (B, R), {name: (L, B, T, ...)})`` with chosen = {name: (L,)
-          bool}; values that are not named are not swapped. It returns the learner's own values,
-          before the swap. All choices run one program, so their log-probabilities can be compared;
-          it computes gradients, since XLA rewrites some operations in forward-only programs.
+          bool}, the layers in which a value is replaced; names that are missing are not replaced.
+          The returned values are the learner's, before the swap. All choices run one program, so
+          their log-probabilities can be compared; it computes gradients, since XLA rewrites some
+          operations in forward-only programs.
         """
         rt, state = self.runtime, self.state
         recipe, layers = rt.learner_recipe, rt.model.num_hidden_layers

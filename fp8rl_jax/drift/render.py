@@ -19,8 +19,8 @@ _SHOWN = 8
 
 
 def write_json(result: dict, directory: pathlib.Path) -> pathlib.Path:
-    """Writes directory/drift.json atomically, and returns its path. The verdicts that the file held
-    on other steps of the run are kept under 'earlier'."""
+    """Writes directory/drift.json atomically and returns its path. Verdicts of the old file on
+    other steps of the run are kept under 'earlier'."""
     step = result.get("step")
     earlier = [found for found in step_verdicts(directory) if found["step"] != step]
     write_whole(directory / NAME, json.dumps(result | {"earlier": earlier}, indent=1) + "\n")
@@ -28,7 +28,8 @@ def write_json(result: dict, directory: pathlib.Path) -> pathlib.Path:
 
 
 def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
-    """Writes drift.json and drift.html, and in a run's directory its report again.
+    """Writes drift.json and drift.html, and in a run's directory also a new report.html; returns
+    their paths.
 
     Raises:
       OSError: the directory cannot be written.

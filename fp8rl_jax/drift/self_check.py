@@ -1,11 +1,11 @@
 """Tests zero drift on this machine before a run begins.
 
-XLA does not promise that decode and train step give the same bits: it was measured for some
-versions and processors. So a run that relies on it first runs a cut of its own model: the same
+XLA does not promise that decode and train step give the same bits; it was measured for some
+versions and processors. So a run that relies on it first runs a *cut* of its model: the same
 widths, heads, vocabulary, cache length and recipe; two layers (three if both ends stay in bf16);
-few sequences of few tokens. The cut has other numbers of rows than the run, so the run's own
-programs are traced as well, and each product in them with a promised order is compared with that
-order. A check that passed is cached for the configuration, the code and the kind of machine.
+few sequences of few tokens. The cut has fewer rows than the run, so the run's programs are traced
+as well, and each of their products with a promised order is compared with that order. A check that
+passed is cached for the configuration, the code and the kind of machine.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class SelfCheck:
       tokens: number of log-probabilities compared.
       differing: number of them whose bits differ.
       largest: the largest |dlogp|.
-      layers: of the cut.
-      products: the probe of the run's own products.
-      kept: whether it is the cached result of an earlier run.
-      drifted: the step of an earlier run of this configuration that drifted all the same.
+      layers: number of layers of the cut.
+      products: result of the check of the run's products.
+      kept: whether this is the cached result of an earlier run.
+      drifted: step of an earlier run with this configuration that drifted all the same; else ''.
     """
 
     tokens: int
@@ -81,7 +81,7 @@ class SelfCheck:
 
 
 def self_check(runtime: Runtime) -> SelfCheck:
-    """Runs sampler and train step of the cut on a few questions, and probes the run's products."""
+    """Runs sampler and train step of the cut on a few questions, and checks the run's products."""
     cut = _cut(runtime)
     config = cut.config
     state = cut.engine.new_state(cut.engine.init_params(), optimizer_of_phase(config, "rl")[0])
@@ -98,8 +98,8 @@ def self_check(runtime: Runtime) -> SelfCheck:
 
 
 def kept_self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck:
-    """The cached result of a check that passed for this configuration, else `self_check`, before
-    which `note` is called with a line."""
+    """Returns the cached result of a check that passed for this configuration; without one calls
+    `note` with a line and runs `self_check`."""
     path = _place(runtime)
     if path and (kept := processes.decided(lambda: _read(path))):
         return kept
@@ -111,7 +111,7 @@ def kept_self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck:
 
 
 def note_drift(runtime: Runtime, where: str) -> None:
-    """Records in the cached check of a run's configuration that the step `where` drifted."""
+    """Records in the cached check of the run's configuration that the step `where` drifted."""
     with contextlib.suppress(OSError):  # a file of the user no longer exists
         path = _place(runtime)
         if path and processes.first() and (kept := _read(path)):
@@ -119,7 +119,7 @@ def note_drift(runtime: Runtime, where: str) -> None:
 
 
 def _place(runtime: Runtime) -> pathlib.Path | None:
-    """The file of the cached check for this configuration, code and machine; None for none."""
+    """Returns the cached check's file for this configuration, code and machine; None: no cache."""
     config = runtime.config
     sections = {name: plain(fields.to_dict()) for name, fields in config.items() if name != "run"}
     sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
@@ -139,7 +139,7 @@ def _keep(checked: SelfCheck, path: pathlib.Path) -> None:
 
 
 def _read(path: pathlib.Path) -> SelfCheck | None:
-    """The cached check; None if there is none, or it is damaged."""
+    """Reads the cached check; None if there is none, or it is damaged."""
     try:
         fields = json.loads(path.read_text())
         products = OwnProducts(**fields.pop("products"))
@@ -149,7 +149,7 @@ def _read(path: pathlib.Path) -> SelfCheck | None:
 
 
 def _cut(runtime: Runtime) -> Runtime:
-    """The runtime with fewer layers, prompts and new tokens, otherwise unchanged."""
+    """Returns the Runtime of the cut: fewer layers, prompts and new tokens."""
     recipes = (runtime.rollout_recipe, runtime.learner_recipe)
     ends = sum(any(getattr(r, end) for r in recipes) for end in ("first_layers", "last_layers"))
     layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)

@@ -1,8 +1,8 @@
-"""A trained policy, or a released model: loading, sampling, evaluation, export.
+"""Loads a trained policy or a released model, samples from it, evaluates and exports it.
 
     a run's directory, or a Hugging Face model
         |
-      source     its configuration: the run's own, or defaults with the model's settings
+      source     its configuration: the saved one, or defaults with the model's settings
         |
       load       newest checkpoint or released weights -> Runtime -> refit -> Policy
         |

@@ -1,4 +1,4 @@
-"""Accuracy of a policy on held-out questions: `fp8rl eval`."""
+"""Measures a policy's accuracy on held-out questions: `fp8rl eval`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fp8rl_jax.training.runtime import make_runtime
 def evaluate_policy(
     config: ml_collections.ConfigDict, note: Note = lambda text: None
 ) -> list[dict[str, Any]]:
-    """Accuracy of the policy in `run.dir` on held-out questions of `env.task`, or of each set of
-    `env.eval_task`.
+    """Evaluates the policy in `run.dir` on held-out questions of `env.task`, or of each data set
+    that `env.eval_task` names.
 
-    Prompt slots fit the questions. A run's evaluation has the random bits of the one at its newest
-    checkpoint.
+    Prompts are padded to the longest question. The policy of a run samples with the random bits of
+    the run's own evaluation at that checkpoint.
 
     Args:
       config: from `load_config` or `directory_config`.
-      note: called with a line on each part.
+      note: called with a line of progress.
 
     Returns:
-      The records of `evaluate`, with the names of checkpoint, task and recipe.
+      One record of `evaluate` for each set, with the names of checkpoint, task and recipe.
 
     Raises:
-      UserError: something in the configuration cannot work.
+      UserError: a field of the configuration cannot work.
     """
     runtime = make_runtime(config, with_questions=False)
     check_eval_memory(runtime, runtime.mesh)

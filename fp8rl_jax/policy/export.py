@@ -1,4 +1,4 @@
-"""A run's newest weights as a checkpoint in Hugging Face's format: `fp8rl convert RUN_DIR DST`."""
+"""Writes a run's newest weights in Hugging Face's format: `fp8rl convert RUN_DIR DST`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp8rl_jax.training.runtime import make_runtime
 
 
 def is_run(directory: str | pathlib.Path) -> bool:
-    """Whether this is a run's directory."""
+    """Returns whether this is the directory of a run."""
     is_theirs = pretrained_config(directory) is not None
     return os.path.isdir(os.path.join(directory, "checkpoints")) and not is_theirs
 
@@ -40,17 +40,17 @@ def export_run(
 ) -> pathlib.Path:
     """Writes the parameters of a run's newest checkpoint, and the run's tokenizer.
 
-    Only one array of parameters is in memory at a time, and none of the optimiser. Under 'fp8' the
-    file holds the bytes that the sampler uses under the recipe `fp8`.
+    Holds one array of parameters in memory at a time, and nothing of the optimiser. With dtype
+    'fp8' the file has the bytes that the sampler uses under the recipe `fp8`.
 
     Args:
-      directory: of the run.
+      directory: the run's directory.
       target, dtype, max_shard_gb: as for `hf.convert`.
-      permitted: for `run_config`.
-      note: called with a line on the weights, and on what is missing.
+      permitted: functions or modules that the run's configuration may name (`run_config`).
+      note: called with a line on the weights, and on what the export lacks.
 
     Returns:
-      The target.
+      The path of the written directory.
 
     Raises:
       UserError: the run has no checkpoint, or the target cannot be made.
@@ -95,8 +95,9 @@ def export_run(
 
 
 def _copy_tokenizer(tokenizer: str, data, directory: pathlib.Path) -> None:
-    """Copies a tokenizer's directory; for a single file, writes a tokenizer.json that puts
-    `data.bos_token` before a text, as the run did, and a file with `data`'s special tokens."""
+    """Copies the tokenizer of a directory. For a tokenizer that is one file, writes a
+    tokenizer.json that puts `data.bos_token` before a text, as the run did, and a
+    tokenizer_config.json with the special tokens of `data`."""
     if os.path.isdir(tokenizer):
         copy_tokenizer(pathlib.Path(tokenizer), directory)
         return

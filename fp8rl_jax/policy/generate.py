@@ -1,8 +1,8 @@
-"""Streams text of a policy.
+"""Generates text with a policy and shows it while it is made.
 
 Tokens come in chunks of a few decode steps (`make_stream`), with the bits of the training sampler;
-after each chunk, the text that is final is passed on. Programs are compiled before the clock
-starts.
+after each chunk, the text that later tokens cannot change is shown. `Timing` does not count
+compilation as decoding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fp8rl_jax.training.runtime import Runtime
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Size and duration of a generation.
+    """Number of tokens and duration of a call of `generate`.
 
     Attributes:
-      prompt_tokens, new_tokens: sums over all prompts, without padding.
+      prompt_tokens, new_tokens: numbers of tokens of all prompts and responses, without padding.
       rows: number of responses.
       compiling, prefill, decode: seconds; prefill includes each response's first token.
     """
@@ -52,17 +52,18 @@ def generate(
     show: Callable[[int, str], None],
     finished: Callable[[int, bool], None] = lambda row, by_itself: None,
 ) -> Timing:
-    """Answers the prompts of a policy, with `rollout.max_new_tokens`, top-k and top-p.
+    """Samples a response to each prompt of a policy, with the limits of the section `rollout`
+    (`max_new_tokens`, `top_k`, `top_p`).
 
     Args:
       policy: from `load_policy`.
-      temperature: 0 for greedy.
+      temperature: sampling temperature; 0 for greedy.
       show: called as show(row, text) for every piece of text, in order within a row.
       finished: called as finished(row, ended) after a row's last piece; ended is False if the
         response was cut.
 
     Returns:
-      Size and duration.
+      Numbers of tokens, and durations.
     """
     runtime, rows = policy.runtime, policy.rows
     config, tokenizer = runtime.config.rollout, runtime.tokenizer
@@ -107,7 +108,7 @@ def generate(
 
 
 def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
-    """Prompt tokens and Requests on the mesh, padded to rows that divide over it."""
+    """Returns prompt tokens and Requests on the mesh, padded to a multiple of its devices."""
     prompts, lengths = pad(runtime, rows)
     sample_ids = np.arange(len(lengths), dtype=np.int32)
     temperatures = np.full(len(lengths), temperature, np.float32)

@@ -1,7 +1,5 @@
-"""Loads a policy by its configuration: the newest checkpoint in `run.dir`, or a released model.
-
-Both are refitted under a Runtime, so the training sampler's own program samples from them.
-"""
+"""Loads the policy that a configuration names: the newest checkpoint in `run.dir`, or a released
+model. Either gets a Runtime and a refit, so that the training sampler's program can sample it."""
 
 from __future__ import annotations
 
@@ -36,10 +34,10 @@ class Policy:
     """A policy with its prompts, for `generate` and `evaluate`.
 
     Attributes:
-      runtime: with prompt slots for the prompts.
+      runtime: Runtime whose prompt slots hold the longest prompt.
       weights: rollout weights, from refit.
       rows: token ids of each prompt.
-      phase, step: of training; 'rl' and 0 for a released model.
+      phase, step: training phase and step of the weights; 'rl' and 0 for a released model.
     """
 
     runtime: Runtime
@@ -61,11 +59,11 @@ def load_policy(
       runtime: made from the policy's configuration (`load_config` or `directory_config`).
       prompts: texts, or questions of a task, which may be conversations.
       note: called with a line on the source of the weights.
-      as_questions: whether prompts are a task's questions; otherwise, for a released model without
-        a chat template, they are texts to continue.
+      as_questions: encode prompts as a task's questions; if False, a released model without a chat
+        template gets them as texts to continue.
 
     Raises:
-      UserError: the checkpoint or a prompt cannot work.
+      UserError: the checkpoint or a prompt cannot be used.
     """
     config = runtime.config
     released = is_released(config)
@@ -95,10 +93,10 @@ class Trained(NamedTuple):
     """The newest checkpoint of a run.
 
     Attributes:
-      runtime: of the run's own configuration, on the requested mesh.
-      checkpoints: of the run; the caller closes them.
-      number: of the checkpoint.
-      phase, step: of training.
+      runtime: Runtime of the run's saved configuration, on the requested mesh.
+      checkpoints: the run's checkpoints; the caller closes them.
+      number: number of the newest checkpoint.
+      phase, step: training phase and step of that checkpoint.
     """
 
     runtime: Runtime
@@ -116,7 +114,7 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
     """Opens the newest checkpoint of a run, without reading its arrays.
 
     Raises:
-      UserError: there is none, or it is of another model.
+      UserError: there is no checkpoint, or model or data settings differ from `runtime`'s.
     """
     if not os.path.isdir(directory / "checkpoints"):
         raise UserError(
@@ -124,7 +122,7 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
             "--checkpoint or --config.run.dir"
         )
     config = runtime.config
-    # The functions that this configuration names were permitted already.
+    # The functions that the requested configuration names have been permitted already.
     saved_as = run_config(directory, named_functions(config))
     sides = as_saved(saved_as), as_saved(config)
     difference = first_difference(*({name: c[name] for name in ("model", "data")} for c in sides))
@@ -145,13 +143,13 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
 
 
 def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple[TrainState, str]:
-    """The state in the newest checkpoint of a run, without the optimiser's state, and its phase.
+    """Returns the state in a run's newest checkpoint, without the optimiser's, and its phase.
 
-    `runtime` may have other recipes and another mesh than the run; state that depends on the recipe
-    is then as at the start of training.
+    `runtime` may have other recipes and another mesh than the run. With another recipe, scaling
+    states begin anew and calibrated KV scales are left out.
 
     Raises:
-      UserError: as for `open_trained`, or it is damaged.
+      UserError: as for `open_trained`, or the checkpoint is damaged.
     """
     found = open_trained(runtime, directory)
     saved = found.runtime
@@ -162,7 +160,7 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     scaling_state = state.scaling_state if same else None
     loaded = runtime.engine.new_state(state.params, optax.identity(), scaling_state)
     kept = {"step": state.step}
-    # Between two evaluations of the supervised stage, scales belong to older weights.
+    # Fine-tuning calibrates KV scales at evaluations only; between them the scales are outdated.
     same = runtime.rollout_recipe == saved.rollout_recipe
     if same and state.kv_scales is not None and is_fresh(state.kv_scales, int(state.step)):
         kept["kv_scales"] = state.kv_scales
@@ -170,13 +168,13 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
 
 
 def round_slots(length: int) -> int:
-    """The number of prompt slots for prompts of up to `length` tokens."""
+    """Returns the number of prompt slots for prompts of up to `length` tokens."""
     return -(-length // _ROUND) * _ROUND
 
 
 def pad(runtime: Runtime, rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of tokens as right-padded (B, slots) int32 and lengths (B,); the last row is repeated
-    until B divides over the mesh."""
+    """Returns rows of tokens as right-padded (B, slots) int32, and lengths (B,); repeats the last
+    row until the mesh divides B."""
     count = len(rows) + -len(rows) % batch_divisor(runtime.mesh)
     rows = rows + rows[-1:] * (count - len(rows))
     return pad_rows(rows, round_slots(max(map(len, rows))), runtime.tokenizer.pad_id)

@@ -1,7 +1,7 @@
-"""The configuration for a directory: a run's own, or one for a released model.
+"""Makes the configuration for a directory of a run or of a released model.
 
-A run has saved its configuration. A Hugging Face directory gets the defaults with its own shapes,
-tokenizer and sampling settings. `config.run.dir` is the directory.
+A run has saved its configuration. A Hugging Face directory gets the defaults, with the model's
+shapes, tokenizer and sampling settings. `config.run.dir` is the directory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _NEW_TOKENS = 256
 def directory_config(
     directory: str, permitted: Collection[str] = (), needed: Collection[str] = ("precision",)
 ) -> ml_collections.ConfigDict:
-    """The configuration of a run (`permitted` and `needed` as for `run_config`) or of a Hugging
-    Face model.
+    """Returns the configuration for the directory of a run or of a Hugging Face model.
+
+    `permitted` and `needed` are passed to `run_config`.
 
     Raises:
       UserError: the directory is neither.
@@ -65,14 +66,14 @@ def _released_config(directory: str, released: dict) -> ml_collections.ConfigDic
 
 
 def is_released(config: ml_collections.ConfigDict) -> bool:
-    """Whether `run.dir` is a Hugging Face directory rather than that of a run (which may have
-    started from one)."""
+    """Returns whether `run.dir` is a Hugging Face directory; False for the directory of a run,
+    even of one that started from a released model."""
     return pretrained_config(config.run.dir) is not None
 
 
 def usual_temperature(config: ml_collections.ConfigDict) -> float:
-    """The default temperature of a policy: `rollout.temperature` for a run; for a Hugging Face
-    model that of its generation_config.json, or greedy (0) without do_sample."""
+    """Returns the default temperature: `rollout.temperature` for a run; for a Hugging Face model
+    that of its generation_config.json, or greedy (0) without do_sample."""
     if not is_released(config):
         return config.rollout.temperature
     file = pathlib.Path(config.model.checkpoint) / "generation_config.json"
