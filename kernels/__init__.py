@@ -1,5 +1,7 @@
 """GPU kernels and their CPU references. Imports jax only (never the rest of the library).
 
+::
+
     models, quant --> dispatch.py: implementation and platform
                           |
           +---------------+----------------+

@@ -1,5 +1,7 @@
 """Utilities that every package may import: errors, files, processes, caches and settings.
 
+::
+
     environment ------------> meeting -> processes   join, exchange host values, end
     JAX's settings ---------> jax_settings, exact_jit, compilation_cache, user_cache
     a user's text ----------> bounds (numbers), by_name and user_code (functions), paths

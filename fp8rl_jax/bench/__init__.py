@@ -1,6 +1,8 @@
 """`fp8rl bench`: times of rollout and train step, what zero drift costs, errors of FP8 products,
 speed of the GPU kernels.
 
+::
+
     cli/bench.py --+-> step_time    rollout and train step under several recipes
                    |      ^ Subject
                    +-> drift_cost   exact programs compared with naive ones

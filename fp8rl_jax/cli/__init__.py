@@ -1,5 +1,7 @@
 """The command `fp8rl`: one file for each group of subcommands.
 
+::
+
     words -> main.run -> Command of runs, sample_eval, bench, ... -> arguments.Command.parse
                 |                                                        | values
                 |                        start.prepare (JAX loads, processes join)

@@ -1,5 +1,7 @@
 """The table of features that do not work together: which two, why, and what to write instead.
 
+::
+
     FEATURES   whether a configuration has a feature, and how an error message names it
     PAIRS      two features, the reason, the remedy
 

@@ -1,5 +1,7 @@
 """Turns text into padded arrays of tokens, and tokens into text.
 
+::
+
     data.tokenizer -> load -> tokenizer.Tokenizer   byte, a tokenizer.json, or `pretrained`
                                  |
     question -> batching.encode_prompt, demonstrations -> batching.pad_rows -> sampler, learner

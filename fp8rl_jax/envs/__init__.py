@@ -1,5 +1,7 @@
 """Questions, their rewards, and the form of an environment.
 
+::
+
     env.task -> sources -> tasks (reasoning_gym), or rows of a data set:
                            files (text_rows, arrow_rows), tfds (tfds_prepare), a user's function
                    |

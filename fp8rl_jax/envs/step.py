@@ -1,5 +1,7 @@
 """The form of an environment: a pure function from the policy's reply to the next step.
 
+::
+
     step(state, reply, row) -> Step(state, observation, reward, done)
 
 The first call of an episode gets the state None, each later call the state that the previous one

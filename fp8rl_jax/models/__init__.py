@@ -1,5 +1,7 @@
 """Flax models and the one forward pass that learner and sampler share.
 
+::
+
     config.json, presets.py                          tokens, positions
           |                                                |
      ModelConfig --> arrays.py --> parameters --> transformer.forward <--> KV cache

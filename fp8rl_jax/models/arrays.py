@@ -1,5 +1,7 @@
 """A table of a model's arrays, one row each. The fields of a row, and their readers:
 
+::
+
     Array.shape     `leaf_shapes`, `param_shapes`; params.parameter_counts; layers.kernel_of
     Array.role      params.quantize_params and its neighbours; weight decay (`is_matrix`)
     Array.axes      storage on a mesh: parallel/specs.param_shardings

@@ -1,5 +1,7 @@
 """The linear layer, norm and gated activation, with fixed rounding points.
 
+::
+
     Linear  --multiply-->  quant.matmul            one product, input and output tapped
     SplitLinear                                    `Linear` on one device inside a shard_map
     RMSNorm, gated_silu                            kernels on a GPU, jnp elsewhere

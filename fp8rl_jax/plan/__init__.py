@@ -1,5 +1,7 @@
 """Predicts what a configuration needs of its devices (bytes, FLOPs, times) from shapes alone.
 
+::
+
     Resolved, mesh -- rollout.py -- RolloutPlan: slots and pages --.
                    -- learner.py -- LearnerPlan: the train step ---+-- `fp8rl plan` prints them
                    -- times.py ---- StepCost, decode_seconds ------'

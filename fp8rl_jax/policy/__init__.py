@@ -1,5 +1,7 @@
 """Loads a trained policy or a released model, samples from it, evaluates and exports it.
 
+::
+
     a run's directory, or a Hugging Face model
         |
       source     its configuration: the saved one, or defaults with the model's settings

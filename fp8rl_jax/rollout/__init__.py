@@ -1,5 +1,7 @@
 """The jitted samplers and the refit that makes their weights. Never imports the learner.
 
+::
+
     learner's parameters --> refit.py --> weights in FP8, and their checksum
                                               |
     prompts, keys, limits --> a sampler: prefill, then a loop of decode steps --> Rollout

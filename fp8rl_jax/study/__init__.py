@@ -1,5 +1,7 @@
 """Studies: measurements that test hypotheses written beforehand (docs/studies.md).
 
+::
+
     config or checkpoint -> subjects.Subject (one for each seed)
                                 |  cells(subject, plan)
     STUDY.jsonl <-> cells.Cells |  step0.Scoring: samples, scored under several recipes

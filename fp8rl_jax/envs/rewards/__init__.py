@@ -1,5 +1,7 @@
 """Computes rewards of responses. User functions are called in worker processes by `Form.call`.
 
+::
+
     the run's process                           a worker process, one of several
     terms      parses `env.reward`              worker     the program: reads requests, answers
     scoring    a step's responses in,             form     the function's arguments, by their names

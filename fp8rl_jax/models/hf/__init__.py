@@ -1,5 +1,7 @@
 """Checkpoints in Hugging Face's format: `load`, `save` and `convert` (docs/checkpoints.md).
 
+::
+
     config.json --> fields.py --> config_json.py --> ModelConfig --> tables.py: tensors and pieces
                                                                           |
     *.safetensors --> safetensors_file.py --> reader.py: Checkpoint --> loader.py --> parameters

@@ -1,5 +1,7 @@
 """One forward pass on the devices of a mesh, with the bits of a single device.
 
+::
+
     batch --(data, fsdp, expert)--> a device's rows --+
                                                       +--> its part of each product, no sum between
     weights --(tensor)--> a device's columns ---------+    devices --> all-gather of the parts
