@@ -12,7 +12,7 @@ import json
 import pathlib
 import textwrap
 
-from fp8rl_jax.envs import load_reward
+from fp8rl_jax.envs import load_rewards
 
 _ROOT = pathlib.Path(__file__).parents[2]
 FILE = _ROOT / "docs/rewards_of_pairs.md"
@@ -28,7 +28,7 @@ _COUNT = 100
 
 def _pays(name: str, pair: dict) -> str:
     try:
-        return f"{load_reward(name)('', pair['response'], pair['answer']):g}"
+        return f"{load_rewards(name)[0].function('', pair['response'], pair['answer']):g}"
     except ValueError:
         return "error"
 

@@ -28,10 +28,7 @@ def choose(
       UserError: there are no names or too many, one is unknown, or its arguments do not fit.
     """
     if ":" in text and "(" not in text:
-        function = user_code.load(text.strip(), f"{what}:")
-        if not callable(function):
-            raise UserError(f"{what}: {text!r} is not a function; name one")
-        return [(text.strip(), function)]
+        return [(text.strip(), user_code.load(text.strip(), f"{what}:"))]
     known = ", ".join(factories)
     try:
         body = ast.parse(text.strip(), mode="eval").body

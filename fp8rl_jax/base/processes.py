@@ -47,11 +47,6 @@ _joined = Place()
 _traffic = Traffic()
 
 
-def asked() -> int:
-    """Returns the number of processes that the environment names; raises UserError like `join`."""
-    return place_of_environment().processes
-
-
 def join() -> None:
     """Joins the processes that the environment names; call it before anything uses a device.
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError, raised
 
 
-def load(text: str, what: str) -> Any:
-    """Imports the object that `text` names; modules may also be in the current directory.
+def load(text: str, what: str) -> Callable:
+    """Imports the function that `text` names; modules may also be in the current directory.
 
     Args:
       text: 'package.module:function'.
       what: beginning of error messages, such as 'scaling policy'.
 
     Raises:
-      UserError: the object cannot be imported, whatever exception the user's module raises.
+      UserError: it cannot be imported, whatever exception the user's module raises, or is no
+        function.
     """
     module, _, name = text.partition(":")
     if not module or not name:
@@ -26,7 +28,7 @@ def load(text: str, what: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -35,6 +37,9 @@ def load(text: str, what: str) -> Any:
             "is written 'package.module:function' and that the module is in the current "
             "directory or on PYTHONPATH"
         ) from None
+    if not callable(function):
+        raise UserError(f"{what} {text!r} is not a function; name one")
+    return function
 
 
 def call(text: str, what: str, returns: type) -> Any:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import errno
 import os
 import pathlib
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.base.meeting import place_of_environment
 from fp8rl_jax.base.paths import expanded
 
@@ -124,7 +125,8 @@ class Command:
         """
         overrides = [word for word in words if word.startswith(("--config.", "-config."))]
         rest = [word for word in words if word not in overrides]
-        hyphenated = [_hyphenated(word) for word in rest]
+        # '--fail_above=1' -> '--fail-above=1'.
+        hyphenated = [re.sub("^--[^=]*", lambda m: m[0].replace("_", "-"), word) for word in rest]
         group = parser._subparsers is not None
         parse = parser.parse_known_args if group else parser.parse_known_intermixed_args
         values, unknown = parse(hyphenated)
@@ -142,23 +144,18 @@ class Command:
         return values
 
 
-def _hyphenated(word: str) -> str:
-    """Writes an option's name with hyphens: '--fail_above=1' -> '--fail-above=1'."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+def words(text: str) -> list[str]:
+    """Splits 'one,two' into its words; '' has none."""
+    return [word.strip() for word in text.split(",")] if text else []
 
 
 ALLOW_IMPORT = argument(
     "--allow-import",
     "modules, or module:function, that the run's config.json may import",
     "NAME,...",
-    default="",
+    type=words,
+    default=[],
 )
-
-
-def words(text: str) -> list[str]:
-    """Splits 'one,two' into its words; '' has none."""
-    return [word.strip() for word in text.split(",")] if text else []
 
 
 def counts(most: int, least: int = 1) -> Callable[[str], list[int]]:
@@ -249,16 +246,10 @@ def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def writing(command: str, directory: str | pathlib.Path) -> Iterator[None]:
+def writing(command: str, directory: str | pathlib.Path) -> AbstractContextManager[None]:
     """Turns an OSError into a UserError: nothing can be written to `directory`."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"fp8rl {command}: nothing can be written to --out={directory} ({error.strerror}): "
-            "name another directory"
-        ) from None
+    what = f"fp8rl {command}: nothing can be written to --out={directory}"
+    return refused_by_system(what, "name another directory")
 
 
 def writable(command: str, directory: str) -> pathlib.Path:

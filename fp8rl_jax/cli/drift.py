@@ -15,7 +15,6 @@ from fp8rl_jax.cli.arguments import (
     keep_programs,
     note,
     read_config,
-    words,
     writable,
     writing,
 )
@@ -28,8 +27,8 @@ def _drift_config(values: argparse.Namespace):
     from fp8rl_jax.config import override
     from fp8rl_jax.policy.source import directory_config
 
-    permitted = words(values.allow_import)
-    config = directory_config(values.checkpoint, permitted, ("precision", "env", "algo"))
+    needed = ("precision", "env", "algo")
+    config = directory_config(values.checkpoint, values.allow_import, needed)
     override(config, values.overrides)
     keep_programs(config.run.compilation_cache)
     return config

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.cli.arguments import Command, a_path, argument
 
 _TEXT = '''"""{title}
@@ -55,12 +55,8 @@ def _init(values: argparse.Namespace) -> int:
     )
     lines = [f'            "{name}": {_written(fields)},' for name, fields in sections.items()]
     text = _TEXT.format(title=title.replace("\\", "/"), file=values.file, sections="\n".join(lines))
-    try:
+    with refused_by_system(f"fp8rl init: {path} cannot be written", "name another file"):
         write_whole(path, text)
-    except OSError as error:
-        raise UserError(
-            f"fp8rl init: {path} cannot be written ({error.strerror}): name another file"
-        ) from None
     rollout = sections["rollout"]
     print(
         f"{path}: prompts of up to {rollout['max_prompt_tokens']} tokens, responses of up to "

@@ -8,17 +8,13 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import Command, argument
 
 
-def list_recipes() -> str:
-    """Returns a line with the description of every recipe name that a config may give."""
+def _list(values: argparse.Namespace) -> int:
     from fp8rl_jax.quant import recipe_names
     from fp8rl_jax.quant.recipe import DESCRIPTIONS
 
     width = max(map(len, recipe_names()))
-    return "\n".join(f"{name:<{width}}  {DESCRIPTIONS[name]}" for name in recipe_names())
-
-
-def _list(values: argparse.Namespace) -> int:
-    print(list_recipes())
+    for name in recipe_names():
+        print(f"{name:<{width}}  {DESCRIPTIONS[name]}")
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.cli.arguments import (
     ALLOW_IMPORT,
     Command,
@@ -14,7 +14,6 @@ from fp8rl_jax.cli.arguments import (
     keep_programs,
     note,
     read_config,
-    words,
 )
 from fp8rl_jax.cli.interrupt import Interrupt
 from fp8rl_jax.cli.output import keep_talking
@@ -50,13 +49,9 @@ def _report(values: argparse.Namespace) -> int:
     from fp8rl_jax.report import write_report
 
     own, *others = values.directories
-    try:
+    what = f"fp8rl report: {own}/report.html cannot be written"
+    with refused_by_system(what, "make room for it, or fix its permissions"):
         print(write_report(own, others))
-    except OSError as error:
-        raise UserError(
-            f"fp8rl report: {own}/report.html cannot be written ({error.strerror}): make room for "
-            "it, or fix its permissions"
-        ) from None
     return 0
 
 
@@ -66,13 +61,14 @@ def _convert(values: argparse.Namespace) -> int:
             "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`"
         )
     keep_programs()
+    from fp8rl_jax.config.model_source import pretrained_config
     from fp8rl_jax.models import hf
-    from fp8rl_jax.policy.export import export_run, is_run
+    from fp8rl_jax.policy.export import export_run
 
     source, written = values.paths
-    if is_run(source):
-        permitted = words(values.allow_import)
-        print(export_run(source, written, values.dtype, values.max_shard_gb, permitted, note))
+    if os.path.isdir(os.path.join(source, "checkpoints")) and pretrained_config(source) is None:
+        settings = values.dtype, values.max_shard_gb, values.allow_import
+        print(export_run(source, written, *settings, note))
     else:
         print(hf.convert(source, written, values.dtype, values.max_shard_gb))
     return 0

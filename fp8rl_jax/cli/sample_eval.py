@@ -17,7 +17,6 @@ from fp8rl_jax.cli.arguments import (
     config_file,
     keep_programs,
     note,
-    words,
 )
 
 # Options of sample and eval that name a policy by its directory.
@@ -92,7 +91,7 @@ def _policy_config(command: str, values: argparse.Namespace):
                 "a run, or of a Hugging Face model"
             )
         needed = ("precision", "env") if command == "eval" else ("precision",)
-        config = directory_config(values.checkpoint, words(values.allow_import), needed)
+        config = directory_config(values.checkpoint, values.allow_import, needed)
     else:
         config = load_config(config_file(command, values))
     given = vars(values)

@@ -21,7 +21,6 @@ from fp8rl_jax.cli.arguments import (
     note,
     read_config,
     whole,
-    words,
     writable,
     writing,
 )
@@ -77,7 +76,7 @@ def _subjects(
         from fp8rl_jax.policy.source import directory_config
 
         keep_programs()
-        config = directory_config(values.checkpoint, words(values.allow_import))
+        config = directory_config(values.checkpoint, values.allow_import)
         return [subjects.of_directory(config, note, questions)]
     if values.config:
         config = read_config(command, values)
@@ -154,7 +153,7 @@ def _all(values: argparse.Namespace) -> int:
         from fp8rl_jax.policy.source import directory_config
         from fp8rl_jax.study.subjects import check_task
 
-        check_task(directory_config(values.checkpoint, words(values.allow_import)))
+        check_task(directory_config(values.checkpoint, values.allow_import))
     out, cells = _open("study all", values)
     for name in (command.name.partition(" ")[2] for command in COMMANDS[1:-1]):
         note(f"study {name}")

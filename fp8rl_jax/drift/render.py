@@ -40,9 +40,9 @@ def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
     return paths
 
 
-def print_analysis(result: dict, console: Console | None = None) -> None:
+def print_analysis(result: dict) -> None:
     """Prints headline, verdict, and the operations, layers and tokens with the largest drift."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     verdict = result["verdict"]
     figures = headline(result["headline"], result["logits"])
     _print_table(console, "Drift, learner against rollout", ("figure", "value"), figures)

@@ -26,6 +26,7 @@ from fp8rl_jax.base.json_file import plain
 from fp8rl_jax.base.user_cache import cache_name, files_of_functions, user_cache
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config.functions import named_functions
+from fp8rl_jax.drift.attribute import run_both
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.own_products import OwnProducts, try_own_products
 from fp8rl_jax.drift.programs import Programs
@@ -87,9 +88,7 @@ def self_check(runtime: Runtime) -> SelfCheck:
     state = cut.engine.new_state(cut.engine.init_params(), optimizer_of_phase(config, "rl")[0])
     questions = cut.questions["train"][: config.rollout.prompts_per_step]
     programs = Programs.calibrated(cut, state, questions)
-    rollout = programs.rollout()
-    batch = programs.batch(rollout)
-    logp, _ = programs.learner(batch)
+    rollout, _, logp, _ = run_both(programs)
     mask = np.asarray(rollout.mask)
     differ = bits_differ(logp, rollout.logprobs)[mask]
     gap = np.abs(logp.astype(np.float64) - rollout.logprobs)[mask]

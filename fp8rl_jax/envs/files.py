@@ -62,12 +62,8 @@ class Found:
     unread: tuple[str, ...] = ()
 
 
-def looks_like_a_path(name: str) -> bool:
-    """Returns whether the text has the form of a path; the file need not exist."""
-    return "/" in name or name.startswith((".", "~")) or _suffix(name) != ""
-
-
-def _suffix(name: str) -> str:
+def suffix(name: str) -> str:
+    """Returns the suffix of a data file's name, such as '.jsonl.gz'; '' for any other name."""
     return next((s for s in (arrow_rows.PARQUET, *_TEXTS, _ARROW) if name.lower().endswith(s)), "")
 
 
@@ -83,7 +79,7 @@ def find(name: str) -> Found:
     elif not os.path.exists(path):
         hint = did_you_mean(str(path)[-300:], _beside(path), f"name {_FORMS}", cutoff=0.8)
         raise UserError(f"{name} does not exist; {hint}")
-    elif not _suffix(path.name):
+    elif not suffix(path.name):
         raise UserError(f"{name} is of a kind that is not known; name {_FORMS}")
     else:
         stem = _stem(path)
@@ -110,7 +106,7 @@ def _beside(path: pathlib.Path) -> list[str]:
 
 
 def _stem(path: pathlib.Path) -> str:
-    return path.name[: -len(_suffix(path.name))]
+    return path.name[: -len(suffix(path.name))]
 
 
 def _held_out_name(name: str) -> str:
@@ -232,10 +228,10 @@ def _by_split(
         split = words[0] if words else TRAIN
         splits.setdefault(split, []).append(path)
         name = "/".join([*folders, _SHARD.sub("", _stem(path))])
-        names.setdefault(split, set()).add(name + _suffix(path.name))
+        names.setdefault(split, set()).add(name + suffix(path.name))
     for split, different in names.items():
         if len(different) > 1:
-            plain = {name.removesuffix(_suffix(name)) for name in different}
+            plain = {name.removesuffix(suffix(name)) for name in different}
             several = sorted(plain if len(plain) == len(different) else different)
             raise UserError(
                 f"{root} holds several data sets for the split {split!r} ({_some(several)}): name "
@@ -288,6 +284,6 @@ def read(paths: list[pathlib.Path]) -> Rows:
     for path in paths:
         try:
             check_regular(path)
-            yield from (text_rows if _suffix(path.name) in _TEXTS else arrow_rows).read(path)
+            yield from (text_rows if suffix(path.name) in _TEXTS else arrow_rows).read(path)
         except _ERRORS as error:
             raise _unreadable(path, error) from None

@@ -46,7 +46,7 @@ def _kind(task: str) -> str:
     """Classifies a name, and looks for a file: 'generated', 'tfds', 'function' or 'path'."""
     if task == tfds_prepare.GSM8K or task.startswith(_TFDS):
         return "tfds"
-    if files.looks_like_a_path(task):
+    if "/" in task or task.startswith((".", "~")) or files.suffix(task):
         return "path"
     if ":" in task:
         return "function"
@@ -124,7 +124,7 @@ def _found(task: str, env: Any) -> Callable[[], DataSet]:
     """Checks that a data set exists or can be downloaded; returns the function that reads it."""
     kind = _kind(task)
     if kind == "function":
-        function = _function(task)
+        function = user_code.load(task, "the function")
         return lambda: DataSet(_rows_of_function(task, function), a_function=True)
     if kind == "path":
         path = pathlib.Path(expanded(task, "the path"))
@@ -146,13 +146,6 @@ def _found(task: str, env: Any) -> Callable[[], DataSet]:
         )
     unread = (f"./{task}",) if os.path.exists(task) else ()
     return lambda: DataSet(tfds.read(directory or tfds_prepare.prepare(name, root)), unread=unread)
-
-
-def _function(task: str) -> Callable:
-    function = user_code.load(task, "the function")
-    if not callable(function):
-        raise UserError(f"{task!r} is not a function; name one that returns rows")
-    return function
 
 
 def _rows_of_function(task: str, function: Callable) -> dict[str, Rows]:

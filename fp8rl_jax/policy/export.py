@@ -24,12 +24,6 @@ from fp8rl_jax.training.run_directory import run_config
 from fp8rl_jax.training.runtime import make_runtime
 
 
-def is_run(directory: str | pathlib.Path) -> bool:
-    """Returns whether this is the directory of a run."""
-    is_theirs = pretrained_config(directory) is not None
-    return os.path.isdir(os.path.join(directory, "checkpoints")) and not is_theirs
-
-
 def export_run(
     directory: str | pathlib.Path,
     target: str | pathlib.Path,

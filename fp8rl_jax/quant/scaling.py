@@ -94,12 +94,6 @@ def is_finite_amax(value: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(value, jnp.uint32) < _INF_BITS
 
 
-def floor_power_of_two(s: jax.Array) -> jax.Array:
-    """Rounds positive float32 values down to a power of two, on the bits."""
-    bits = lax.bitcast_convert_type(s, jnp.uint32) & np.uint32(0xFF800000)
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def multiplier(amax: jax.Array, fp8_max: float) -> jax.Array:
     """Returns ``fp8_max / amax``, a true quotient: 1 where amax is 0, at most the largest float32.
 
@@ -187,7 +181,8 @@ def power_of_two(policy: ScalingPolicy) -> ScalingPolicy:
 
     def scale(state, amax, fp8_max):
         s = policy.scale(state, amax, fp8_max)
-        return jnp.where(jnp.isnan(s), s, floor_power_of_two(s))
+        bits = lax.bitcast_convert_type(s, jnp.uint32) & np.uint32(0xFF800000)  # no mantissa
+        return jnp.where(jnp.isnan(s), s, lax.bitcast_convert_type(bits, jnp.float32))
 
     return ScalingPolicy(policy.init, scale, policy.update, f"power_of_two({policy.name})")
 

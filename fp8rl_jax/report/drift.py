@@ -65,14 +65,15 @@ def _section(result: dict) -> Markup:
         advice=verdict["advice"],
         figures=headline(result["headline"], result["logits"]),
         plotted=plotted,
-        worst=[_worst_token(row) for row in result["worst"]],
+        worst=[
+            [
+                *(row[name] for name in ("before", "token", "row", "slot")),
+                f"{row['rollout_logp']:.3f}",
+                f"{row['difference']:+.3g}",
+            ]
+            for row in result["worst"]
+        ],
     )
-
-
-def _worst_token(row: dict) -> list:
-    """Returns a row of the table of the tokens that drift most."""
-    where = [row[name] for name in ("before", "token", "row", "slot")]
-    return [*where, f"{row['rollout_logp']:.3f}", f"{row['difference']:+.3g}"]
 
 
 def _of_step(result: dict) -> str:

@@ -19,7 +19,8 @@ Scale = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:
     """Returns ``r - mean of the group`` (GRPO, arXiv:2402.03300, section 4.1.2), (P, G)."""
-    _require_groups(rewards)
+    if rewards.shape[1] < 2:
+        raise ValueError("a baseline of the group needs at least 2 samples per question")
     advantages = rewards - np.nanmean(_scored_groups(rewards), axis=1, keepdims=True)
     # The mean of equal numbers may differ from them in the last bits.
     return np.where(informative_groups(rewards)[:, None], advantages, 0.0)
@@ -44,11 +45,6 @@ def no_baseline(rewards: np.ndarray) -> np.ndarray:
 def _scored_groups(rewards: np.ndarray) -> np.ndarray:
     """Returns the rewards, with 0 in groups without a scored response."""
     return np.where(np.isnan(rewards).all(axis=1, keepdims=True), 0.0, rewards)
-
-
-def _require_groups(rewards: np.ndarray) -> None:
-    if rewards.shape[1] < 2:
-        raise ValueError("a baseline of the group needs at least 2 samples per question")
 
 
 def group_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:

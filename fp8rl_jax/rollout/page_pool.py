@@ -10,11 +10,6 @@ import jax
 import jax.numpy as jnp
 
 
-def new_pool(pages: int) -> jax.Array:
-    """Returns the (P,) int32 counts of a pool in which every page but page 0 is free."""
-    return jnp.zeros((pages,), jnp.int32).at[0].set(1)
-
-
 def count_free(refs: jax.Array) -> jax.Array:
     """Returns the () int32 number of free pages."""
     return (refs == 0).sum(dtype=jnp.int32)

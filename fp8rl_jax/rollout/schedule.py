@@ -98,7 +98,7 @@ def new_schedule(
     """Returns a schedule of waiting requests; those of `done` (M,) bool are done from the start."""
     (prompts,), (requests,), width = prompt_lengths.shape, done.shape, pages_of(tokens)
     return Schedule(
-        refs=page_pool.new_pool(pages),
+        refs=jnp.zeros((pages,), jnp.int32).at[0].set(1),  # page 0 is not given away
         table=jnp.zeros((slots, width), jnp.int32),
         request=jnp.full((slots,), -1, jnp.int32),
         cached=jnp.zeros((slots,), jnp.int32),

@@ -48,7 +48,6 @@ from fp8rl_jax.kernels.reference.ways import (
     DEPTH_STEP,
     FLOAT32_SIZE,
     ORDERED,
-    Steps,
     Way,
     bf16_dot,
     dot,
@@ -66,11 +65,6 @@ _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 def in_bf16(way: Way, *dtypes) -> bool:
     """Returns whether operands of these types are multiplied as bf16."""
     return way.bf16_order is not None and all(jnp.dtype(d) in _BF16_HOLDS for d in dtypes)
-
-
-def steps_of(way: Way, *dtypes) -> Steps:
-    """Returns the `Steps` of rows and columns that `product` of such operands must have."""
-    return way.bf16_steps if in_bf16(way, *dtypes) else way.float32_steps
 
 
 def most_columns(way: Way, depth: int, *dtypes) -> int | None:
@@ -93,8 +87,8 @@ def product(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
 
     Args:
       way: way of multiplying.
-      x, w: FP8, bf16 or float32. K at most `BF16_DEPTH` if `in_bf16`, else 128; M and N allowed by
-        `steps_of`, N at most `most_columns`.
+      x, w: FP8, bf16 or float32. K at most `BF16_DEPTH` if `in_bf16`, else 128; M and N multiples
+        of the way's steps, N at most `most_columns`.
     """
     if way.exact:
         return exact_dot_general(x, w, _ROWS_BY_COLUMNS)
@@ -176,7 +170,7 @@ def block_matmul(
     rows, columns = lhs.shape[0], rhs.shape[1]
     dtypes = lhs.dtype, rhs.dtype
     lhs, rhs = as_bytes(lhs), as_bytes(rhs)
-    steps = steps_of(way, *dtypes)
+    steps = way.bf16_steps if in_bf16(way, *dtypes) else way.float32_steps
     parts = math.gcd(rows, devices)  # XLA splits rows only between parts
     each = rows // parts
     height = steps.rows(each)

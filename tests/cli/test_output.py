@@ -264,7 +264,7 @@ def test_too_few_open_files(monkeypatch, capsys):
     def fail():
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("fp8rl_jax.cli.recipe.list_recipes", fail)
+    monkeypatch.setattr("fp8rl_jax.quant.recipe_names", fail)
     assert cli.run(["recipe", "list"]) == 2
     assert capsys.readouterr().err == (
         "error: too many files are open, and 24 may be in this process (`ulimit -n`): raise that "

@@ -48,7 +48,7 @@ def _whole(weights, recipe, settings, prompts, requests):
 
 
 def _in_parts(weights, recipe, settings, prompts, requests, chunk):
-    stream = rollout.make_stream(MODEL, recipe, settings, chunk)
+    stream = rollout.make_stream(MODEL, recipe, settings, chunk=chunk)
     prepared = stream.prepare(weights)
     state = stream.begin(prepared, prompts, requests)
     indices = [int(state.index)]

@@ -191,11 +191,13 @@ def _of_part(part: str) -> Answer | None:
 
 
 def _bare(text: str) -> Answer | None:
-    """Reads a short text without LaTeX delimiters as an answer; None if that is not possible."""
+    """Reads a short text without LaTeX delimiters as an answer; None for prose, which has words
+    outside LaTeX's commands and \\text{}."""
     text = text.strip()
     if not text or len(text) > _LONGEST or _DELIMITER.search(text):
         return None
-    return _boxed(text, prose=_is_prose(text))
+    plain = re.sub(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+", " ", _TEXT.sub(" ", text))
+    return _boxed(text, prose=any(map(_is_word, plain.split())))
 
 
 def _boxed(text: str, prose: bool = False) -> Answer | None:
@@ -270,12 +272,6 @@ def _is_word(token: str) -> bool:
     another script than Latin and Greek."""
     found = re.findall(r"[^\W\d_]{3,}|[^\W\d_a-zA-Zα-ωΑ-Ω]{2,}", token)
     return any(not _FUNCTION.fullmatch(word) for word in found)
-
-
-def _is_prose(text: str) -> bool:
-    """Returns whether a text has words outside LaTeX's commands and \\text{}."""
-    formula = re.sub(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+", " ", _TEXT.sub(" ", text))
-    return any(map(_is_word, formula.split()))
 
 
 def _value(answer: Answer) -> Any:

@@ -132,7 +132,8 @@ def load_rewards(
       tasks: sources of questions, as in `env.task`.
 
     Raises:
-      UserError: as `load_reward`; or a weight is not a number, or a name is given twice.
+      UserError: a name is not built in and cannot be imported, here or in another process; the
+        function takes other arguments; a weight is not a number; or a name is given twice.
     """
     terms: list[Term] = []
     limits = Limits(seconds, int(memory_gb * 2**30))
@@ -166,20 +167,12 @@ def _parts(text: str) -> list[tuple[str, str]]:
     return [(weight if times else "1", name.strip()) for weight, times, name in found]
 
 
-def load_reward(name: str) -> RewardFunction:
-    """Loads a built-in reward by name, or ``"module:function"``, of one of the forms of `form`.
-
-    The function returns a number, or None if it does not apply to a response. Modules may also be
-    in the current directory; another process must be able to import them.
-
-    Raises:
-      UserError: the name is not built in and cannot be imported, here or in another process, or
-        the function takes other arguments.
-    """
-    return _load(name.strip())[0]
-
-
 def _load(name: str) -> tuple[RewardFunction, Form]:
+    """Loads a built-in reward by name, or ``"module:function"``, and returns it with its form.
+
+    The function returns a number, or None if it does not apply to a response. Another process must
+    be able to import its module.
+    """
     if name in _BUILT_IN:
         return _BUILT_IN[name], form_of(_BUILT_IN[name], name)
     if not all(name.partition(":")):
@@ -194,8 +187,6 @@ def _load(name: str) -> tuple[RewardFunction, Form]:
             f"env.reward: {name!r} is not in a module that a worker process can import: write the "
             "function in a file of its own, and name it 'FILE_WITHOUT_PY:FUNCTION'"
         )
-    if not callable(function):
-        raise UserError(f"env.reward: {name!r} is not a function; name one")
     return function, form_of(function, name)
 
 

@@ -15,7 +15,7 @@ import pytest
 from fuzz import time_limit
 from peer_rewards import PEERS
 
-from fp8rl_jax.envs import load_reward
+from fp8rl_jax.envs import load_rewards
 from fp8rl_jax.envs.rewards.final_number import gsm8k
 from fp8rl_jax.envs.rewards.math_answer import math_answer, math_equal
 from fp8rl_jax.envs.rewards.written_number import last_number, whole_number
@@ -160,7 +160,7 @@ def test_another_right_answer_of_a_task():
     """Scored by the task's own scorer; tasks without one compare texts."""
     import reasoning_gym
 
-    score = load_reward("task_score")
+    score = load_rewards("task_score")[0].function
     item = reasoning_gym.create_dataset("countdown", size=1, seed=1)[0]
     (first, *rest) = item["answer"].split(" - ")
     others = [" - ".join([f"({first})", *reversed(rest)]), f"<answer>{item['answer']}</answer>"]

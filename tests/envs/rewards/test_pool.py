@@ -19,7 +19,7 @@ from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli
 from fp8rl_jax.base.errors import RewardError, UserError
-from fp8rl_jax.envs import Question, Scoring, Tally, extract_answers, load_reward, load_rewards
+from fp8rl_jax.envs import Question, Scoring, Tally, extract_answers, load_rewards
 from fp8rl_jax.envs.rewards import scoring
 from fp8rl_jax.envs.rewards.pool import Pool
 
@@ -227,7 +227,7 @@ def test_a_function_of_the_main_program():
     """It is refused at once: a worker does not run the main program again."""
     sys.modules["__main__"].a_reward = lambda prompt, response, answer: 1
     with pytest.raises(UserError, match=r"'__main__:a_reward' is not in a module that a worker"):
-        load_reward("__main__:a_reward")
+        load_rewards("__main__:a_reward")
     del sys.modules["__main__"].a_reward
 
 

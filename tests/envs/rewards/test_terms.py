@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fp8rl_jax.base.errors import RewardError, UserError
-from fp8rl_jax.envs import Question, Scoring, Tally, load_reward, load_rewards, reward_names
+from fp8rl_jax.envs import Question, Scoring, Tally, load_rewards, reward_names
 from fp8rl_jax.envs.rewards.final_number import gsm8k, gsm8k_strict
 
 _LONG = "So we add 12 and 30, then 5. " * 400
@@ -96,7 +96,7 @@ def test_an_answer_without_a_number_is_an_error():
 )
 def test_extract(name, response, answer):
     """Responses that are equal for the reward have one text, the vote of a majority."""
-    assert load_reward(name).extract(response) == answer
+    assert load_rewards(name)[0].function.extract(response) == answer
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_what_cannot_be_a_reward(text, message, module):
 )
 def test_exact_match(response, answer, value):
     """The whole response or nothing: no credit for an answer inside other text."""
-    assert load_reward("exact_match")("question", response, answer) == value
+    assert load_rewards("exact_match")[0].function("question", response, answer) == value
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_exact_match(response, answer, value):
 def test_math_equal(response, answer, value):
     """Equal as mathematics, or the same few words; where a number is asked for, the question that
     it answers earns nothing."""
-    assert load_reward("math_equal")("question", response, answer) == value
+    assert load_rewards("math_equal")[0].function("question", response, answer) == value
 
 
 # Rewards of a user.
@@ -240,7 +240,7 @@ def test_a_function_of_a_module(user_module):
     name = user_module(
         "def join(prompt, response, answer):\n    return prompt + response + answer\n"
     )
-    assert load_reward(f"{name}:join")("a", "b", "c") == "abc"
+    assert load_rewards(f"{name}:join")[0].function("a", "b", "c") == "abc"
 
 
 def test_a_module_in_the_current_directory(tmp_path, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_module_in_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "reward_beside_me.py").write_text("def one(*_):\n    return 1\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    assert load_reward("reward_beside_me:one")("", "", "") == 1
+    assert load_rewards("reward_beside_me:one")[0].function("", "", "") == 1
     del sys.modules["reward_beside_me"]
 
 
@@ -258,7 +258,7 @@ def test_a_name_that_is_neither(name):
         UserError,
         match=r"write one of auto, exact_match, task_score, math_equal, gsm8k, gsm8k_strict, or",
     ):
-        load_reward(name)
+        load_rewards(name)
 
 
 def test_a_module_that_is_not_there():
@@ -267,7 +267,7 @@ def test_a_module_that_is_not_there():
         match=r"'no_such_module:f' cannot be imported \(ModuleNotFoundError: .*\); check that it "
         r"is written 'package.module:function' and that the module is in the current directory",
     ):
-        load_reward("no_such_module:f")
+        load_rewards("no_such_module:f")
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,9 @@ def test_a_module_that_is_not_there():
 def test_a_module_that_fails(user_module, source, error):
     """Whatever the module raises stands in the sentence."""
     with pytest.raises(UserError, match=rf"cannot be imported \({error}"):
-        load_reward(f"{user_module(source)}:f")
+        load_rewards(f"{user_module(source)}:f")
 
 
 def test_something_that_is_no_function(user_module):
     with pytest.raises(UserError, match="is not a function"):
-        load_reward(f"{user_module('f = 3')}:f")
+        load_rewards(f"{user_module('f = 3')}:f")

@@ -15,7 +15,7 @@ from marks import slow
 
 from fp8rl_jax.kernels import machine
 from fp8rl_jax.kernels.reference import matmul, probe, traced, ways
-from fp8rl_jax.kernels.reference.matmul import product, small_product, steps_of
+from fp8rl_jax.kernels.reference.matmul import in_bf16, product, small_product
 from fp8rl_jax.kernels.reference.orders import amx_order, float32_order, pairs_order
 from fp8rl_jax.kernels.reference.ways import BF16_DEPTH, EXACT, FLOAT32_SIZE, WAYS, Steps, Way
 
@@ -54,7 +54,8 @@ def _jit(way: Way, fun):
 def _padded(way: Way, x, w):
     """`product` of any number of rows."""
     rows = x.shape[0]
-    missing = steps_of(way, x.dtype, w.dtype).rows(rows) - rows
+    steps = way.bf16_steps if in_bf16(way, x.dtype, w.dtype) else way.float32_steps
+    missing = steps.rows(rows) - rows
     return product(way, jnp.pad(x, ((0, missing), (0, 0))), w)[:rows]
 
 
