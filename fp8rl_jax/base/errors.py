@@ -101,6 +101,16 @@ def refused(what: str, remedy: str = "put the file back, or take another") -> It
         raise UserError(f"{what} ({raised(error)}): {remedy}") from None
 
 
+@contextlib.contextmanager
+def refused_by_system(what: str, remedy: str = "") -> Iterator[None]:
+    """Within it an OSError becomes a UserError: `what`, the system's reason, `remedy` if any."""
+    try:
+        yield
+    except OSError as error:
+        end = f": {remedy}" if remedy else ""
+        raise UserError(f"{what} ({error.strerror}){end}") from None
+
+
 class RewardError(UserError):
     """All calls of a reward failed, or none can be made. The message may end with a traceback of
     the user's code, in several lines."""

@@ -120,11 +120,6 @@ def _calibrated(resolved: Resolved) -> str:
     return f"precision.{side} is {resolved.config.precision[side]!r}, whose KV cache is calibrated"
 
 
-def _within_group(resolved: Resolved) -> bool:
-    algo = resolved.config.algo
-    return algo.baseline in ("group_mean", "leave_one_out") or algo.scale == "group_std"
-
-
 def _updates(resolved: Resolved) -> int:
     return resolved.config.algo.num_minibatches * resolved.config.algo.epochs
 
@@ -178,7 +173,10 @@ FEATURES: dict[str, Feature] = {
     "supervised fine-tuning": _field("sft.steps"),
     # algorithm
     "advantages within a group": Feature(
-        _within_group,
+        lambda r: (
+            r.config.algo.baseline in ("group_mean", "leave_one_out")
+            or r.config.algo.scale == "group_std"
+        ),
         lambda r: (
             f"algo.baseline = {r.config.algo.baseline!r}, algo.scale = {r.config.algo.scale!r}"
         ),

@@ -284,7 +284,11 @@ def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str,
     if os.path.isdir(folder):
         files |= {found.stem: found for found in folder.glob("*.jinja")}
     if files:
-        return {name: _read_template(files[name]) for name in _TEMPLATES if name in files}
+        texts = {}
+        for name in (name for name in _TEMPLATES if name in files):
+            with _readable(files[name]):
+                texts[name] = read_bytes(files[name]).decode("utf-8")
+        return texts
     template = settings.get("chat_template")
     named = template if isinstance(template, dict) else {"default": template}
     if isinstance(template, list):  # several, each with a name
@@ -295,8 +299,3 @@ def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str,
         }
     found = {name: named.get(name) for name in _TEMPLATES}
     return {name: text for name, text in found.items() if isinstance(text, str)}
-
-
-def _read_template(file: pathlib.Path) -> str:
-    with _readable(file):
-        return read_bytes(file).decode("utf-8")

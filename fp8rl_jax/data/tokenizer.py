@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Self
 
-from fp8rl_jax.base.errors import UserError, refused
+from fp8rl_jax.base.errors import UserError, refused, refused_by_system
 from fp8rl_jax.base.json_file import read_bytes
 from fp8rl_jax.data.chat import ChatTemplate
 from fp8rl_jax.data.detokenize import Detokenizer
@@ -144,10 +144,8 @@ def read_reader(path: pathlib.Path):
     """
     from tokenizers import Tokenizer as Reader  # slow to import
 
-    try:
+    with refused_by_system(f"data.tokenizer: {path} cannot be read"):
         content = read_bytes(path, _LONGEST)
-    except OSError as error:
-        raise UserError(f"data.tokenizer: {path} cannot be read ({error.strerror})") from None
     with refused(f"data.tokenizer: {path} is no tokenizer.json"):
         reader = Reader.from_buffer(content)
         reader.no_truncation()

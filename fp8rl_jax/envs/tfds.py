@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fp8rl_jax.base.errors import UserError, raised, refused
+from fp8rl_jax.base.errors import UserError, raised, refused, refused_by_system
 from fp8rl_jax.base.json_file import check_regular, parse_json, read_json
 from fp8rl_jax.base.paths import expanded, tfds_home
 from fp8rl_jax.envs.rows import Rows, Unreadable, marked
@@ -86,11 +86,9 @@ def check_format(directory: pathlib.Path) -> None:
     except (OSError, ValueError, AttributeError):
         raise UserError(f"{directory}/dataset_info.json is damaged: prepare it again") from None
     for path in sorted(directory.iterdir()):
-        try:
+        with refused_by_system(f"{path} cannot be read", "prepare it again"):
             if not os.path.isdir(path):
                 check_regular(path)  # tensorflow-datasets would block on a FIFO
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}): prepare it again") from None
     if form != FORMAT:
         raise UserError(
             f"{directory} is prepared as {form or 'tfrecord'}, which needs TensorFlow: "

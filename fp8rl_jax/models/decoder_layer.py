@@ -82,7 +82,8 @@ class DecoderLayer(nn.Module):
             counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if "kv_amax" in self.collect:
-            aux["kv_amax"] = {name: _sequence_amax(y, valid) for name, y in qkv.items()}
+            valid_only = {n: jnp.where(valid[:, :, None, None], y, 0) for n, y in qkv.items()}
+            aux["kv_amax"] = {name: find_amax(y, (1, 2, 3)) for name, y in valid_only.items()}
         aux = combine(aux) if parallel.inside else aux
         return (x, None if cache is None else cache.stored), aux
 
@@ -91,8 +92,3 @@ def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[st
     stored, scale = quantize_kv(x, recipe, scale)
     assert scale is not None
     return kv_health(x, stored, scale, recipe)
-
-
-def _sequence_amax(x: jax.Array, valid: jax.Array) -> jax.Array:
-    """Returns the largest absolute value (B,) of x (B, T, H, Dh) over the `valid` (B, T) tokens."""
-    return find_amax(jnp.where(valid[:, :, None, None], x, 0), (1, 2, 3))

@@ -21,7 +21,7 @@ import filelock
 import numpy as np
 
 import fp8rl_jax
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.base.json_file import parse_json, read_bytes
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.quant import Recipe
@@ -96,10 +96,8 @@ def _read(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Returns {name: cell} of a study's file; {} without a file."""
     if not path.exists():
         return {}
-    try:
+    with refused_by_system(f"the cells in {path} cannot be read"):
         return _parse(path, read_bytes(path, _LARGEST))
-    except OSError as error:
-        raise UserError(f"the cells in {path} cannot be read ({error.strerror})") from None
 
 
 @functools.lru_cache(maxsize=1)  # a study reads its file for each of its cells

@@ -31,6 +31,7 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, Swap, forward, output_head, rope_tables, token_logprobs
 from fp8rl_jax.models.arrays import ATTENTION, LINEAR, MLP
 from fp8rl_jax.quant import Recipe, matmul
+from fp8rl_jax.study.cells import rounded
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 MODULES = tuple("/".join(a.path[:-1]) for a in (*ATTENTION, *MLP) if a.role == LINEAR)
@@ -59,7 +60,7 @@ class GemmFlow:
         self._passes = {name: _make_pass(config, recipe) for name, recipe in recipes.items()}
         self._gemms = {name: _make_gemms(recipe) for name, recipe in recipes.items()}
 
-    def errors(self, params: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    def errors(self, params: Any, tokens: np.ndarray) -> dict[str, Any]:
         """Measures the errors from 'equal' inputs and when inputs 'flow', on one sequence.
 
         Args:
@@ -67,7 +68,7 @@ class GemmFlow:
           tokens: (T,) ids; T is a multiple of 128, so that blocks along tokens are full.
 
         Returns:
-          {'equal' | 'flow': (PAIRS, MEASURES, L, MODULES, GEMMS) float64}. 'rms' is
+          {'equal' | 'flow': (PAIRS, MEASURES, L, MODULES, GEMMS) as `rounded` lists}. 'rms' is
           ``|x - y| / |y|``, 'calc_diff' DeepGEMM's ``1 - 2 <x, y> / (|x|^2 + |y|^2)``.
         """
         rope = tuple(jnp.asarray(t) for t in rope_tables(self._config, len(tokens)))
@@ -94,7 +95,7 @@ class GemmFlow:
                         for pair, names in enumerate(PAIRS):
                             errors = _errors(*(products[name][gemm] for name in names))
                             found[kind][pair, :, layer, place, gemm] = errors
-        return found
+        return {kind: rounded(values) for kind, values in found.items()}
 
 
 def _kernels(params: Any) -> dict[str, jax.Array]:

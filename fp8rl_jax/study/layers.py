@@ -18,7 +18,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cell, described, rounded
-from fp8rl_jax.study.frame import Found, Numbers, Plan, Result, Size, Study, Verdict
+from fp8rl_jax.study.frame import Found, Plan, Result, Size, Study, Verdict
 from fp8rl_jax.study.gemm_flow import (
     GEMMS,
     MEASURES,
@@ -120,7 +120,7 @@ def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
         cells[f"sequence {index + 1}"] = Cell(
             f"layers-{subject.tag}-{index}",
             {**_config(subject), "tokens": tokens.tolist()},
-            functools.partial(_measure, flow, subject, tokens),
+            functools.partial(flow.errors, subject.params, tokens),
         )
     return cells
 
@@ -128,11 +128,6 @@ def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
 def _config(subject: Subject) -> dict[str, Any]:
     compared = {name: described(recipe) for name, recipe in recipes().items()}
     return {"study": "layers", **subject.identity, "recipes": compared}
-
-
-def _measure(flow: GemmFlow, subject: Subject, tokens: np.ndarray) -> Numbers:
-    errors = flow.errors(subject.params, tokens)
-    return {kind: rounded(values) for kind, values in errors.items()}
 
 
 def _errors(found: Found, kind: str) -> np.ndarray:

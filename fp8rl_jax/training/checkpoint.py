@@ -34,7 +34,7 @@ import orbax.checkpoint as ocp
 from flax import traverse_util
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import array_checksums, chained
 from fp8rl_jax.models.stacks import Path, path_of
@@ -66,14 +66,10 @@ class Checkpoints:
     def __init__(self, directory: pathlib.Path, keep: int, own: bool = False):
         logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports every phase of a save
         self._directory = directory.resolve()
-        try:
+        remedy = "mend that, or choose another run.dir"
+        with refused_by_system(f"{self._directory} cannot be used", remedy):
             self._directory.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise UserError(
-                f"{self._directory} cannot be used ({error.strerror}): mend that, or choose "
-                "another run.dir"
-            ) from None
         self._release = weakref.finalize(self, os.close, descriptor)
         self._path = _nameless(self._directory, descriptor)
         options = ocp.CheckpointManagerOptions(

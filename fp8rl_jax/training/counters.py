@@ -8,7 +8,6 @@ Padding tokens count as activations.
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 
 from fp8rl_jax.models import ModelConfig
@@ -17,11 +16,6 @@ from fp8rl_jax.quant import KVScales, Recipe, SiteScaling
 from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
 
 Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,), of experts (L, E)}}
-
-
-def add_counts(parts: list[dict[str, Counts]]) -> dict[str, Counts]:
-    """Sums the counts of several updates of one step."""
-    return jax.tree.map(lambda *n: np.sum(n, axis=0), *parts) if parts else {}
 
 
 def first_layers(model: ModelConfig, recipe: Recipe) -> dict[str, int]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.base.json_file import LONGEST, parse_json, strict_json
 from fp8rl_jax.base.paths import open_regular
 from fp8rl_jax.report.metrics import FILES
-from fp8rl_jax.training.sinks import Outside, open_sinks
+from fp8rl_jax.training.sinks import Outside, logger_names
 
 
 class JsonlWriter:
@@ -23,13 +23,9 @@ class JsonlWriter:
     def __init__(self, path: pathlib.Path):
         """Opens the file; UserError if it is not a regular file that can be written."""
         self.path = path
-        try:
+        remedy = "move it away, or choose another --config.run.dir"
+        with refused_by_system(f"{path} cannot be written", remedy):
             file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be written ({error.strerror}): move it away, or choose another "
-                "--config.run.dir"
-            ) from None
         self._file = os.fdopen(file, "ab")
 
     def write(self, record: dict[str, Any]) -> None:
@@ -148,7 +144,7 @@ class RunLogs:
                 )
             writer.truncate(size)
         written = {name: read_log(writer.path) for name, writer in self._writers.items()}
-        self._sinks = open_sinks(directory, config, note)
+        self._sinks = [Outside(name, directory, config, note) for name in logger_names(config)]
         for name, records in written.items():
             self._show(name, records, again=True)
 
@@ -184,15 +180,24 @@ class RunLogs:
         """Sends records to the loggers, samples of one evaluation together; `again`: the records
         were written before a resumption."""
         sinks = [sink for sink in self._sinks if sink.writes_anew or not again]
-        steps = itertools.groupby(records, lambda record: (_phase(name, record), record["step"]))
-        for (phase, step), group in steps:
+
+        def phase_and_step(record: dict[str, Any]) -> tuple[str, int]:
+            phase = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record.get('phase')}"
+            return f"{phase}/{record['set']}" if "set" in record else phase, record["step"]
+
+        for (phase, step), group in itertools.groupby(records, phase_and_step):
             rows = list(group)
             for sink in sinks:
                 if name == "samples":
                     sink.samples(phase, rows, step)
                     continue
                 for row in rows:
-                    sink.write(phase, _numbers(phase, row), step)
+                    numbers = {
+                        f"{phase}/{key}": value
+                        for key, value in row.items()
+                        if key != "step" and isinstance(value, int | float)
+                    }
+                    sink.write(phase, numbers, step)
 
     def offsets(self) -> dict[str, int]:
         """Syncs the files to disk; returns their sizes in bytes by name."""
@@ -205,17 +210,3 @@ class RunLogs:
                 stack.callback(sink.close)
             for writer in reversed(self._writers.values()):
                 stack.callback(writer.close)
-
-
-def _phase(name: str, record: dict[str, Any]) -> str:
-    """Returns the loggers' name for the phase of a record in one of NAMES."""
-    phase = {"metrics": "rl", "sft": "sft"}.get(name) or f"eval_{record.get('phase')}"
-    return f"{phase}/{record['set']}" if "set" in record else phase
-
-
-def _numbers(phase: str, record: dict[str, Any]) -> dict[str, int | float]:
-    return {
-        f"{phase}/{key}": value
-        for key, value in record.items()
-        if key != "step" and isinstance(value, int | float)
-    }

@@ -102,12 +102,8 @@ class OffloadedStep:
         self._update = exact_jit(update, static_argnums=0, donate_argnums=donated)
 
     def trace(self, state: TrainState, batch: Batch, rope) -> jax.stages.Traced:
-        """Traces the program of the gradients."""
+        """Traces the program of the gradients, which needs most memory."""
         return self._gradients.trace(dataclasses.replace(state, opt_state=None), batch, rope)
-
-    def lower(self, state: TrainState, batch: Batch, rope) -> jax.stages.Lowered:
-        """Lowers the program of the gradients, which needs most memory."""
-        return self._gradients.lower(dataclasses.replace(state, opt_state=None), batch, rope)
 
     def __call__(self, state: TrainState, batch: Batch, rope):
         without = dataclasses.replace(state, opt_state=None)

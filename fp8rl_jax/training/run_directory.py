@@ -21,7 +21,7 @@ from typing import Any
 import ml_collections
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.base.errors import UserError, limit_reached
+from fp8rl_jax.base.errors import UserError, limit_reached, refused_by_system
 from fp8rl_jax.base.json_file import plain, read_bytes, read_json
 from fp8rl_jax.base.user_cache import user_cache
 from fp8rl_jax.base.whole_file import write_whole
@@ -151,13 +151,9 @@ def _check_unchanged(directory: pathlib.Path, digest: str) -> None:
     saved = directory / _DIGEST
     if not digest or not os.path.lexists(saved):
         return
-    try:
+    remedy = "put the file back, or choose another --config.run.dir"
+    with refused_by_system(f"run.dir: {saved} cannot be read", remedy):
         before = read_bytes(saved, most=1000).decode(errors="replace").strip()
-    except OSError as error:
-        raise UserError(
-            f"run.dir: {saved} cannot be read ({error.strerror}): put the file back, or choose "
-            "another --config.run.dir"
-        ) from None
     if before != digest:
         raise UserError(
             f"env.task: the data set has changed since the run in {directory} began: put it back, "

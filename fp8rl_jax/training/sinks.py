@@ -298,10 +298,3 @@ class Outside:
         if not self._warned:
             self._warned = True
             self._note(f"warning: run.loggers: {self._name} {what}; the run goes on without it")
-
-
-def open_sinks(
-    directory: pathlib.Path, config, note: Callable[[str], None] = print
-) -> list[Outside]:
-    """Opens the sinks of `run.loggers`; each imports its package in its thread."""
-    return [Outside(name, directory, config, note) for name in logger_names(config)]

@@ -14,7 +14,7 @@ from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Rollout
-from fp8rl_jax.training.counters import add_counts, first_layers, load_metrics, loss_metrics
+from fp8rl_jax.training.counters import first_layers, load_metrics, loss_metrics
 
 _MEANS = ("loss", "grad_norm", "router_aux_loss")
 # Statistic of a token -> its metric, the mean over tokens.
@@ -88,8 +88,9 @@ class StepRecord(dict[str, Any]):
         if "expert_tokens" in updates[0]:
             counts = np.sum([metrics["expert_tokens"] for metrics in updates], axis=0)
             self.update(load_metrics(counts, model.dense_layers))
-        health = add_counts([metrics["health"] for metrics in updates if "health" in metrics])
-        self.update(loss_metrics(health, first_layers(model, learner)))
+        if health := [metrics["health"] for metrics in updates if "health" in metrics]:
+            sums = jax.tree.map(lambda *n: np.sum(n, axis=0), *health)
+            self.update(loss_metrics(sums, first_layers(model, learner)))
         self["tokens_per_s_learner"] = tokens / self["time_learner"]
 
     def add_refit(self, lost: dict, model: ModelConfig, rollout: Recipe) -> None:

@@ -25,7 +25,7 @@ from fp8rl_jax.quant import (
     missing_scales,
     update_site,
 )
-from fp8rl_jax.training.counters import add_counts, age_metrics, loss_metrics
+from fp8rl_jax.training.counters import age_metrics, loss_metrics
 
 KEYS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
 
@@ -188,22 +188,6 @@ def test_no_elements():
     )
     assert record["fp8_saturated_frac/gradient"] == 0.1
     assert record["fp8_worst_layer/gradient"] == "layer 1 up"
-
-
-# Several updates.
-
-
-def test_add_counts():
-    """Counts of several updates add up site by site and layer by layer; none is no count."""
-    one = {"activation": {"layers.up": _counts([1, 2], 3, 0, 10)}}
-    two = {"activation": {"layers.up": _counts([4, 0], 1, [0, 1], 10)}}
-    (sites,) = add_counts([one, two, two]).values()
-    for key, expected in _counts([9, 2], [5, 5], [0, 2], 30).items():
-        np.testing.assert_array_equal(sites["layers.up"][key], expected)
-    for key, expected in one["activation"]["layers.up"].items():
-        np.testing.assert_array_equal(add_counts([one])["activation"]["layers.up"][key], expected)
-    assert add_counts([]) == {}
-    assert add_counts([{}, {}]) == {}
 
 
 # Ages.

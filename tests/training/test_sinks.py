@@ -17,7 +17,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config
 from fp8rl_jax.training import sinks
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
-from fp8rl_jax.training.sinks import logger_names, open_sinks
+from fp8rl_jax.training.sinks import Outside, logger_names
 
 _RECORDS = {
     "metrics": {"step": 1, "loss": 0.25, "note": "text"},
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full(tmp_path):
     config = default_config()
     config.run.loggers = "tensorboard"
     notes: list[str] = []
-    (sink,) = open_sinks(tmp_path, config, notes.append)
+    sink = Outside("tensorboard", tmp_path, config, notes.append)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
     try:
