@@ -68,11 +68,12 @@ class Batch:
       targets: (B, R) int32, the response.
       mask: (B, R) float32, 1 for response tokens.
       temperature: (B,) float32, temperature of the rollout.
-      advantages, weights, rollout_weights: (B, R) float32; the loss is the sum over tokens of
-        weights (of the aggregation over the update; 0 for a token that does not count) times
-        rollout_weights (1 without a correction) times the token's loss.
-      old_logprobs, ref_logprobs: (B, R) float32 log-probabilities: before the first update; under
-        the reference policy.
+      advantages: (B, R) float32.
+      weights: (B, R) float32, the aggregation's; 0 for a token that does not count.
+      rollout_weights: (B, R) float32, the correction's; 1 without a correction. The loss is the sum
+        over tokens of weights times rollout_weights times the token's loss.
+      old_logprobs: (B, R) float32, log-probabilities before the first update.
+      ref_logprobs: (B, R) float32, log-probabilities under the reference policy.
       routing: {name of taps.ROUTING: (B, L, T, top_k)}, results of the rollout's routers to replay;
         {} for the learner's own routing.
     """
@@ -352,13 +353,17 @@ def make_gradients(
       taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
 
     `logp` (B, R) float32 is computed by this step's own forward pass, before its update. `metrics`
-    are scalars: loss, grad_norm, router_aux_loss (if its coefficient is above 0, and not multiplied
-    by it), checksum (uint32 of the bytes that the forward pass used), good (bool: loss and
-    grad_norm are finite), bad_layer (first layer with a non-finite output, else -1); 'tokens':
-    {entropy, kl (with a divergence), and the token loss's statistics: (B, R) float32}; with experts
-    'expert_tokens': (S, E) int32 (`ForwardOutput.aux`); with health 'health': {'activations' |
-    'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}; with taps 'taps': {name: (L, B,
-    T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}.
+    holds scalars (first five lines) and trees of arrays, health and taps if asked for::
+
+        loss, grad_norm
+        router_aux_loss: not multiplied by its coefficient (if that is above 0)
+        checksum: uint32, of the bytes that the forward pass used
+        good: bool, whether loss and grad_norm are finite
+        bad_layer: first layer with a non-finite output, else -1
+        tokens: {entropy, kl (with a divergence), the token loss's statistics: (B, R) float32}
+        expert_tokens: (S, E) int32, see `ForwardOutput.aux` (with experts)
+        health: {'activations' | 'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}
+        taps: {name: (L, B, T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}
     """
     recipe = get_recipe(recipe)
     collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)

@@ -87,7 +87,7 @@ def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractM
 
 
 def between_hosts(mesh: Mesh, axis: str, hosts: Sequence[str]) -> bool:
-    """Whether devices along an axis are on several machines; `hosts`: the host of each process."""
+    """Returns whether an axis has devices on several hosts; `hosts`: the host of each process."""
     place = np.vectorize(lambda device: hosts[device.process_index])(mesh.devices)
     along = np.moveaxis(place, mesh.axis_names.index(axis), 0)
     return bool((along != along[:1]).any())

@@ -125,8 +125,7 @@ def grpo(
 
 
 def _task(questions: Any, directory: pathlib.Path) -> str:
-    """Returns the value of `env.task` for questions; writes a list of questions to a file in the
-    directory first."""
+    """Returns `env.task` for questions; writes a list of them to a file in the directory first."""
     if isinstance(questions, str | os.PathLike):
         return os.fspath(questions)
     rows = [_row(question) for question in questions]

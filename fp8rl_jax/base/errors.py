@@ -20,7 +20,7 @@ def visible(text: str) -> str:
 
 
 class UserError(ValueError):
-    """An error that the user can fix. Its sentence says what is wrong, where, and what to write.
+    """An error that the user can fix. Its message says what is wrong, where, and what to write.
 
     It may quote foreign files, so it is made `visible`, and shortened in the middle if very long.
     """
@@ -55,8 +55,7 @@ def did_you_mean(
 
 
 def limit_reached(error: BaseException) -> str | None:
-    """Returns the beginning of an error message if a limit of this process (`ulimit`) caused an
-    error; else None."""
+    """Returns the beginning of a message if a limit (`ulimit`) caused an error, else None."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -86,10 +85,11 @@ def raised(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def refused(what: str, remedy: str = "put the file back, or take another") -> Iterator[None]:
-    """Turns every exception of a library into a UserError: `what`, the exception, `remedy`.
+    """Turns an exception of the `with` block into a UserError, '`what` (the exception): `remedy`';
+    a UserError, KeyboardInterrupt or SystemExit passes unchanged.
 
     Use this context for libraries that raise bare Exception. A panic of a library written in Rust,
-    which is not an Exception, is caught too.
+    which is not an Exception, is turned into a UserError too.
     """
     try:
         yield
@@ -103,7 +103,8 @@ def refused(what: str, remedy: str = "put the file back, or take another") -> It
 
 @contextlib.contextmanager
 def refused_by_system(what: str, remedy: str = "") -> Iterator[None]:
-    """Within it an OSError becomes a UserError: `what`, the system's reason, `remedy` if any."""
+    """Turns an OSError of the `with` block into a UserError, '`what` (the system's reason):
+    `remedy`'."""
     try:
         yield
     except OSError as error:

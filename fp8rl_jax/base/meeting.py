@@ -106,8 +106,8 @@ def meet(place: Place) -> None:
     """Waits until all processes have connected to the address that JAX's service will use.
 
     Raises:
-      UserError: a process is missing at the deadline, two have the same number, or the processes
-        disagree about how many there are.
+      UserError: process 0 cannot take the port, a process is missing at the deadline, two have the
+        same number, or the processes disagree about how many there are.
     """
     host, _, port = (place.coordinator or "").rpartition(":")
     deadline = time.monotonic() + JOIN_SECONDS

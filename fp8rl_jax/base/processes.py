@@ -252,9 +252,9 @@ def described() -> str:
 def end(status: int, text: str = "") -> int:
     """Ends a command: prints `text` to standard error and returns the status.
 
-    With several processes a text means that this one failed, and all end: this call does not
-    return, all end with the status of the process that failed first, and that process alone prints
-    its text. Process 0 ends last, since it holds the store in which the status is written.
+    With several processes a `text` means that this one failed: this call does not return, and all
+    processes end with the status of the one that failed first, which alone prints its text. Process
+    0 ends last, since it holds the store in which the status is written.
     """
     if count() == 1 and text:
         print(text, file=sys.stderr)

@@ -19,8 +19,7 @@ def load(text: str, what: str) -> Callable:
       what: beginning of error messages, such as 'scaling policy'.
 
     Raises:
-      UserError: it cannot be imported, whatever exception the user's module raises, or is no
-        function.
+      UserError: it cannot be imported, whatever the user's module raises, or is no function.
     """
     module, _, name = text.partition(":")
     if not module or not name:

@@ -146,7 +146,8 @@ def calls(case: Product | Attention) -> tuple[int, int]:
 
 
 def attention_cases(quick: bool = False) -> list[Attention]:
-    """Lists decode and prefill in FP8 and bf16; with `quick`, targets and the short prefill."""
+    """Lists the decode and prefill cases in FP8 and bf16; `quick` keeps those with a target and the
+    prefill of 4096 tokens."""
     shapes = [("decode", b, n) for n in (4096, 8192, 32_768) for b in (8, 32, 128, 256)]
     shapes += [("prefill", 1, n) for n in (4096, 16_384)]
     found = [Attention(use, kind, *size) for use, *size in shapes for kind in ("fp8", "bf16")]

@@ -56,9 +56,9 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 
 
 class Source:
-    """Random operands; equal calls in equal order give equal ones.
+    """Draws random operands; Sources that get the same calls in the same order return equal arrays.
 
-    Never zeros: they would hide results that were not written, and they run faster.
+    Operands are never zeros: these would hide results that were not written, and they run faster.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ def _pool(make: Callable, pages: int, *rest: int) -> jax.Array:
 
 
 def _attention(case: Attention, source: Source) -> dict[str, Version]:
-    """Returns the form that the library takes and, for decode, the other; both read one cache."""
+    """Returns the form that the library takes ('ours') and, for decode, the other; on one cache."""
     count, rows = calls(case)[0], (case.batch, case.queries)
 
     def cache(make: Callable, *rest: int) -> jax.Array:

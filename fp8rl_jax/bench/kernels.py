@@ -113,7 +113,7 @@ def bench(
 def row(
     case: Product | Attention, times: dict[str, Any], ceilings: dict[str, float]
 ) -> dict[str, Any]:
-    """Returns a case, its times and derived figures; over_X is the time of X over ours."""
+    """Returns a row: case, times and derived figures; 'over_X' is X's time divided by ours."""
     found = {"case": str(case), **dataclasses.asdict(case), "times": times}
     found |= dict(zip(("calls", "programs"), shapes.calls(case), strict=True))
     if "error" in times["ours"]:
@@ -132,7 +132,7 @@ def row(
 
 
 def _compare_caches(rows: list[dict[str, Any]]) -> None:
-    """Adds 'over_bf16' to attention over an FP8 cache: the time over a bf16 cache over its time."""
+    """Adds 'over_bf16' to attention over an FP8 cache: the bf16 cache's time over its time."""
     times = {row["case"]: row["times"]["ours"].get("us") for row in rows}
     for row in rows:
         if "use" in row and row["kind"] == "fp8":

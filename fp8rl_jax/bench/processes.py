@@ -32,7 +32,7 @@ _LONG = 1_000_000
 
 
 class _Form:
-    """The processes of one form of the training.
+    """Starts `count` processes of `devices` devices, which train together, and times their steps.
 
     Args:
       arguments: arguments of `fp8rl train` that give the configuration.

@@ -168,7 +168,7 @@ def random_prompts(model: ModelConfig, cell: Cell, count: int) -> np.ndarray:
 def _timed(
     subjects: Mapping[tuple[str, str], Callable[[], int]], repeats: int
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Times calls in turns: {name: tokens of a call, seconds of each repetition, first seconds}."""
+    """Times calls in turns; returns {name: {tokens, seconds of each repetition, first_s}}."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for turn in range(1 + repeats):
         for name, call in subjects.items():
@@ -183,7 +183,7 @@ def _timed(
 
 
 def _faster(one: dict, other: dict) -> float:
-    """Returns the median ratio of one's tokens per second to the other's."""
+    """Returns the median over repetitions of one's tokens per second divided by the other's."""
     seconds = np.array(other["seconds"]) / np.array(one["seconds"])
     return float(np.median(seconds) * one["tokens"] / other["tokens"])
 
@@ -202,7 +202,7 @@ def _rows(
     cell: Cell,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """Times a cell: every case and the peer with full responses, else every case in every way."""
+    """Times a cell: for full responses every case and the peer, else every case in all WAYS."""
     full = lengths == "full"
     count = cell.batch if full else QUEUE * cell.batch
     limits = np.full(count, cell.new, np.int32) if full else long_tail(count, cell.new)

@@ -1,8 +1,8 @@
-"""Ways to sample more sequences than there are slots, and random lengths of their responses.
+"""Makes the samplers that the bench compares when there are more sequences than slots (static and
+continuous batches), and draws response lengths.
 
-A way is a function of a model, a recipe and a cell that returns a sampler: a function with the
-arguments of `make_sampler`'s result, for any number of prompts. `WAYS` lists those that the bench
-times; ratios refer to the first.
+Each entry of `WAYS` takes (model, recipe, cell) and returns a sampler with the arguments of
+`make_sampler`'s result. The bench's ratios refer to the first entry.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Every recipe runs on the same random model and the same questions of the configured task; recipes
 take turns within each repetition, so that a machine that slows down slows all of them. The figures
-are medians; the ratios are to the first recipe, which is timed a second time without the counts of
-`precision.health`. Compilation is timed too, without the compilation cache: it is the first call's
-time minus the median. On a CPU FP8 is emulated (operands are converted to bf16 or float32), so FP8
-is slower there than bf16: the table says how much.
+are medians; the ratios are to the first recipe, which is timed a second time without counts if
+`precision.health` is on. Compilation is timed too, without the compilation cache: it is the first
+call's time minus the median. On a CPU FP8 is emulated (operands are converted to bf16 or float32),
+so FP8 is slower there than bf16: the table says how much.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ def record_table(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]
 
 
 def text_table(*rows: Sequence[str]) -> list[str]:
-    """Returns a line for each row; columns are as wide as their widest cell, the first is
-    left-aligned."""
+    """Returns a line for each row; columns fit their widest cell, and the first is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -86,7 +86,7 @@ class Peer:
         return out[:, prompts.shape[1] :].cpu().numpy()
 
     def faster(self, prompts: np.ndarray, new: int, group: int) -> dict[str, float]:
-        """Times one call in each dtype, after a short one: {dtype: seconds}, the faster first."""
+        """Times a call per dtype after a warm-up; returns {dtype: seconds}, the faster first."""
         seconds = {}
         for dtype in DTYPES:
             self.generate(dtype, prompts, min(new, 8), group)

@@ -12,8 +12,7 @@ from typing import TextIO
 
 
 class _Outlived:
-    """A text stream that drops text once writing fails; a line on standard error says so if
-    `announce`."""
+    """A text stream that drops text once writing fails; with `announce`, standard error says so."""
 
     def __init__(self, stream: TextIO, announce: bool):
         self._stream, self._announce = stream, announce
@@ -80,7 +79,7 @@ def flush(stream: TextIO | None) -> None:
 
 
 def is_gone(stream: TextIO | None) -> bool:
-    """Whether writing an empty line fails; False for a stream that is closed or removed."""
+    """Returns whether writing an empty line fails; False if the stream is closed or removed."""
     if stream is None or stream.closed:
         return False
     try:

@@ -1,4 +1,5 @@
-"""`fp8rl plan`: memory and times of a config's rollout and learner on GPUs that need not exist."""
+"""`fp8rl plan`: predicts memory and times of a config's rollout and learner on GPUs that this
+machine need not have."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPla
 def _decode_rows(
     planned: Planned, half: int, label: str, sequences: list[int]
 ) -> Iterator[tuple[str, ...]]:
-    """Yields the rows of a decode step, with `sequences` in each of CASES; dashes for none."""
+    """Yields the rows of a decode step; `sequences`: their number in each of CASES (0: dashes)."""
     model, mesh, gpu = planned.resolved.model, planned.mesh, planned.gpu
     steps = [
         decode_seconds(model, make(), mesh, count, half, gpu)

@@ -110,7 +110,7 @@ def _ladder(values: argparse.Namespace, out: pathlib.Path) -> list[Subject]:
 
 
 def _open(command: str, values: argparse.Namespace) -> tuple[pathlib.Path, Cells]:
-    """Returns the directory of the results, and the cells."""
+    """Opens the directory of the results; returns it with the finished cells."""
     from fp8rl_jax.study.cells import Cells
 
     out = writable(command, values.out or f"runs/{command.replace(' ', '_')}")

@@ -108,7 +108,7 @@ class Limits(jinja2.ext.Extension):
         self.start()
 
     def start(self, given: Any = None) -> None:
-        """Begins a rendering of `given`, the template's input, which is constant: measured once."""
+        """Begins a rendering; measures its constant input `given` once, for all later uses."""
         self._known: dict[int, tuple[int, int]] = {}
         self._work, self._next_look = 0, 0
         self._until = time.thread_time() + _MOST_SECONDS
@@ -259,7 +259,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.tests[name] = self._limited("", function)  # type: ignore[arg-type]
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a filter to measure its input and output; of a test ('') only the input."""
+        """Wraps a filter to measure input and output, or a test (`name` '') to measure input."""
         first = int(getattr(function, "jinja_pass_arg", None) is not None)  # a context precedes it
 
         @functools.wraps(function)
@@ -354,7 +354,7 @@ def _measure_values(node: jinja2.nodes.Node, limits: Limits) -> None:
 
 
 def _method(parent: jinja2.nodes.Node, name: str, child: jinja2.nodes.Node) -> str | None:
-    """Returns the method of Limits that a value is passed through; None for none."""
+    """Returns the method of Limits that must get the value, or None if none must."""
     nodes = jinja2.nodes
     if isinstance(child, nodes.Concat):
         return "join"

@@ -167,7 +167,7 @@ class PretrainedTokenizer(ReaderTokenizer):
         return tuple(dict.fromkeys(ids))
 
     def _begin(self) -> int | None:
-        """Returns the id that the post-processor puts before a text; None for none."""
+        """Returns the id that the post-processor puts before a text; None if it puts none."""
         with refused(self._failing):
             encoding = self._reader.encode("a")
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)

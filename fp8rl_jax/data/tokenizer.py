@@ -27,10 +27,10 @@ class Tokenizer(abc.ABC):
     Attributes:
       vocab_size: largest id + 1; a model's vocabulary is at least this large.
       pad_id: id in masked slots.
-      bos_id: id before a prompt; None for none.
+      bos_id: id before a prompt; None if prompts begin without one.
       eos_id: id after a demonstration.
       eos_ids: ids that end a response; eos_id is the first.
-      chat_template: the model's chat template; None for none.
+      chat_template: the model's chat template, or None.
     """
 
     vocab_size: int
@@ -57,7 +57,7 @@ class Tokenizer(abc.ABC):
         return token in self.eos_ids
 
     def first_added(self, text: str) -> tuple[int, str] | None:
-        """Returns id and text of the first added token in a text ('<|im_end|>'); None for none."""
+        """Returns id and text of the first added token ('<|im_end|>') in a text, or None."""
         return None
 
     def ending_also(self, token: int) -> Self:
@@ -103,7 +103,8 @@ class ReaderTokenizer(Tokenizer):
     _textless: frozenset[int] = frozenset()
 
     def __init__(self, reader: Any, where: str = "the tokenizer"):
-        """`where` names the file in messages. Raises UserError without tokens, or for huge ids."""
+        """Raises UserError if the reader fails, has no tokens, or has an id of `_MOST_IDS` or more.
+        `where` names the file in messages."""
         self._reader = reader
         self._failing = f"data.tokenizer: {where} fails"
         with refused(self._failing):

@@ -72,10 +72,10 @@ def compare_taps(
       valid: mask (B, T), from `valid_positions`.
 
     Returns:
-      A dict for each layer: op, layer (None outside), differ (share of elements with other bits);
-      if any differ, max of |difference|, relative (rms of the difference over that of the learner's
-      values), and float32_only (sides with values that bf16 cannot hold: 'rollout', 'learner',
-      'both' or None).
+      A dict for each layer: op; layer (None outside the layers); differ, the share of elements with
+      other bits. If any differ, also max, the largest |difference|; relative, its rms over that of
+      the learner's values; float32_only, the sides with values that bf16 cannot hold ('rollout',
+      'learner', 'both' or None).
     """
     slots = valid.shape[1]
     if name in MODEL_TAPS:

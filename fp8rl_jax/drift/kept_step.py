@@ -95,7 +95,7 @@ class KeptStep:
         return float(self._differences().max())
 
     def _differences(self) -> np.ndarray:
-        """|dlogp| (N, R), 0 outside responses."""
+        """Returns |dlogp| (N, R), 0 outside responses."""
         d = self.logp.astype(np.float64) - self.rollout["logprobs"][self.first]
         return np.where(self.rollout["mask"][self.first], np.abs(d), 0.0)
 
@@ -131,7 +131,7 @@ class KeptStep:
 
     @staticmethod
     def drift_of(directory: pathlib.Path) -> float:
-        """The drift of the kept step in a run's directory; 0 if there is no readable one."""
+        """Returns the drift of the kept step in a run's directory; 0 without a readable one."""
         with contextlib.suppress(UserError), _opened(directory) as found:
             if found:
                 checkpoints, number = found
@@ -140,8 +140,7 @@ class KeptStep:
 
     @classmethod
     def load(cls, runtime: Runtime, directory: pathlib.Path) -> KeptStep | None:
-        """Loads the kept step of a run with this configuration; None if there is none, or it is of
-        other data.
+        """Loads the kept step of a run with this configuration; None without one or for other data.
 
         Raises:
           UserError: the files are damaged.
@@ -170,8 +169,7 @@ class KeptStep:
         )
 
     def recorded(self, like: Host) -> Host:
-        """Returns the recorded rollout, with the rows of the first update; other fields are those
-        of the Rollout `like`."""
+        """Returns the recorded rollout of the first update's rows, with other fields of `like`."""
         rows = {name: values[self.first] for name, values in self.rollout.items()}
         return dataclasses.replace(like, **rows)
 
@@ -211,8 +209,8 @@ def analyse_step(
 ) -> dict:
     """Analyses a kept step; its headline compares the log-probabilities that the run recorded.
 
-    The result of `analyse` gets the keys 'step'; 'drift', the step's largest |dlogp|; 'again', from
-    `_run_again`; 'questions', the number of questions analysed; 'of', that of all its questions.
+    Returns the result of `analyse`, with 'step', 'drift' (its largest |dlogp|), 'again' (see
+    `_run_again`), 'questions' (how many were analysed) and 'of' (how many the step has).
     """
     every, groups = np.arange(len(kept.questions)), kept.groups(runtime)
     whole = kept.programs(runtime, every)
@@ -240,9 +238,9 @@ def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran,
     """Runs both programs again on the inputs of the step.
 
     Returns:
-      Their results, for the rows of the first update, and {'tokens': number of log-probabilities;
-      'sampler', 'learner': number of them whose bits are not those recorded; 'drift': the largest
-      |dlogp| between both sides in this execution}.
+      Their results for the rows of the first update, and a dict: 'tokens', the number of recorded
+      log-probabilities; 'sampler' and 'learner', how many of them have other bits now; 'drift', the
+      largest |dlogp| between both sides in this execution.
     """
     began = budget.clock()
     out = programs.rollout()

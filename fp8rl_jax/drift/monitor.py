@@ -5,9 +5,9 @@ compared. It is therefore copied to the host before the update: a policy of up t
 every step, up to 8 GiB after a step of the run has drifted. The optimiser's moments are not copied,
 as no log-probability depends on them.
 
-The first step that drifts is analysed at once and the one with the largest drift at the end, each
-within a budget of time. The largest is also written to RUN_DIR/drift_step (a third of a
-checkpoint), from which `fp8rl drift` analyses it without a budget.
+The first drifting step whose policy was kept is analysed at once and the one with the largest drift
+at the end, each within a budget of time. The largest is also written to RUN_DIR/drift_step (a third
+of a checkpoint), from which `fp8rl drift` analyses it without a budget.
 
 Not done: with several processes nothing is kept, since no process has all arrays.
 """
@@ -76,7 +76,8 @@ class DriftMonitor:
             self._policy = jax.tree.map(np.array, policy)
 
     def seen(self, step: int, samples: Samples, logp: np.ndarray, seconds: float) -> None:
-        """Writes a step that drifted if its drift is the largest; analyses it if it is the first.
+        """Writes a drifting step whose policy was kept if its drift is the largest so far; analyses
+        it if no step of the run has been analysed.
 
         Args:
           step: number of the RL step, from 1 on.

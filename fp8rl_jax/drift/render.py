@@ -28,8 +28,7 @@ def write_json(result: dict, directory: pathlib.Path) -> pathlib.Path:
 
 
 def write_analysis(result: dict, directory: pathlib.Path) -> list[pathlib.Path]:
-    """Writes drift.json and drift.html, and in a run's directory also a new report.html; returns
-    their paths.
+    """Writes drift.json, drift.html and, for a run, a new report.html; returns their paths.
 
     Raises:
       OSError: the directory cannot be written.

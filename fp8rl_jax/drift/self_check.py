@@ -118,7 +118,7 @@ def note_drift(runtime: Runtime, where: str) -> None:
 
 
 def _place(runtime: Runtime) -> pathlib.Path | None:
-    """Returns the cached check's file for this configuration, code and machine; None: no cache."""
+    """Returns the file of the cached check for this configuration, code and machine, or None."""
     config = runtime.config
     sections = {name: plain(fields.to_dict()) for name, fields in config.items() if name != "run"}
     sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed

@@ -127,8 +127,8 @@ class _Loader:
     def _training(
         self, source: DataSet, held_out: Collection[str], separate: bool
     ) -> dict[str, list[Question]]:
-        """Returns the questions of `env.task` to train on, and under 'eval' those that are held out
-        of them if there is no other evaluation set."""
+        """Returns {split: questions} of `env.task`; 'eval' has the questions held out of training,
+        if there is no other evaluation set."""
         task, env = self._env.task, self._env
         main, own, unused = roles(task, source.rows)
         if not main:

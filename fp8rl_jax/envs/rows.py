@@ -121,8 +121,8 @@ class RowForm:
         return bool(self.input_key) and has_value(_find(row, self.input_key))
 
     def not_shown(self, row: Mapping[str, Any], known: Collection[str]) -> list[str]:
-        """Returns the names, except `known` ones, of columns that have a value but are in neither
-        prompt nor answer; and of a conversation as answer, the parts other than its last text."""
+        """Names the columns with a value that are in neither prompt nor answer, and the parts of a
+        conversation as answer besides its last text; leaves out `known` names."""
         found = [
             str(key)
             for key, value in row.items()
@@ -222,7 +222,7 @@ class RowForm:
 
 
 def _behind_mark(whole: str) -> str | None:
-    """Returns the text after the last mark if it is one line or empty; else, or unmarked, None."""
+    """Returns the text after the last mark; None without a mark, or if it has several lines."""
     _, mark, tail = whole.rpartition(_MARK)
     tail = tail.strip()
     return tail if mark and len(tail.splitlines()) <= 1 else None
@@ -344,7 +344,7 @@ def _refuse_unreadable(value: Any, place: str, key: str) -> None:
 
 
 def _readable(value: Any) -> Any:
-    """Copies a value without `Unreadable` parts: removes keys of mappings; other parts are None."""
+    """Copies a value; an `Unreadable` part loses its key in a mapping and is None elsewhere."""
     if isinstance(value, Mapping):
         return {k: _readable(v) for k, v in value.items() if not isinstance(v, Unreadable)}
     if type(value) in (list, tuple):

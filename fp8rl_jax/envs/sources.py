@@ -72,8 +72,7 @@ def about(field: str) -> Iterator[None]:
 
 
 def check_source(env: Any) -> None:
-    """Raises UserError if section `env` of a configuration names a source that cannot work; reads
-    no rows."""
+    """Raises UserError if section `env` names a source that cannot work; reads no rows."""
     if "{question}" not in env.prompt_template:
         raise UserError(
             f"env.prompt_template is {env.prompt_template!r}; write a text with {{question}} in it"

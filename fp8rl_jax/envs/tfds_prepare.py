@@ -1,7 +1,6 @@
 """Prepares data sets of tensorflow-datasets, by download or from local files, without TensorFlow.
 
-Before a download the network is probed for seconds: tensorflow-datasets itself would try for
-minutes.
+Before a download the network is probed for seconds: tensorflow-datasets itself tries for minutes.
 
 array_record stores rows as tf.train.Example, which has no float64 and no None: columns that are
 neither texts nor int64 are stored as JSON, and the metadata names them.

@@ -47,7 +47,8 @@ class Array:
       path: keys in the parameter tree; for an array of a layer, within its stack.
       sizes: names of its axes, keys of `_sizes`; without the layer axis.
       role: LINEAR, TABLE, ROUTER or VECTOR.
-      axes: logical axes of its leading axes, for storage on a mesh; the other axes are not sharded.
+      axes: for each leading axis, the logical axis by which storage is sharded over the mesh; the
+        other axes are not sharded.
       hf: Hugging Face's name, in a layer what follows "model.layers.N."; {} is an expert's number.
         Arrays of one name are parts of one tensor.
       gguf: llama.cpp's name, in a layer what follows "blk.N."; '' where its files have none.

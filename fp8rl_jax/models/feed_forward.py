@@ -95,8 +95,8 @@ def sparse_mlp(
       collect: as for `forward`.
 
     Returns:
-      (B, T, D) in the compute dtype; {'expert_tokens': (E,) int32, tokens of each expert; if in
-      `collect` 'expert_probability': (E,) float32, `sum_probability`}.
+      (y, aux): y (B, T, D) in the compute dtype; aux {'expert_tokens': (E,) int32, tokens of each
+      expert} and, if in `collect`, 'expert_probability': (E,) float32, `sum_probability`.
     """
     router = Router(config, parallel, name="router")()
     experts = Experts(config, parallel, name="experts")()

@@ -74,8 +74,8 @@ def pages_of(tokens: _Count) -> _Count:
 
 
 def least_pages(tokens: int) -> int:
-    """Returns the least size of a pool for sequences of at most `tokens` tokens: the pages of one
-    sequence, the last page of the prompt that it shares, and page 0."""
+    """Returns the smallest pool that can decode one sequence of `tokens` tokens: its pages, one for
+    the last page of a prompt shared with other samples, and the reserved page 0."""
     return pages_of(tokens) + 2
 
 
@@ -85,7 +85,8 @@ class LayerCache:
 
     Attributes:
       stored: arrays (B, S, ...) of this layer, or of all layers: (L, B, S, ...) with `layer`,
-        (L * P, PAGE, ...) with `table`.
+        (L * P, PAGE, ...) with `table`. With `keys_by_feature` the slots of k are its last axis:
+        (B, Hkv, Dh, S), (L, B, Hkv, Dh, S) or (L * P, Hkv, Dh, PAGE).
       layer: () int32, index of this layer in the arrays, or None.
       table: (B, N) int32, indices of this layer's pages in the arrays, or None.
     """
@@ -231,14 +232,14 @@ class PagedCache:
 
 
 def layer_cache(stored: Stored | None, place: jax.Array | None) -> LayerCache | None:
-    """Returns the cache of one layer, from the carried arrays and its place (see `by_layer`)."""
+    """Returns a layer's cache: the arrays that the scan carries, and the layer's index or table."""
     if stored is None or place is None:
         return None
     return LayerCache(stored, table=place) if place.ndim else LayerCache(stored, place)
 
 
 def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
-    """Returns (arrays that a scan over one run of layers carries, each layer's index or table)."""
+    """Returns the arrays that a scan over a run carries, and each layer's index or page table."""
     if cache is None:
         return None, None
     if isinstance(cache, PagedCache):

@@ -138,7 +138,8 @@ def by_head(recipe: Recipe, devices: int, x: jax.Array, weight: LayerWeight) -> 
 
 
 class LatentAttention(nn.Module):
-    """Latents of queries (if any) and of keys and values, RoPE, and attention over latents."""
+    """Multi-head latent attention: projects the input to latents of keys and values (and of queries
+    if the model has them), applies RoPE, and attends over the latents."""
 
     config: ModelConfig
     recipe: Recipe

@@ -104,7 +104,7 @@ LayerWeight = Weight | StackedLayer
 def multiply(
     recipe: Recipe, x: Activation, w: LayerWeight, rows: Rows, dtype=jnp.float32
 ) -> jax.Array:
-    """Runs `quant.matmul`; of a `StackedLayer`, a grouped kernel takes the layers as experts."""
+    """Runs `quant.matmul`; a grouped kernel takes the layers of a `StackedLayer` as experts."""
     if not isinstance(w, StackedLayer):
         return matmul(recipe, x, w, rows, dtype)
     if rows.gather is not None or not has_grouped_kernels(recipe):
@@ -116,8 +116,7 @@ def multiply(
 def multiply_experts(
     recipe: Recipe, x: jax.Array | Activation, w: LayerWeight, experts: jax.Array, devices: int = 1
 ) -> jax.Array:
-    """Runs `quant.grouped_matmul`; a `StackedLayer` of experts (L, E, K, N) is passed to it as
-    L * E experts."""
+    """Runs `quant.grouped_matmul`; passes a `StackedLayer` (L, E, K, N) to it as L * E experts."""
     if not isinstance(w, StackedLayer):
         return grouped_matmul(recipe, x, w, experts, devices)
     layers, count = w.stack.shape[:2]

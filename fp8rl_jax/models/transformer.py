@@ -50,13 +50,19 @@ class ForwardOutput:
       logits: (B, T, V) float32, or None with ``output='hidden'``.
       hidden: (B, T, D) after the final norm, in the compute dtype.
       cache: the given cache with the new keys and values, or None.
-      aux: {'finite': (L,) bool, whether each layer's output holds only finite numbers; in a model
-        with experts 'expert_tokens': (S, E) int32, tokens within `lengths` of each expert in the S
-        layers that have experts; with taps 'taps': {name: (L, B, T, ...), or (B, T, ...) outside
-        the layers}; if in `collect`: 'kv_health': {count name: (L,) float32}, losses in quantising
-        K and V (and q under FP8 attention); 'kv_amax': {'q' | 'k' | 'v' | 'latent': (L, B)
-        float32}; 'expert_probability': (S, E) float32, `router.sum_probability` of the tokens
-        within `lengths`}.
+      aux: dict of observations, see below.
+
+    `aux` holds::
+
+        finite: (L,) bool, whether each layer's output holds only finite numbers (always)
+        expert_tokens: (S, E) int32, tokens within `lengths` of each expert in the S layers that
+          have experts (models with experts)
+        taps: {name: (L, B, T, ...), or (B, T, ...) outside the layers} (with taps)
+        kv_health: {count name: (L,) float32}, losses in quantising what the cache stores (and
+          q under FP8 attention) (if collected and the recipe quantises the cache)
+        kv_amax: {'q' | 'k' | 'v' | 'latent': (L, B) float32} (if collected)
+        expert_probability: (S, E) float32, `router.sum_probability` of the tokens within
+          `lengths` (if collected, models with experts)
     """
 
     logits: jax.Array | None

@@ -36,8 +36,7 @@ def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
 
 
 def check_eval_memory(resolved: Resolved, mesh: Mesh, beside: int = 0) -> None:
-    """Raises UserError if an evaluation and `beside` bytes of other arrays on each device do not
-    fit."""
+    """Raises UserError if an evaluation does not fit besides `beside` bytes on each device."""
     settings = resolved.config.eval
     what = "eval.batch_size x (eval.samples + 1)"
     check_sampling_memory(
@@ -54,8 +53,7 @@ def check_sampling_memory(
     slots: int | None = None,
     beside: int = 0,
 ) -> None:
-    """Raises UserError if the KV cache and the logits of `prompts` x `group` responses do not fit
-    on the devices.
+    """Raises UserError if KV cache and logits of `prompts` x `group` responses do not fit.
 
     Args:
       what: text for the product `prompts` x `group` in the message.

@@ -10,14 +10,13 @@ pass, as much again where the layer is recomputed, and 2 P each for the gradient
 its weight (Kaplan et al., arXiv:2001.08361, 2.1). Attention of T tokens with H heads of Dh takes
 2 * 2 * H * Dh * T / 2 forward, and 2.5 times that backward (Dao, arXiv:2307.08691, 4.1).
 
-Decode step: each of B sequences gets a token. The step reads, once each, the weights of the layers,
-those of the output head, and the keys and values of B sequences; of routed experts those that some
-token chose, if tokens choose evenly: of E experts, k a token, ``1 - (1 - k / E)^tokens``. It
-computes 2 FLOPs for each parameter that a token uses, and attention over what is in the cache.
-Layers, attention and head follow each other; each takes the longer of its bytes over the memory's
-bandwidth and its FLOPs over the peak (Williams et al., "Roofline", 2009). Left out as well:
-prefill, the choice of tokens, activations and their quantisation, experts' exchange between
-devices.
+Decode step: each of B sequences gets a token. The step reads, once each, the weights of layers and
+output head, the keys and values of B sequences, and the routed experts that some token chose: the
+share ``1 - (1 - k / E)^tokens`` of E experts, if each token chooses k of them evenly. It computes 2
+FLOPs for each parameter that a token uses, and attention over what is in the cache. Layers,
+attention and head follow each other; each takes the longer of its bytes over the memory's bandwidth
+and its FLOPs over the peak (Williams et al., "Roofline", 2009). Left out as well: prefill,
+sampling, activations and their quantisation, the exchange of experts' rows.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class StepCost:
 
 
 def attention_features(model: ModelConfig) -> int:
-    """Returns the multiplications per query and key, for score and weighted value, in all heads."""
+    """Counts a (query, key) pair's multiplications over all heads: q k and probability times v."""
     if model.latent:
         return model.num_attention_heads * (2 * model.kv_lora_rank + model.qk_rope_head_dim)
     return 2 * model.num_attention_heads * model.head_dim
@@ -113,7 +112,7 @@ def same_host(mesh: Mesh | AbstractMesh, axis: str, hosts: int) -> int:
 
 
 def _exchanged(model: ModelConfig, work: Workload, devices: int) -> list[tuple[str, str, float]]:
-    """Lists the exchange of tokens and experts in an update (models/parallel/experts.py), as (mesh
+    """Lists what an update exchanges between tokens and experts (models/parallel/experts.py): (mesh
     axis, what is received, bytes). A row goes to all devices of the axis; its k results come back
     from those that hold its experts."""
     width, chosen = model.hidden_size, model.num_experts_per_tok
@@ -147,7 +146,7 @@ def step_transfers(
 ) -> dict[str, tuple[float, float]]:
     """Returns `StepCost.transfers` of an update.
 
-    Of n devices along an axis, of which m are on one host, n - m of n - 1 shares come from others.
+    Of n devices along an axis m are on one host: n - m of n - 1 shares come from other hosts.
     """
     masters, own = learner_weight_bytes(model, recipe, mesh)
     times = work.micro_batches

@@ -274,7 +274,7 @@ Weight = jax.Array | QArray | BoundWeight
 
 
 def is_weight(x) -> bool:
-    """Whether a node of a parameter tree is a weight made of several arrays; for `is_leaf=`."""
+    """Returns whether a node of a parameter tree is a weight of several arrays; for `is_leaf=`."""
     return isinstance(x, QArray | BoundWeight)
 
 
@@ -345,7 +345,7 @@ def kernel_settings(operand: Operand) -> dict[str, Any] | None:
 
 
 def fuses_quantisation(recipe: Recipe) -> bool:
-    """Whether the kernel of a norm or a gate can quantise its result as a linear layer would.
+    """Returns whether the kernel of a norm or gate can quantise its result as a linear layer would.
 
     Such a kernel quantises the value in the compute dtype; the layer must round to the same dtype.
     """

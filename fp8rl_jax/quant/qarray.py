@@ -251,7 +251,7 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
 
 
 def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> jax.Array:
-    """Repeats the scales of an axis of `length`, one per `block` elements, to one per `per`."""
+    """Repeats scales, one per `block` of an axis's `length` elements, to one per `per` elements."""
     count = -(-length // per)
     if scale.shape[axis] == count and (block == per or block == -1):
         return scale

@@ -256,7 +256,7 @@ class Recipe:
 
 
 def same_forward(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes compute the same forward pass; their backward passes may differ."""
+    """Returns whether two recipes have the same forward pass; their backward passes may differ."""
     return one == dataclasses.replace(other, name=one.name, gradient=one.gradient)
 
 

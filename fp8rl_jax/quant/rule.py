@@ -380,8 +380,8 @@ def _multiply_for_gradient(recipe: Recipe, x: Matrix, w: Matrix) -> jax.Array:
 
 
 def has_grouped_kernels(recipe: Recipe) -> bool:
-    """Whether the grouped GPU kernels support a recipe's operands: values in the compute dtype, or
-    DeepSeek-V3's blocks."""
+    """Returns whether the grouped GPU kernels support a recipe's operands: values in the compute
+    dtype, or DeepSeek-V3's blocks."""
     blocks = {"weight": (K_BLOCK, K_BLOCK), "activation": (1, K_BLOCK), "gradient": (1, K_BLOCK)}
     operands = recipe.operands.items()
     return not recipe.quantized or all(x.block == blocks[name] for name, x in operands)

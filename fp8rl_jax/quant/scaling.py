@@ -313,5 +313,5 @@ def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
 
 
 def never_saturates(policy: ScalingPolicy) -> bool:
-    """Whether every scale follows from its block's amax, so that nothing is clipped."""
+    """Returns whether `policy` is `dynamic` or its `power_of_two`, whose scales clip nothing."""
     return policy in (dynamic(), power_of_two(dynamic()))

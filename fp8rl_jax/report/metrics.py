@@ -313,8 +313,8 @@ def find(file: str, key: str) -> Metric | None:
 
 
 def live_line(file: str, record: dict, accuracy: str) -> str:
-    """Returns the live line of a record of `file`.jsonl; `accuracy`: the last held-out accuracies,
-    which stand behind its first number."""
+    """Formats a record of `file`.jsonl as the live line, with the last held-out accuracies
+    (`accuracy`) after its first number."""
     shown = [m.live.format(record[m.name]) for m in FILES[file] if m.live and m.name in record]
     shown.insert(1, f"accuracy {accuracy}")
     return "  ".join(shown).replace("drift 0.0e+00", "drift 0 exactly")

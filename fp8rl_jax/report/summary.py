@@ -295,7 +295,8 @@ def _same_recipes(run: RunFiles) -> bool:
 
 
 def _drift_note(run: RunFiles, s: dict) -> str:
-    """Returns a sentence: steps at which a run with equal recipes drifted, and those analysed."""
+    """Describes the drift of a run with equal recipes: the steps that drifted, the largest drift,
+    and the analysed steps with their culprits."""
     steps, values = series(run.compared, DRIFT_MAX)
     steps, values = steps[values != 0], values[values != 0]
     named = "RL step" + "s" * (len(steps) > 1) + " "

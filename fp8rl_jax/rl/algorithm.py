@@ -58,7 +58,8 @@ class Algorithm:
         return self.kl_coef > 0
 
     def token_weights(self, keep: np.ndarray) -> np.ndarray:
-        """Returns the aggregation's float32 weights (B, R) of an update's tokens `keep`, bool."""
+        """Weighs each token of an update in the loss, as the aggregation says: (B, R) float32.
+        `keep` (B, R) bool marks the tokens that count."""
         return self.aggregation(keep, self.loss_length).astype(np.float32)
 
 

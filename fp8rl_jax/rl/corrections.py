@@ -112,8 +112,8 @@ def veto(least: float = 1e-4) -> Correction:
 
 @bounded
 def opsm(delta: float = 1e-4) -> Correction:
-    """Off-policy sequence masking: in responses with ``mean(-D)`` above `delta`, drops tokens with
-    a negative advantage (DeepSeek-V3.2, arXiv:2512.02556, equation 9)."""
+    """Drops tokens with a negative advantage in responses with ``mean(-D)`` above `delta`:
+    off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9)."""
 
     def correction(d, mask, advantages):
         return _kept(~((advantages < 0) & (_row_mean(-d, mask) > delta)), mask)

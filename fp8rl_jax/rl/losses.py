@@ -40,7 +40,7 @@ def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _clip_stats(ratio, advantages, mask, low: float, high: float) -> Stats:
-    """Returns `stats` of a ratio with the bounds `low` and `high` (not their distance to 1)."""
+    """Returns the ratio, and which tokens the bounds `low` and `high` of the ratio clip."""
     stats = {
         "ratio": ratio * mask,
         "clipped_low": ((ratio < low) & (advantages < 0) & mask).astype(jnp.float32),

@@ -39,9 +39,8 @@ def overlong_penalty(
 
 
 def equal_rewards(rewards: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Whether rewards along an axis (None: all) are equal up to float32's rounding: the largest and
-    the smallest differ by at most 2^-23 of the largest magnitude. nan, the reward of a response
-    that was not scored, is left out.
+    """Returns whether rewards along an axis (None: all) are equal up to float32's rounding: they
+    span at most 2^-23 of the largest magnitude. nan (a response not scored) is left out.
 
     Rewards may be float64 sums, where 0.1 + 0.2 is not 0.3.
     """

@@ -89,7 +89,7 @@ def make_calibrate(
 
 
 def is_fresh(scales: KVScales | None, step: int) -> bool:
-    """Whether `scales` (if any) were calibrated on the weights after RL step `step`.
+    """Returns whether `scales` are None, or were calibrated on the weights after RL step `step`.
 
     Sampling with older scales could clip keys and values without any error.
     """

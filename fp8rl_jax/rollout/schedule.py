@@ -112,7 +112,7 @@ def new_schedule(
 
 
 def _first(keys: jax.Array, real: jax.Array) -> jax.Array:
-    """Returns (B,) bool: those `real` entries that are the first real ones with their key."""
+    """Returns (B,) bool, whether an entry is `real`, and no earlier real one has the same key."""
     same = (keys[:, None] == keys[None, :]) & real[:, None] & real[None, :]
     return real & ~jnp.tril(same, -1).any(axis=1)
 
@@ -275,8 +275,8 @@ def make_room(s: Schedule) -> Schedule:
 
 
 def to_prefill(s: Schedule, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Returns slot (1,) and number of tokens (1,) of the chunk to prefill, that of the first slot
-    that must prefill; B and 0 if no slot must."""
+    """Returns the first slot that must prefill, (1,), and the number of tokens of its next chunk,
+    (1,); B and 0 if no slot must prefill."""
     slots = page_pool.first_true(s.prefilling, 1, otherwise=s.request.shape[0])
     left = jnp.append(s.known - 1 - s.cached, 0)[slots]
     return slots, jnp.minimum(left, chunk)

@@ -161,8 +161,8 @@ def _less(found: Found, arm: str, other: str) -> tuple[np.ndarray, float]:
 
 
 def _differences(found: Found, arm: str) -> dict[str, Any]:
-    """Returns an arm's accuracy minus bf16's: of each seed, its standard deviation, and the number
-    of seeds that would find a difference of MARGIN (both None with one seed)."""
+    """Returns an arm's accuracy minus bf16's for each seed, its standard deviation over seeds, and
+    how many seeds would find a difference of MARGIN (the last two are None for one seed)."""
     each, least = _less(found, arm, BASELINE)
     several = len(each) > 1
     return {

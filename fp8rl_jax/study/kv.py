@@ -1,9 +1,10 @@
 """`fp8rl study kv`: what an FP8 KV cache adds to the mismatch, compared with FP8 linear layers.
 
-"FP8-RL", according to a digest of it, and NVIDIA's report on FP8 for RL combine a bf16 learner with
-rollouts with FP8 linear layers, an FP8 KV cache, and both. "FP8-RL" finds the cache's mismatch
-slightly above that of the linear layers on Qwen3-8B, and that calibration of static scales takes 2
-to 3% of a step. Here all these recipes score one set of samples.
+"FP8-RL", according to a summary of the paper (not read itself), and NVIDIA's report on FP8 for RL
+combine a bf16 learner with rollouts with FP8 linear layers, an FP8 KV cache, and both. "FP8-RL"
+finds the cache's mismatch slightly above that of the linear layers on Qwen3-8B, and that
+calibration of static scales takes 2 to 3% of a step. Here all these recipes score one set of
+samples.
 """
 
 from __future__ import annotations

@@ -29,4 +29,4 @@ class Part:
 
 
 def silent(text: str) -> None:
-    """A `Note` that does nothing."""
+    """Ignores its text: a `Note` that does nothing."""

@@ -63,11 +63,11 @@ class After(NamedTuple):
 def arm_cells(
     study: str, subject: Subject, plan: Plan, arms: Mapping[str, Fields], after: After | None = None
 ) -> dict[str, Cell]:
-    """Returns {arm: its cell}, which makes the RL run if missing; {} for a plan without steps.
+    """Returns {arm: cell}; a missing cell makes its RL run. Returns {} for a plan without steps.
 
-    A cell's numbers are 'series': {name of SERIES: a value for each step}; 'own': the record of the
-    evaluation after the last step, under the run's recipe; 'bf16': the same weights evaluated under
-    bf16, which is the same engine for all arms; and 'after', if `after` is given.
+    A cell's numbers are 'series', {name of SERIES: a value for each step}; 'own', the record of the
+    evaluation after the last step, under the run's recipe; 'bf16', the evaluation of the same
+    weights under bf16, by the same engine for all arms; and 'after', if `after` is given.
 
     Args:
       study: name with which the cells' names begin.

@@ -208,9 +208,9 @@ def _judge_outliers(outliers: list[Numbers]) -> list[Verdict]:
 
 
 def _kl_growth(outliers: list[Numbers], power: int, recipe: str, other: str) -> Estimate:
-    """Returns the exact KL of a recipe with the outlier over that without; divided by the same
-    ratio of the recipe `other`, unless it is ''. All score the same tokens, so ratios of sums are
-    ratios of means."""
+    """Returns a recipe's exact KL with the outlier divided by that without, and, if `other` is not
+    '', divides this by the same ratio of the recipe `other`. All score the same tokens, so ratios
+    of sums are ratios of means."""
     places = [(power, recipe), (0, recipe)]
     places += [(0, other), (power, other)] if other else []
     sums = np.stack(

@@ -164,8 +164,8 @@ class Scorer:
     """Programs that score samples of one model under several views."""
 
     def __init__(self, runtime: Runtime, views: dict[str, View], note: Note = silent):
-        """A view that replays must come after the view whose routing it takes; `note` is called
-        with the progress of a score."""
+        """Prepares a program for each recipe of `views`, in which a view that replays comes after
+        the view whose routing it takes. `note` is called with the progress of a score."""
         self._runtime, self._views, self._note = runtime, views, note
         taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.model.num_experts))
         recipes = {view.recipe for view in views.values()}

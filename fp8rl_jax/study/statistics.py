@@ -94,7 +94,7 @@ def cluster_bootstrap(
 
 @functools.lru_cache(maxsize=2)
 def _draws(count: int) -> np.ndarray:
-    """Returns the share of each of S clusters in each draw, (DRAWS, S); equal for all figures."""
+    """Returns each cluster's share in each draw, (DRAWS, S); all figures use the same draws."""
     rng = np.random.default_rng(_SEED)
     return rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count
 

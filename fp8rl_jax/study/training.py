@@ -1,9 +1,10 @@
 """`fp8rl study training`: the mismatch of an FP8 rollout and a bf16 learner over RL training.
 
-"FP8-RL", according to a digest of it, finds that the mismatch KL of a mixture of experts rises over
-training, and that truncated importance sampling (TIS) keeps training stable. Here a model is
-trained with an FP8 rollout and a bf16 learner from one start, with TIS and without any correction.
-A mixture of experts is compared with a dense model by running the study on a config of each.
+"FP8-RL", according to a summary of the paper (not read itself), finds that the mismatch KL of a
+mixture of experts rises over training, and that truncated importance sampling (TIS) keeps training
+stable. Here a model is trained with an FP8 rollout and a bf16 learner from one start, with TIS and
+without any correction. A mixture of experts is compared with a dense model by running the study on
+a config of each.
 
 Entropy is the confounder. Let quantisation move each logit by an independent error of variance v.
 Then, to the second order, KL(rollout || learner) is ``v / 2 (1 - sum p^2)`` in expectation. That
@@ -13,8 +14,9 @@ such factor. But an error in proportion to the logits grows with them, and logit
 sharpens the policy; so it is divided by the RMS of the logits. It needs the full vocabulary, so it
 is measured before and after RL, on samples of the policy at that time. The second, for every step,
 is the mismatch per nat of entropy, KL / H. It is rough: ``(1 - sum p^2) / H`` is 0.72 for two equal
-tokens, 0.39 for ten, and 0.35 for two of 0.99 and 0.01. So the first figure decides. A regression
-on entropy is not used: if mismatch and entropy both follow the step, it would explain any trend.
+tokens, 0.39 for ten, and 0.35 for two tokens of probabilities 0.99 and 0.01. So the first figure
+decides. A regression on entropy is not used: if mismatch and entropy both follow the step, it would
+explain any trend.
 
 The unit is the seed. A trend is Kendall's tau of each seed's curve with Student's interval over
 seeds, and the p-value of Mann-Kendall's test of the mean curve. Not done: mismatch in later updates

@@ -19,7 +19,8 @@ Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,), of experts (L,
 
 
 def first_layers(model: ModelConfig, recipe: Recipe) -> dict[str, int]:
-    """Returns {name of a stack of equal layers under `recipe`: number of its first layer}."""
+    """Maps each stack (a run of consecutive layers that `recipe` treats alike), by name, to the
+    number of its first layer."""
     runs = layer_groups(layer_stacks(model), recipe)
     return {run.name: run.layers.start for run in runs}
 

@@ -100,7 +100,8 @@ def check_process() -> None:
 
 
 def begun(directory: pathlib.Path) -> datetime.datetime:
-    """Returns when the run in a directory was first started; without one, when this process was."""
+    """Returns when the run in `directory` was first started, or, if it has no readable record of
+    that, when this process was started."""
     try:
         return datetime.datetime.fromisoformat(_read(directory)[0]["started"])
     except (IndexError, KeyError, TypeError, ValueError):

@@ -147,7 +147,7 @@ def _owner() -> bytes:
 
 
 def _is_lock(content: bytes) -> bool:
-    """Whether a file may be emptied: it is empty, or holds a lock's content or its beginning."""
+    """Returns whether a file may be emptied: it is empty, or has a lock's content or its start."""
     if content[: len(_BEGINNING)] != _BEGINNING[: len(content)]:
         return False
     try:
@@ -180,7 +180,7 @@ def _start(pid: object) -> str:
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether the owner, a process of this host, still runs, and its pid was not reused."""
+    """Returns whether the owner, a process of this host, still runs under its pid."""
     return bool(owner.get("start")) and _start(owner.get("pid")) == owner["start"]
 
 

@@ -59,7 +59,7 @@ def init_on_host(shapes):
 
 
 def is_on_host(x) -> bool:
-    """Whether an array is in pinned host memory, where device programs do not read it."""
+    """Returns whether an array is in pinned host memory, where device programs do not read it."""
     return isinstance(x, jax.Array) and x.sharding.memory_kind == _HOST
 
 

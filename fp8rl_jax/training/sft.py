@@ -1,4 +1,5 @@
-"""Supervised fine-tuning before RL, until the policy sometimes solves the task, so rewards differ.
+"""Fine-tunes for `sft.steps` steps before RL, so that the policy solves some questions and rewards
+differ within a group.
 
 The result is cached under a hash of everything it depends on (configuration, seed, the library's
 source), so a second run with other RL settings starts RL at once. The phase checkpoints at each

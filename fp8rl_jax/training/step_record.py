@@ -101,7 +101,7 @@ class StepRecord(dict[str, Any]):
 
 
 def _token_metrics(tokens: dict[str, np.ndarray], counts: np.ndarray) -> dict[str, float]:
-    """Returns means over the tokens that count, and the ratio's extremes; 0 if none counts."""
+    """Returns means over the tokens that count, and the ratio's extremes; 0 if no token counts."""
     metrics = {}
     for name, values in tokens.items():
         kept = values[counts].astype(np.float64) if counts.any() else np.zeros(1)

@@ -58,7 +58,7 @@ LOWEST = tl.constexpr(-3.4e38)
 
 @triton.jit
 def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr):
-    """Returns of a tile's rows: offset in (B, T, H), existence, position; and the last position.
+    """Returns each row's offset in (B, T, H), existence and position; and the last position.
 
     A row that does not exist has position -1 and sees no key.
     """
@@ -74,8 +74,7 @@ def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HK
 
 @triton.jit
 def vectors(x, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads the vectors number `place` of D numbers as an operand; zeros up to WIDTH and where not
-    `exists`."""
+    """Loads vectors number `place`, of D numbers zero-padded to WIDTH; zeros where not `exists`."""
     feature = tl.arange(0, WIDTH)
     mask = exists[:, None]
     if D != WIDTH:

@@ -147,8 +147,8 @@ def query_gradient_kernel(
 
 @triton.jit
 def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
-    """Returns for the block of keys at `slot` the first query that sees any slot of it (T if none),
-    and the query after the last one that does not see all its slots, or the first if later."""
+    """Returns, for the block of keys at `slot`, the first query that sees any of its slots (T if
+    none does), and the query, not before that one, from which on all queries see all its slots."""
     first, unmasked = T, 0
     for start in range(0, T, _SCAN):
         query = start + tl.arange(0, _SCAN)

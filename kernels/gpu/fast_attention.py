@@ -39,7 +39,7 @@ from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 @triton.jit
 def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: tl.constexpr):
-    """Returns of a tile's rows: offset in (T, H) of one sequence and group, existence, position.
+    """Returns each row's offset in one sequence's (T, H), whether it exists, and its position.
 
     A row that does not exist has position -1. Positions are clipped to S - 1.
     """

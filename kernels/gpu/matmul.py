@@ -311,7 +311,7 @@ def grouped_wgrad(
       experts: (groups,) int32, expert of each tile, ascending; `count` or more for unused tiles.
       count: number of experts.
       x_scale: (groups, R / 128, K) float32, one per 128 rows and column, or None.
-      dy_scale: (groups, R / 128, N) float32 in the same way, or None.
+      dy_scale: (groups, R / 128, N) float32, one per 128 rows and column, or None.
       tile: tile to use; None for `matmul_tile`'s choice.
 
     Returns:

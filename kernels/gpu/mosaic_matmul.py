@@ -46,8 +46,8 @@ _RESULTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 class Tile:
     """Height of a tile and how a program divides its registers and shared memory.
 
-    Registers are per thread, in steps of 8; over one thread of each warpgroup they sum to at most
-    512. Stages are limited by 227 KiB of shared memory.
+    Register counts are per thread, multiples of 8; the producer's plus `consumers` times a
+    consumer's is at most 512. Stages are limited by 227 KiB of shared memory.
     """
 
     consumers: int
@@ -96,7 +96,8 @@ def tile_for(rows: int, columns: int) -> Tile:
 
 
 def _load(scales) -> jax.Array:
-    """Loads a vector from global memory; it has few bytes, so not with the widest loads."""
+    """Loads a vector of scales from global memory without optimised (wide) loads, for which it is
+    too short."""
     index: tuple = ((),) if jax.__version_info__ < (0, 11) else ()  # deprecated in 0.11
     return plgpu.load(scales, *index, optimized=False)
 

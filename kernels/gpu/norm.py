@@ -47,7 +47,7 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _magnitude_bits(x):
-    """Returns the bits of |x| as int32, ordered like the numbers; above them inf, then NaN."""
+    """Returns the bits of |x| as int32, in the order of |x|, with inf above and NaN above inf."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 

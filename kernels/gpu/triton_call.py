@@ -25,7 +25,7 @@ _PTX = 90  # of CUDA 13.0, the oldest that JAX supports; Triton's default may be
 
 
 def per_load(dtype) -> int:
-    """Returns the numbers of a dtype in a 16-byte load; rows are padded to multiples of this."""
+    """Returns how many numbers a 16-byte load has; rows are padded to multiples of this."""
     return 16 // jnp.dtype(dtype).itemsize
 
 

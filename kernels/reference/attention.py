@@ -178,9 +178,9 @@ def attention(
       scale: softmax scale, usually 1/sqrt(Dh).
       q_scale: (B, T, H) float32 dequantisation scales, () for one common scale, or None for an
         unquantised q.
-      k_scale, v_scale: (B, S, Hkv), () or None in the same way.
+      k_scale, v_scale: (B, S, Hkv) float32, () or None, as for `q_scale`.
       q_rope, k_rope: (B, T, H, Dr) and (B, S, Hkv, Dr), bf16 or float32: further features of
-        queries and keys, never quantised (multi-head latent attention); None for none.
+        queries and keys, never quantised (multi-head latent attention), or None.
       table: (B, N) int32, for keys and values stored in pages of 64 slots: k (P, 64, Hkv, Dh), and
         v, k_rope and the scales with the same first axes; slot j of sequence b is in page
         ``table[b, j // 64]``. None for a cache of (B, S). Entries after a sequence's position are

@@ -120,8 +120,9 @@ def small_product(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> ja
 def repeat_last(x: jax.Array, times: int) -> jax.Array:
     """Repeats each entry of `x` (..., n) float32 `times` times, (..., n * times).
 
-    By a product with (1, 0), which is exact. XLA:CPU would fuse a repeat into its readers as a
-    lookup of each number, which took several times as long as the rest of a scaled product.
+    Computes x * 1 + 0 * 0 by a matrix product, which is exact. XLA:CPU would fuse jnp.repeat into
+    the operations that read it, which then look up each number: this took several times as long as
+    the rest of a scaled product.
     """
     pairs = jnp.stack([x.reshape(-1), jnp.zeros(x.size, x.dtype)], axis=1)
     ones = jnp.stack([jnp.ones(times, x.dtype), jnp.zeros(times, x.dtype)])

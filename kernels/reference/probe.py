@@ -100,8 +100,9 @@ class Numbers:
         return [x, np.ascontiguousarray(self._w[..., np.arange(columns) % self._COLUMNS])]
 
     def differ(self, found: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
-        """Returns whether `found` (..., rows, columns), these rows and columns of a product, has
-        other bits than the order's."""
+        """Compares `found` (..., rows, columns), the product at `rows` and `columns`, with the same
+        entries summed in the given order; returns True if more than a share `_ROUNDINGS` of the
+        entries differ."""
         row, column = (rows % self._ROWS)[:, None], columns % self._COLUMNS
         return bool((found != self._product[..., row, column]).mean() > _ROUNDINGS)
 

@@ -47,7 +47,7 @@ class Dot:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """(entries of the batch, rows, depth, columns)."""
+        """Entries of the batch, rows, depth and columns."""
         x = [self.x[axis] for axis in self._order_of_axes(True)]
         columns = self.w[self._order_of_axes(False)[-1]]
         return math.prod(x[:-2]), x[-2], x[-1], columns

@@ -39,11 +39,12 @@ class Steps:
     column_step: int = 1
 
     def rows(self, rows: int) -> int:
-        """Returns the least number of rows, `rows` or more, for which the order holds."""
+        """Rounds `rows` up to the next number of rows at which the product keeps its order."""
         return -(-max(rows, self.few_rows) // self.row_step) * self.row_step
 
     def columns(self, columns: int) -> int:
-        """Returns the least number of columns, `columns` or more, for which the order holds."""
+        """Rounds `columns` up to the next number of columns at which the product keeps its order of
+        summation."""
         return -(-max(columns, self.few_columns) // self.column_step) * self.column_step
 
     def column_ranges(self, columns: int, most: int) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ def _score(given: Number | None, answer: str) -> float:
 
 
 def number_text(number: Number | None) -> str | None:
-    """Returns the number's value as text; None for None."""
+    """Returns a number's value as text; None if `number` is None."""
     return None if number is None else str(number.value)
 
 
@@ -54,8 +54,7 @@ def strict_number(response: str) -> Number | None:
 
 
 def final_number(text: str) -> Number | None:
-    """Returns the final number of a text; None for none. The part after the last </think> is tried
-    before the full text."""
+    """Returns a text's final number, looked for after the last </think> first; None without one."""
     for part in behind_reasoning(text):
         parts = list(marked(part))
         found = _first_number(parts) if parts else last_number(part)
@@ -65,7 +64,8 @@ def final_number(text: str) -> Number | None:
 
 
 def behind_reasoning(text: str) -> list[str]:
-    """Returns [part after the last </think>, full text]; [full text] without such a part."""
+    """Returns the texts in which to look for an answer: what follows the last </think>, unless
+    blank, then the full text."""
     _, thought, rest = text.rpartition("</think>")
     return [rest, text] if thought and rest.strip() else [text]
 

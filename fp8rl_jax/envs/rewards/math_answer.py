@@ -84,7 +84,7 @@ class Answer(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The value that math-verify parsed; None for none."""
+        """The value that math-verify parsed, or None if it parsed none."""
         return next((x for x in self.parsed if not isinstance(x, str)), None)
 
     @property
@@ -143,8 +143,8 @@ def _equal_numbers(gold: Answer, given: Answer) -> bool:
 
 
 def math_answer(response: str) -> str | None:
-    """Returns the answer of a response as a canonical text for votes; None for none. 5, x=5 and 5.0
-    have the same text, and so have 50% and 0.5."""
+    """Returns the answer of a response as a canonical text for votes, or None. 5, x=5 and 5.0 have
+    the same text, and so have 50% and 0.5."""
     given = _given(response)
     if given is None:
         return None
@@ -155,7 +155,7 @@ def math_answer(response: str) -> str | None:
 
 
 def _given(response: str) -> Answer | None:
-    """Finds the answer of a response; None for none. Searches the part after the last </think>,
+    """Finds the answer of a response, or returns None. Searches the part after the last </think>,
     then the full text. In each, the first of these is taken: the boxes, the line after the last
     '####', the last <answer>, the sentence after 'answer is', anything in the text."""
     found = (_of_response(part) for part in behind_reasoning(response))
@@ -290,8 +290,7 @@ def _is_equation(answer: Answer) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether a parsed value is a number and not an unfinished calculation: 1/2 and 50% are
-    numbers, 8/2 is not."""
+    """Returns whether a value is a number (1/2, 50%) and not an unfinished calculation (8/2)."""
     if getattr(value, "is_Number", False):
         return True
     if not getattr(value, "is_Mul", False):

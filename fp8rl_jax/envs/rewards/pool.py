@@ -321,8 +321,8 @@ class WorkerProcess:
             return self._end()
 
     def _end(self, kind: str = "", after: float = 0.0) -> Failure:
-        """Ends the worker; returns the Failure. `kind` is why it must end ('' if it ended without
-        a reason from here), `after` the time limit in seconds."""
+        """Ends the worker and returns the Failure. `kind` says why the pool ends it, '' if it ended
+        without that; `after` is the time limit in seconds."""
         self.ended = True
         if not kind:  # wait for the status with which it ended
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -90,7 +90,7 @@ class Tally:
                 raise self._error(name, f"all {count} calls" if count > 1 else "the only call")
 
     def nothing_scored(self, what: str) -> RewardError:
-        """Returns the error for a lack of scores; `what` begins '... was scored': 'no response'."""
+        """Returns the error that nothing was scored; `what` is its subject: 'no response'."""
         first = next(iter(self._first.values()), None)
         reason = "every reward returned None" if first is None else f"{first.text} ({first.place})"
         return RewardError(f"{self._where}: {what} was scored ({reason}); correct reward or data")
@@ -145,8 +145,8 @@ class Scoring:
 
 
 def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list | None:
-    """Returns the answer of each response by the reward's `extract`, None where there is none or
-    the call fails; just None if the reward has no `extract`.
+    """Returns what the reward's `extract` finds in each response, None for a call that fails or
+    finds nothing; returns None instead of a list if the reward has no `extract`.
 
     Raises:
       RewardError: as `Scoring.result`.

@@ -162,7 +162,7 @@ def reward_names(text: str) -> list[str]:
 
 
 def _parts(text: str) -> list[tuple[str, str]]:
-    """Splits `env.reward` into (weight as written, '1' without one; name) of each reward."""
+    """Splits `env.reward` into (weight, name) pairs; the weight is as written, by default '1'."""
     found = (part.strip().rpartition("*") for part in text.split(","))
     return [(weight if times else "1", name.strip()) for weight, times, name in found]
 

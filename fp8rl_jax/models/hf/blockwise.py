@@ -21,10 +21,11 @@ _OTHER = "only blockwise FP8 is supported: take the BF16 checkpoint, or one in t
 
 
 def is_fp8(fields: Fields) -> bool:
-    """Returns whether a config.json declares this format.
+    """Returns whether a config.json declares E4M3 weights with scales of 128x128 blocks; False
+    without `quantization_config`.
 
     Raises:
-      UserError: another kind of quantisation.
+      UserError: it declares another kind of quantisation.
     """
     part = fields.part("quantization_config")
     if part is None:

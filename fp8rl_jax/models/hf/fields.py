@@ -29,7 +29,7 @@ class Fields:
 
     Args:
       values: the JSON object.
-      where: the file, and the part of it if any, for messages.
+      where: the file, or the part of it that `values` is, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):

@@ -248,7 +248,8 @@ def _copy(
 
 
 def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], what: str) -> UserError:
-    """Returns the error for a tensor; `counts`: (bad elements, elements read) of each piece."""
+    """Returns the UserError that says how many of a tensor's elements are `what`; `counts` has
+    (bad elements, elements read) for each piece."""
     bad, read = map(sum, zip(*counts, strict=True))
     entry = source.entries[name]
     here = "" if read == math.prod(entry.shape) else " that this process reads"

@@ -48,7 +48,7 @@ class Source(Protocol):
     def rows(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
     ) -> np.ndarray:
-        """Returns rows start..stop of a tensor that passed `check`; of a matrix, some columns."""
+        """Returns rows start..stop, or some columns of them, of a tensor that passed `check`."""
 
 
 class Checkpoint:

@@ -174,7 +174,7 @@ def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
 
 
 class _Leaves:
-    """Parameters by path; of `Unread` ones it caches the arrays of the last tensor."""
+    """Parameters by path; reads `Unread` ones and keeps those of the last tensor in memory."""
 
     def __init__(self, leaves: dict[Path, Any]):
         self._leaves = leaves
@@ -195,7 +195,8 @@ class _Leaves:
 
 
 def _output(tensor: Tensor, leaves: _Leaves, dtype: str, check_finite: bool) -> Output:
-    """Returns the arrays to write for a tensor: its values, and the scales of FP8 bytes."""
+    """Returns the `Output` of a tensor: names, shapes and dtypes, and a function that makes the
+    values, with scales if written as FP8."""
 
     def checked(value: np.ndarray) -> np.ndarray:
         if check_finite and (bad := count_not_finite(value)):

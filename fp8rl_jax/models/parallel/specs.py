@@ -34,7 +34,7 @@ def _unit(operand: Operand, blocks: tuple[int, ...]) -> int | None:
 
 
 def column_unit(recipe: Recipe) -> int | None:
-    """Returns how many output features must stay together in a layer of `recipe`; None for all.
+    """Returns how many output features must stay on one device under `recipe`; None: all of them.
 
     128 for blocks of 128x128, 32 for MXFP8, 16 where a scale is fixed beforehand or nothing is
     quantised. Blocks of weights and gradients count, so gradients are quantised as on one device.
