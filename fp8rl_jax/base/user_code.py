@@ -11,12 +11,13 @@ from typing import Any
 from fp8rl_jax.base.errors import UserError, raised
 
 
-def load(text: str, what: str) -> Callable:
+def load(text: str, what: str, form: str = "") -> Callable:
     """Imports the function that `text` names; modules may also be in the current directory.
 
     Args:
       text: 'package.module:function'.
       what: beginning of error messages, such as 'scaling policy'.
+      form: ending of the error for what is no function: ' that ...'.
 
     Raises:
       UserError: it cannot be imported, whatever the user's module raises, or is no function.
@@ -37,7 +38,7 @@ def load(text: str, what: str) -> Callable:
             "directory or on PYTHONPATH"
         ) from None
     if not callable(function):
-        raise UserError(f"{what} {text!r} is not a function; name one")
+        raise UserError(f"{what} {text!r} is not a function; name one{form}")
     return function
 
 
@@ -47,8 +48,8 @@ def call(text: str, what: str, returns: type) -> Any:
     Raises:
       UserError: the function cannot be imported, fails, or returns another type than `returns`.
     """
-    function = load(text, what)
     wanted = f"{returns.__module__.rpartition('.')[0]}.{returns.__name__}"
+    function = load(text, what, f" that takes no argument and returns a {wanted}")
     try:
         value = function()
     except (UserError, KeyboardInterrupt):

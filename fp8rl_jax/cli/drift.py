@@ -46,7 +46,7 @@ def _drift(values: argparse.Namespace) -> int:
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
         )
     config = _drift_config(values)
-    directory = writable("drift", values.out or values.checkpoint or config.run.dir)
+    directory = writable("drift", values.out or values.checkpoint or f"{config.run.dir}_drift")
     from fp8rl_jax.drift.command import analyse_drift
     from fp8rl_jax.drift.render import print_analysis, write_analysis
     from fp8rl_jax.report.metrics import DRIFT_MAX
@@ -88,7 +88,8 @@ DRIFT = Command(
         ALLOW_IMPORT,
         argument(
             "--out",
-            "directory of drift.json and drift.html (default: --checkpoint, else run.dir)",
+            "directory of drift.json and drift.html (default: --checkpoint, else run.dir "
+            "with _drift at its end)",
             "DIR",
             type=a_path,
         ),

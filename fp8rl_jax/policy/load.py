@@ -22,7 +22,7 @@ from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import as_saved, first_difference, run_config
+from fp8rl_jax.training.run_directory import as_options, as_saved, differences, run_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 _ROUND = 16  # prompt slots are multiples of this, so that fewer programs are compiled
@@ -125,12 +125,11 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
     # The functions that the requested configuration names have been permitted already.
     saved_as = run_config(directory, named_functions(config))
     sides = as_saved(saved_as), as_saved(config)
-    difference = first_difference(*({name: c[name] for name in ("model", "data")} for c in sides))
-    if difference:
-        name, before, now = difference
+    changed = differences(*({name: c[name] for name in ("model", "data")} for c in sides))
+    if changed:
         raise UserError(
-            f"the run in {directory} was trained with {name} = {before!r}, and the config says "
-            f"{now!r}: set it back"
+            f"the run in {directory} was trained with another config {as_options(changed)}, or "
+            f"--checkpoint={directory} without a config"
         )
     saved_as.mesh = ml_collections.ConfigDict(config.mesh.to_dict())
     saved = make_runtime(saved_as, with_questions=False)

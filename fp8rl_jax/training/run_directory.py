@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import tempfile
 import time
@@ -103,11 +104,10 @@ def _check_directory(resolved: Resolved, resume: bool) -> None:
             )
     saved = directory / "config.json"
     if saved.exists():
-        if difference := first_difference(read_saved_config(saved), as_saved(config)):
-            name, before, now = difference
+        if changed := differences(read_saved_config(saved), as_saved(config)):
             raise UserError(
-                f"run.dir: {directory} holds a run with another config ({name} was {before!r}, is "
-                f"{now!r}): set it back, or choose another --config.run.dir"
+                f"run.dir: {directory} holds a run with another config {as_options(changed)}, or "
+                "choose another --config.run.dir"
             )
         _check_shapes(resolved, directory)
         if not resume:
@@ -223,18 +223,25 @@ def run_config(
     return config
 
 
-def first_difference(theirs: dict, ours: dict):
-    """Returns (field, their value, our value) of the first field that differs, or None.
+def differences(theirs: dict, ours: dict) -> dict[str, tuple[Any, Any]]:
+    """Returns {field: (their value, our value)} of the fields that differ.
 
     A field that `theirs`, from an older version, lacks has its default.
     """
     defaults = flatten(default_config())
-    before, now = (flatten(sections_config(c)) for c in (theirs, ours))
-    for name in sorted({*before, *now} - set(_MAY_CHANGE)):
-        was, value = (fields.get(name, defaults.get(name)) for fields in (before, now))
-        if was != value:
-            return name, was, value
-    return None
+    before, now = (defaults | flatten(sections_config(c)) for c in (theirs, ours))
+    return {
+        name: (before.get(name), now.get(name))
+        for name in sorted({*before, *now} - set(_MAY_CHANGE))
+        if before.get(name) != now.get(name)
+    }
+
+
+def as_options(changed: dict[str, tuple[Any, Any]]) -> str:
+    """Returns '(what changed): the options that set it back', for the end of an error."""
+    was = ", ".join(f"{name} was {before!r}, is {now!r}" for name, (before, now) in changed.items())
+    options = [shlex.quote(f"--config.{name}={before}") for name, (before, _) in changed.items()]
+    return f"({was}): give {' '.join(options)}"
 
 
 def cache_root(config) -> pathlib.Path | None:

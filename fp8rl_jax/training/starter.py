@@ -83,6 +83,8 @@ def starter(
         batch = _batch(32, found["sft"])
         steps = max(20, min(400, _EPOCHS * len(found["sft"]) // batch))
         usual("sft", steps=steps, batch_size=batch)
+        if steps // 10 < FIELDS["sft"]["warmup_steps"].default:
+            usual("sft", warmup_steps=steps // 10)
     usual("rollout", **_lengths(found, make_runtime(made(), with_questions=False)))
     runtime = make_runtime(made())
     return {section: values for section, values in sections.items() if values}, runtime

@@ -26,7 +26,7 @@ from fp8rl_jax.policy import export
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import first_difference, open_run
+from fp8rl_jax.training.run_directory import as_options, differences, open_run
 from fp8rl_jax.training.runtime import make_runtime
 from fp8rl_jax.training.sft import cache_directory
 
@@ -157,9 +157,13 @@ def test_a_field_that_an_older_version_lacks_had_its_default():
     ours = _config().to_dict()
     theirs = {name: dict(fields) for name, fields in ours.items()}
     del theirs["data"]["chat"], theirs["model"]["checkpoint"]
-    assert first_difference(theirs, ours) is None
-    ours["data"] = ours["data"] | {"chat": True}
-    assert first_difference(theirs, ours) == ("data.chat", False, True)
+    assert not differences(theirs, ours)
+    ours["data"] = ours["data"] | {"chat": True, "tokenizer": "a b"}
+    changed = differences(theirs, ours)
+    assert changed == {"data.chat": (False, True), "data.tokenizer": ("byte", "a b")}
+    text = as_options(changed)
+    assert "data.chat was False, is True, data.tokenizer was 'byte', is 'a b'" in text
+    assert text.endswith("give --config.data.chat=False --config.data.tokenizer=byte")
 
 
 # Questions as conversations.

@@ -11,7 +11,7 @@ from helpers.tiny_run import CONFIG
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import plain
 from fp8rl_jax.config import flatten, literal, load_config, saved_config, set_options
-from fp8rl_jax.training.run_directory import as_saved, first_difference, read_saved_config
+from fp8rl_jax.training.run_directory import as_saved, differences, read_saved_config
 
 _VALUES = [
     [{"type": "function", "function": {"name": "f", "parameters": {"a.b": [{"c": None}]}}}],
@@ -42,7 +42,7 @@ def test_what_json_holds_is_kept(field, value, tmp_path):
     file.write_text(json.dumps(as_saved(frozen)))
     again = saved_config(read_saved_config(file), str(file))
     assert flatten(again)[field] == expected
-    assert first_difference(read_saved_config(file), as_saved(frozen)) is None
+    assert not differences(read_saved_config(file), as_saved(frozen))
     assert hash(frozen) == hash(ml_collections.FrozenConfigDict(config))
 
 
