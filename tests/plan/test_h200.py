@@ -100,7 +100,8 @@ def test_decode_step_of_sharded_experts(monkeypatch):
     assert (94 * layer + tables) / 2**30 < 36
     assert h200.collectives(text) == {"all-gather u8": 1, "ragged-all-to-all f32": 1}
     rows, width, chosen = 64, model.hidden_size, model.num_experts_per_tok
-    ended = re.findall(r" = (.*) (all-gather|ragged-all-to-all)-done\(", text)
+    # JAX 0.11.2's XLA runs the gather at once, JAX 0.10.2's starts it and waits for it later.
+    ended = re.findall(r" = (.*) (all-gather|ragged-all-to-all)(?:-done)?\(", text)
     received = {kind: set(re.findall(r"\w+\[[\d,]+\]", arrays)) for arrays, kind in ended}
     every = 8 * rows
     assert received == {
