@@ -139,13 +139,13 @@ def _check_rollout(resolved: Resolved) -> None:
             f"algo.overlong_buffer is {algo.overlong_buffer}, more than rollout.max_new_tokens = "
             f"{rollout.max_new_tokens}: lower it"
         )
-    rows = rollout.prompts_per_step * rollout.group_size
+    rows = resolved.step_samples
     if rollout.slots > rows:
         raise UserError(
             f"rollout.slots is {rollout.slots}, more than the {rows} responses of a step "
             f"(prompts_per_step x group_size): write at most {rows}"
         )
-    tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+    tokens = resolved.sequence_tokens
     if resolved.positions is not None and tokens > resolved.positions:
         raise UserError(
             f"rollout.max_prompt_tokens + max_new_tokens = {tokens} is more than the "

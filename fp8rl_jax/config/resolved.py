@@ -49,6 +49,16 @@ class Resolved:
         setting = self.config.precision.zero_drift
         return self.same_forward if setting == "auto" else setting == "required"
 
+    @property
+    def step_samples(self) -> int:
+        """Responses of an RL step."""
+        return self.config.rollout.prompts_per_step * self.config.rollout.group_size
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens
+
     def takes_rollout_logprobs(self, drifted: bool) -> bool:
         """Returns whether the sampler's log-probabilities serve as the old ones, which saves a
         forward pass.

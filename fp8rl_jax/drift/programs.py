@@ -38,8 +38,7 @@ def affordable(runtime: Runtime, questions: list[Question]) -> list[Question]:
     """Returns the first of the questions, as many as have all tapped values within 4 GiB, but at
     least one for each device that takes rows of a batch."""
     config, divisor = runtime.config.rollout, batch_divisor(runtime.mesh)
-    slots = config.max_prompt_tokens + config.max_new_tokens
-    values = tapped_values(runtime.model, slots).values()
+    values = tapped_values(runtime.model, runtime.sequence_tokens).values()
     row = _COPIES * sum(x.size * x.dtype.itemsize for x in values)
     count = min(len(questions), _MOST_BYTES // (row * config.group_size))
     return questions[: max(count // divisor, 1) * divisor]

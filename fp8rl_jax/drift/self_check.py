@@ -153,7 +153,7 @@ def _cut(runtime: Runtime) -> Runtime:
     ends = sum(any(getattr(r, end) for r in recipes) for end in ("first_layers", "last_layers"))
     layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)
     config = ml_collections.ConfigDict(runtime.config.to_dict())
-    cache_slots = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    cache_slots = runtime.sequence_tokens
     if config.rollout.slots:  # fewer than responses, so that slots are refilled here too
         config.rollout.slots, config.rollout.pages = batch_divisor(runtime.mesh), 0
         cache_slots = 0

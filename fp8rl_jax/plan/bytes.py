@@ -122,18 +122,41 @@ def page_bytes(model: ModelConfig, recipe: Recipe) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.runs))
 
 
-def train_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh, copies: int | None = None) -> int:
-    """Returns the bytes of a device's part of the train state: float32 copies of the parameters,
-    and the states of scaling policies, which are replicated.
+@dataclasses.dataclass(frozen=True)
+class StateBytes:
+    """Bytes of a device's part of the train state.
 
-    Args:
-      copies: number of float32 copies; by default the masters, Adam's two moments unless they are
-        in the host's memory (`learner.offload`), and the reference policy if `algo.kl_coef` is set.
+    Attributes:
+      masters: float32 parameters.
+      moments, host_moments: Adam's two moments, on the device or (`learner.offload`) on its host.
+      reference: the reference policy, if `algo.kl_coef` is set.
+      scaling: states of scaling policies, which are replicated.
     """
-    if copies is None:
-        moments = 0 if resolved.config.learner.offload == "moments" else 2
-        copies = 1 + moments + resolved.algorithm.needs_reference
+
+    masters: int
+    moments: int
+    host_moments: int
+    reference: int
+    scaling: int
+
+    @property
+    def on_device(self) -> int:
+        return self.masters + self.moments + self.reference + self.scaling
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes that a checkpoint holds; the reference policy has a file of its own."""
+        return self.masters + self.moments + self.host_moments + self.scaling
+
+
+def state_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh) -> StateBytes:
+    """Counts the bytes of a device's part of the train state."""
     params = param_shapes(resolved.model)
     states = jax.eval_shape(lambda p: init_scaling(p, resolved.learner_recipe), params)
     masters = sum(part_sizes(params, param_shardings(mesh, params)))
-    return copies * masters + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+    on_device, on_host = 2 * masters, 0
+    if resolved.config.learner.offload == "moments":
+        on_device, on_host = on_host, on_device
+    reference = resolved.algorithm.needs_reference * masters
+    scaling = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
+    return StateBytes(masters, on_device, on_host, reference, scaling)

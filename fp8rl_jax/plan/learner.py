@@ -21,7 +21,7 @@ from fp8rl_jax import sharding
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
-from fp8rl_jax.plan.bytes import learner_weight_bytes, train_bytes
+from fp8rl_jax.plan.bytes import learner_weight_bytes, state_bytes
 from fp8rl_jax.quant import Recipe
 
 HEAD_TOKENS = 4096  # tokens whose gradient of the logits exists at once (kernels/gpu/head.py)
@@ -69,7 +69,7 @@ def workload(resolved: Resolved, mesh: Mesh | AbstractMesh) -> Workload:
     """Returns the work of a configuration's update on a mesh."""
     config = resolved.config
     rollout, parts = config.rollout, config.learner.gradient_accumulation_steps
-    rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches // parts
+    rows = resolved.step_samples // config.algo.num_minibatches // parts
     balanced = config.algo.router_aux_loss_coef > 0 and config.algo.routing_replay == "none"
     return Workload(
         rows // sharding.batch_divisor(mesh),
@@ -213,22 +213,21 @@ def plan_learner(
     work = work or workload(resolved, mesh)
     model, recipe = resolved.model, resolved.learner_recipe
     masters, own = learner_weight_bytes(model, recipe, mesh)
-    moments, offloads = 2 * masters.stored, resolved.config.learner.offload == "moments"
-    on_device = 0 if offloads else moments
+    state = state_bytes(resolved, mesh)
     rows = work.rows * work.micro_batches
     batch = rows * (4 * (work.prompt + work.response) + _BATCH_FIELDS * 4 * work.response)
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
         work,
-        masters=masters.stored,
-        moments=on_device,
-        others=train_bytes(resolved, mesh) - masters.stored - on_device + batch,
+        masters=state.masters,
+        moments=state.moments,
+        others=state.reference + state.scaling + batch,
         gradients=(1 + (work.micro_batches > 1)) * masters.stored,
         own_weights=own.stored,
         layer_inputs=_kept_bytes(model, recipe, work),
         tables=masters.tables + own.tables,
         head=_head_bytes(model, recipe, work),
         layer=2 * masters.layer + 2 * own.layer + activations,
-        optimizer=3 * masters.largest if offloads else masters.stored,
-        host_moments=moments - on_device,
+        optimizer=3 * masters.largest if state.host_moments else masters.stored,
+        host_moments=state.host_moments,
     )

@@ -49,8 +49,7 @@ class Planned:
     @property
     def samples(self) -> int:
         """Responses of a step on each device."""
-        rollout = self.config.rollout
-        return rollout.prompts_per_step * rollout.group_size // self.mesh.size
+        return self.resolved.step_samples // self.mesh.size
 
     @property
     def usable(self) -> float:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import PAGE
-from fp8rl_jax.plan.bytes import device_memory, gib, page_bytes, train_bytes
+from fp8rl_jax.plan.bytes import device_memory, gib, page_bytes, state_bytes
 
 
 def check_rollout_memory(resolved: Resolved, mesh: Mesh) -> None:
@@ -23,7 +23,7 @@ def check_rollout_memory(resolved: Resolved, mesh: Mesh) -> None:
 
 def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
     """Raises UserError if the train state, alone or during an evaluation, does not fit."""
-    state = train_bytes(resolved, mesh)
+    state = state_bytes(resolved, mesh).on_device
     experts, parts = resolved.model.num_experts, mesh.shape["fsdp"] * mesh.shape["expert"]
     larger = "raise mesh.fsdp" + (" or mesh.expert" if experts else "")
     if experts and experts % parts:

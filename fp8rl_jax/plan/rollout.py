@@ -21,7 +21,7 @@ from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import PAGE, least_pages, pages_of, param_shapes
 from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.models.stacks import RUNS
-from fp8rl_jax.plan.bytes import USABLE, gib, page_bytes, part_sizes, train_bytes, weight_shapes
+from fp8rl_jax.plan.bytes import USABLE, gib, page_bytes, part_sizes, state_bytes, weight_shapes
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, SamplerConfig
@@ -152,15 +152,15 @@ def plan_rollout(
     rollout, model = resolved.config.rollout, resolved.model
     settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
     loop = Loop(model, resolved.rollout_recipe, settings)
-    slots = (rollout.slots or rollout.prompts_per_step * rollout.group_size) // mesh.size
+    slots = (rollout.slots or resolved.step_samples) // mesh.size
     prefill_tokens = min(rollout.prefill_chunk, rollout.max_prompt_tokens)
     return RolloutPlan(
         weights=sampler_bytes(loop, resolved.learner_recipe, mesh),
-        train_state=train_bytes(resolved, mesh),
+        train_state=state_bytes(resolved, mesh).on_device,
         workspace=workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
         page=page_bytes(model, loop.recipe),
         memory=memory,
-        tokens=rollout.max_prompt_tokens + rollout.max_new_tokens,
+        tokens=resolved.sequence_tokens,
         slots=slots,
     )
 

@@ -60,9 +60,8 @@ def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None)
 
 def _rope(runtime: Runtime) -> Any:
     """Returns the shapes of the rotary tables for the longest prompt and response."""
-    rollout = runtime.config.rollout
-    positions = rollout.max_prompt_tokens + rollout.max_new_tokens
-    tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, positions))))
+    slots = runtime.sequence_tokens
+    tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, slots))))
     return sharding.laid_out(tables, runtime.layout.replicated)
 
 
@@ -82,18 +81,17 @@ def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
 def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     """Returns the shapes of an RL train state, a batch of `rows` rows, and the rotary tables."""
     state = runtime.layout.state_shapes(runtime.engine.rl_optimizer[0])
-    rollout, ones = runtime.config.rollout, np.ones(rows, np.int32)
-    targets = np.zeros((rows, rollout.max_new_tokens), np.int32)
-    tokens = np.zeros((rows, rollout.max_prompt_tokens + rollout.max_new_tokens), np.int32)
+    ones = np.ones(rows, np.int32)
+    targets = np.zeros((rows, runtime.config.rollout.max_new_tokens), np.int32)
+    tokens = np.zeros((rows, runtime.sequence_tokens), np.int32)
     batch = learner.make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
     return state, sharding.laid_out(batch, runtime.layout.rows), _rope(runtime)
 
 
 def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
     """Traces the train step of RL on one minibatch: gradients and the optimiser's update."""
-    config = runtime.config
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
-    arguments = _train_arguments(runtime, rows // config.algo.num_minibatches)
+    rows = runtime.step_samples // runtime.config.algo.num_minibatches
+    arguments = _train_arguments(runtime, rows)
     return runtime.engine.compiled_update.trace(*arguments)
 
 
@@ -102,8 +100,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 
     The learner's programs have no inputs for replayed routing.
     """
-    rollout = runtime.config.rollout
-    rows = rollout.prompts_per_step * rollout.group_size
+    rollout, rows = runtime.config.rollout, runtime.step_samples
     state, batch, rope = _train_arguments(runtime, rows)
     requests = request_shapes(runtime, rollout.prompts_per_step, rows)
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
@@ -121,7 +118,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
     """Traces a decode step: one token of every concurrent sequence, with full-length KV caches."""
     rollout, mesh = runtime.config.rollout, runtime.mesh
-    rows = rollout.slots or rollout.prompts_per_step * rollout.group_size
+    rows = rollout.slots or runtime.step_samples
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
     loop = Loop(runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel)
     weights, wanted = runtime.layout.weight_shapes, request_shapes(runtime, rows, rows)

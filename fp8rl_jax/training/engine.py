@@ -176,8 +176,7 @@ class JaxEngine(Engine):
     @functools.cached_property
     def rope(self) -> tuple[jax.Array, jax.Array]:
         """Tables of rotary embeddings for every slot (`rope_tables`)."""
-        rollout = self.config.rollout
-        slots = self.cache_slots or rollout.max_prompt_tokens + rollout.max_new_tokens
+        slots = self.cache_slots or self.resolved.sequence_tokens
         return processes.place(rope_tables(self.resolved.model, slots), self.layout.replicated)
 
     # States.

@@ -29,7 +29,7 @@ from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config import default_config, flatten, saved_config, sections_config
 from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.resolved import Resolved
-from fp8rl_jax.plan.bytes import train_bytes
+from fp8rl_jax.plan.bytes import state_bytes
 from fp8rl_jax.sharding import MESH_AXES, abstract_mesh
 from fp8rl_jax.training.environment import check_environment, keep_environment
 from fp8rl_jax.training.logs import RunLogs
@@ -253,8 +253,7 @@ def check_rooms(resolved: Resolved) -> None:
     """Raises UserError if `run.dir`, or the directory of cached fine-tuning, cannot be written or
     lacks room for a run's checkpoints."""
     one_device = abstract_mesh(dict.fromkeys(MESH_AXES, 1))
-    # A checkpoint's float32 parameters, two moments, and states of scaling policies.
-    size = train_bytes(resolved, one_device, copies=3)
+    size = state_bytes(resolved, one_device).checkpoint
     _check_room(pathlib.Path(resolved.config.run.dir), _bytes_to_write(resolved, size))
     if resolved.config.sft.steps and (cache := cache_root(resolved.config)):
         _check_room(cache, size, "run.cache_dir")

@@ -37,6 +37,7 @@ def _runtime():
     config.rollout.update(prompts_per_step=2, group_size=2, max_new_tokens=3)
     return types.SimpleNamespace(
         config=config,
+        step_samples=4,
         zero_drift=True,
         data_digest="d",
         questions={"train": [Question(str(i), "1") for i in range(5)]},

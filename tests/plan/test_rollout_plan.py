@@ -17,7 +17,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.config import load_config
 from fp8rl_jax.models.presets import preset
-from fp8rl_jax.plan.bytes import page_bytes, train_bytes
+from fp8rl_jax.plan.bytes import page_bytes, state_bytes
 from fp8rl_jax.plan.rollout import RolloutPlan, plan_rollout, sampler_bytes, workspace_bytes
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, Loop, Requests, SamplerConfig, make_refit
@@ -79,7 +79,7 @@ def test_counts_are_those_of_real_arrays(model, recipe):
         (1, {"learner": {"offload": "moments"}}),
     ):
         resolved = resolved_as(model, named, **fields)
-        assert train_bytes(resolved, one) == copies * _nbytes(params) + _nbytes(scaling)
+        assert state_bytes(resolved, one).on_device == copies * _nbytes(params) + _nbytes(scaling)
     if model.num_experts:
         experts = sum(_nbytes(x["layers"]["experts"]) for x in (weights, prepared.weights))
         found = sampler_bytes(_loop(model, recipe), named, mesh_of(expert=2))
@@ -166,8 +166,8 @@ def test_train_state_is_sharded():
     """Sharded over fsdp where it divides; an axis of -1 has one device unless more are named."""
     axes = {"data": -1, "fsdp": 8, "tensor": 1, "expert": 1}
     resolved = resolved_as(preset("qwen3_8b"), get_recipe("fp8"))
-    eighth = train_bytes(resolved, abstract_mesh(axes))
-    whole = train_bytes(resolved, mesh_of())
+    eighth = state_bytes(resolved, abstract_mesh(axes)).on_device
+    whole = state_bytes(resolved, mesh_of()).on_device
     assert 1 <= eighth * 8 / whole < 1.01
     assert abstract_mesh(axes).size == 8
     assert abstract_mesh(axes, 32).shape["data"] == 4
