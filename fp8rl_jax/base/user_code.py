@@ -49,19 +49,14 @@ def call(text: str, what: str, returns: type) -> Any:
       UserError: the function cannot be imported, fails, or returns another type than `returns`.
     """
     wanted = f"{returns.__module__.rpartition('.')[0]}.{returns.__name__}"
-    function = load(text, what, f" that takes no argument and returns a {wanted}")
+    form = f"takes no argument and returns a {wanted}"
+    function = load(text, what, f" that {form}")
     try:
         value = function()
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise UserError(
-            f"{what} {text!r} fails with {raised(error)}; it takes no argument and "
-            f"returns a {wanted}"
-        ) from None
+        raise UserError(f"{what} {text!r} fails with {raised(error)}; it {form}") from None
     if not isinstance(value, returns):
-        raise UserError(
-            f"{what} {text!r} returned {type(value).__name__}; it takes no argument and returns a "
-            f"{wanted}"
-        )
+        raise UserError(f"{what} {text!r} returned {type(value).__name__}; it {form}")
     return value

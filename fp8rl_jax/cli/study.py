@@ -155,7 +155,8 @@ def _all(values: argparse.Namespace) -> int:
 
         check_task(directory_config(values.checkpoint, values.allow_import))
     out, cells = _open("study all", values)
-    for name in (command.name.partition(" ")[2] for command in COMMANDS[1:-1]):
+    names = (command.name.partition(" ")[2] for command in COMMANDS)
+    for name in (name for name in names if name not in ("", "all")):
         note(f"study {name}")
         seeds = values.seeds[:1] if name == "layers" else values.seeds
         own = argparse.Namespace(**{**vars(values), "seeds": seeds})

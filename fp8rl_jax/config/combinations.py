@@ -115,7 +115,7 @@ def _bf16_cache(resolved: Resolved) -> list[str]:
 def _calibrated(resolved: Resolved) -> str:
     """Names the field that asks for calibrated scales."""
     if resolved.config.precision.kv_cache != "recipe":
-        return f"precision.kv_cache is {resolved.config.precision.kv_cache!r}"
+        return _field("precision.kv_cache").said(resolved)
     side = "rollout" if resolved.rollout_recipe.kv == "calibrated" else "learner"
     return f"precision.{side} is {resolved.config.precision[side]!r}, whose KV cache is calibrated"
 
