@@ -7,10 +7,9 @@
                 program for a CPU contains no kernels that it cannot run.
     reference   kernels/reference
     exact       the reference with exactly summed products, also for gradients
-    triton      the kernels on any backend: for compiling for a GPU on a machine without one
-    mosaic      triton, with the Mosaic kernel for the FP8 products that it supports (many rows).
-                Never chosen by `auto`: its bits have not been compared with the Triton kernel's on
-                a GPU yet.
+    gpu         the kernels on any backend: for compiling for a GPU on a machine without one
+    triton      as gpu, without the Mosaic kernel, which FP8 products of many rows take otherwise;
+                the bits are the same (tests/gpu/test_gpu_matmul.py)
 
 Kernels and reference give different bits; rollout and learner must use the same one.
 """
@@ -30,7 +29,7 @@ from fp8rl_jax.kernels.machine import backend
 from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
 # Values of the argument `implementation` below.
-IMPLEMENTATIONS = ("auto", "reference", "exact", "triton", "mosaic")
+IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton")
 
 
 def triton_installed() -> bool:
@@ -101,7 +100,7 @@ def block_matmul(
     """
 
     def kernel(lhs, rhs, lhs_scale, rhs_scale):
-        if implementation == "mosaic" and _mosaic_takes(lhs, rhs, rhs_scale, dtype):
+        if implementation != "triton" and _mosaic_takes(lhs, rhs, rhs_scale, dtype):
             from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
 
             return fp8_matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)

@@ -89,7 +89,7 @@ def row(title: str, lowered) -> str:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     ours = products(text)
-    kernels = len(ours.pop("triton_kernel_call", []))
+    kernels = len(ours.pop("ours", []))
     others = ", ".join(f"{len(names)} {kind}" for kind, names in sorted(ours.items()))
     sent = ", ".join(f"{n} {kind}" for kind, n in collectives(text).items())
     cells = (

@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 
 from fp8rl_jax.bench.kernel_shapes import HEADS, KV_HEADS, WIDTH, Attention, Product, calls, groups
-from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK
+from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK, block_matmul
 from fp8rl_jax.kernels.gpu.attention import attention, takes_one_split
 from fp8rl_jax.kernels.gpu.matmul import grouped_matmul, grouped_wgrad, matmul
 
@@ -171,7 +171,8 @@ def _dense(case: Product, source: Source) -> Version:
         return *_pair(case, source, E4M3), source.scales(deep, case.rows), source.scales(*wide)
 
     def product(x, w, x_scale, w_scale):
-        return matmul(x, w.T, x_scale.T, w_scale if by_column else w_scale.T, dtype=out)
+        scales = x_scale.T, w_scale if by_column else w_scale.T
+        return block_matmul(x, w.T, *scales, implementation="gpu", dtype=out)
 
     return product, operands
 

@@ -31,7 +31,7 @@ def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
         ("reference policy, states, batch", plan.others),
         ("gradients, float32", plan.gradients),
         (f"own weights, {recipe}", plan.own_weights),
-        ("inputs of the layers, about", plan.layer_inputs),
+        ("inputs and attention of the layers, about", plan.layer_inputs),
         ("embedding and head, gathered", plan.tables),
         ("at work: the head, about", plan.head),
         ("at work: the largest layer, about", plan.layer),

@@ -24,7 +24,6 @@ from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.envs import NO_ANSWER
-from fp8rl_jax.kernels import backend
 
 
 class Feature(NamedTuple):
@@ -158,9 +157,6 @@ FEATURES: dict[str, Feature] = {
     "calibrated scales of K and V": Feature(
         lambda r: "calibrated" in (r.rollout_recipe.kv, r.learner_recipe.kv), _calibrated
     ),
-    "Mosaic kernels": _field(  # without a GPU `config.checks` refuses them
-        "precision.kernels", lambda which: which == "mosaic" and backend() == "gpu"
-    ),
     # rollout
     "continuous batching": _field("rollout.slots"),
     "all samples at once": _field("rollout.slots", lambda slots: not slots),
@@ -233,12 +229,6 @@ PAIRS = (
         "per token)",
         "take a scale per token (fp8_blockwise) or one that is fixed beforehand (that of "
         "fp8_delayed, or static), or set precision.zero_drift='report'",
-    ),
-    Pair(
-        "zero drift",
-        "Mosaic kernels",
-        "it decodes by one kernel and learns by another, whose bits have not been compared",
-        "write 'triton', or set precision.zero_drift='report'",
     ),
     Pair("latent attention", "tensor parallelism", f"{_LATENT} is not cut by heads", "write 1"),
     Pair(

@@ -137,9 +137,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "kv_margin": Field(1.05, "headroom factor of calibrated scales of the KV cache"),
         "kernels": Field(
             "auto",
-            "auto: Triton kernels on a GPU, jnp elsewhere; reference: jnp; "
-            "triton; mosaic: triton, and Mosaic for FP8 products of many rows",
-            choices=("auto", "reference", "triton", "mosaic"),
+            "auto: kernels on a GPU, jnp elsewhere; reference: jnp; triton: kernels, but FP8 "
+            "products of many rows by Triton too, not by Mosaic: slower, with the same bits",
+            choices=("auto", "reference", "triton"),
         ),
         "cpu_products": Field(
             "auto",

@@ -10,11 +10,12 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
-from fp8rl_jax.models.layers import RMSNorm, linear
+from fp8rl_jax.models.layers import KEPT, RMSNorm, linear
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.parallel.specs import splits_heads
@@ -185,6 +186,6 @@ class Attention(nn.Module):
             cache = cache.write(_store(k, v, recipe, scales), positions)
             query = _query(q, recipe, scales)
             out = _attend(recipe, query, cache, positions, scales, scale)
-        out = tap(self, "attention", compute_value(out, recipe))
+        out = tap(self, "attention", checkpoint_name(compute_value(out, recipe), KEPT))
         out = out.reshape(batch, length, -1)
         return out, cache, {"q": q, "k": k, "v": v}

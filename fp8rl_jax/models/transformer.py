@@ -20,7 +20,7 @@ from fp8rl_jax.models.arrays import LINEAR, role_of
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
-from fp8rl_jax.models.layers import RMSNorm, StackedLayer, kernel_init
+from fp8rl_jax.models.layers import KEPT, RMSNorm, StackedLayer, kernel_init
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
@@ -39,6 +39,8 @@ from fp8rl_jax.quant import (
 from fp8rl_jax.quant.varying import varying_vjp
 
 REMAT = ("none", "full")  # values of `remat`: keep activations; recompute each layer
+# Its gradients do not need attention's result, and what follows is then recomputed without it.
+_KEEPS_ATTENTION = jax.checkpoint_policies.save_only_these_names(KEPT)
 COLLECTED = ("kv_health", "kv_amax", "expert_probability")
 
 
@@ -115,7 +117,9 @@ class Transformer(nn.Module):
 
     def _scan(self, settings: tuple, run: LayerGroup) -> nn.Module:
         """Returns a module that scans a run of layers over stacked parameters."""
-        layer = nn.remat(DecoderLayer, prevent_cse=False) if self.remat == "full" else DecoderLayer
+        layer = DecoderLayer
+        if self.remat == "full":
+            layer = nn.remat(layer, prevent_cse=False, policy=_KEEPS_ATTENTION)
         return nn.scan(
             layer,
             variable_axes={"params": 0, TAPS: 0, SWAPS: 0},
@@ -225,7 +229,8 @@ def forward(
       parallel: the devices that share the computation; the bits are the same on any.
       rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they
         are made here (convenient, but outside the zero-drift promise).
-      remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer.
+      remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer but
+        for attention, whose result is kept.
       output: 'logits' or 'hidden'.
       collect: further observations, names from COLLECTED; see `ForwardOutput.aux`.
       taps: names of intermediate values to return; see models/taps.py.

@@ -102,15 +102,16 @@ def collectives(program: str) -> dict[str, int]:
 def products(program: str) -> dict[str, list[str]]:
     """Returns {kernel: names of the JAX operations that it computes} of a program's products.
 
-    'triton_kernel_call' is a kernel of this library; 'dot', 'gemm fusion' and custom calls that
-    begin with '__' are XLA's.
+    'ours' are this library's, by Triton or Mosaic; 'dot', 'gemm fusion' and custom calls that begin
+    with '__' are XLA's.
     """
     found: dict[str, list[str]] = {}
     called = re.compile(r'custom_call_target="([\w$.]+)"')
     for line in program.splitlines():
         kind = None
         if match := called.search(line):
-            kind = match.group(1).removesuffix("_ffi")  # as jax-triton 0.4 calls it
+            kind = match.group(1)
+            kind = "ours" if kind.startswith(("triton_kernel_call", "mosaic_gpu")) else kind
         elif re.search(r" = [^=]*? (dot|convolution)\(", line):
             kind = "dot"
         elif re.match(r"\s*(ROOT )?%gemm_fusion[\w.]* = .* fusion\(", line):

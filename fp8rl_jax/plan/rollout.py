@@ -177,7 +177,7 @@ def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]
     check_planned(resolved, "continuous batching", others, "fp8rl plan --rollout")
 
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
-        on_gpu = dataclasses.replace(recipe, kernels="triton")
+        on_gpu = dataclasses.replace(recipe, kernels="gpu")
         changed = dataclasses.replace(resolved, rollout_recipe=on_gpu, learner_recipe=learner)
         return plan_rollout(changed, planned.mesh, planned.memory)
 

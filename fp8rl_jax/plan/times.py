@@ -96,7 +96,7 @@ def step_flops(model: ModelConfig, work: Workload, tensor: int = 1) -> dict[str,
     head = model.vocab_size * model.hidden_size  # forward, logits again, two gradients
     return {
         "linear layers": 2 * linear * passes * tokens / tensor,
-        "attention": 2 * attended * (passes - 2 + _ATTENTION_BACKWARD) / tensor,
+        "attention": 2 * attended * (1 + work.counts + _ATTENTION_BACKWARD) / tensor,
         "output head": 2 * head * 4 * work.response_tokens * work.micro_batches / tensor,
     }
 

@@ -43,7 +43,7 @@ def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None)
 
     def on_gpu(recipe: Recipe) -> Recipe:
         of_cpu = recipe.kernels in ("auto", "exact")
-        return dataclasses.replace(recipe, kernels="triton") if of_cpu else recipe
+        return dataclasses.replace(recipe, kernels="gpu") if of_cpu else recipe
 
     model = resolved.model
     if layers is not None:

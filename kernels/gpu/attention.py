@@ -22,14 +22,16 @@ Invariants for the bits of a row:
   * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
     layout of the score's tile. It is the same in all three uses (tests/kernels/gpu/test_sass.py).
 
-Operands of the tensor core are bf16: E4M3 is exact in bf16, and a product of two bf16 is exact in
-float32. E4M3 is widened after it is loaded, in prefill and learner as in decoding: Triton gives the
-tensor core operands that it loads as bytes in another order of features and keys (`kWidth` 4
-instead of 2), so widening it beforehand would change bits.
+Beside bf16 keys and values the operands of the tensor core are bf16. Beside E4M3 they are float16:
+one instruction widens two E4M3 to float16, exactly, where bf16 takes several. Keys and values are
+loaded as pairs of features, in 16 bits, and a head's even and odd features are two products. (On an
+H200 reading single bytes and bf16 took 1.6 times as long.) Of the weights' 11 bits of float16 none
+is lost to a small scale: what a row's maximum is taken of, and what it is subtracted from, is the
+score plus the exponent of the value's scale, so that a weight times its scale is at most 2.
 
-Weights times the values' scale are rounded to bf16, up to 2**-8 of each term, as usual; the
-softmax's sum adds unrounded weights. A block's product leaves the tensor core and is then added by
-one multiply-add with the rescaling, so that no sum in the tensor core is longer than 64 keys, or
+Weights times the values' scale are rounded to bf16 or float16, up to 2**-8 or 2**-11 of each term;
+the softmax's sum adds unrounded weights. A block's product leaves the tensor core and is then added
+by one multiply-add with the rescaling, so that no sum in the tensor core is longer than 64 keys, or
 the features of a head. If one operand is float32 all are; products are then FMAs, not TF32. Scores
 are in units of log 2: exp2 is one instruction.
 
@@ -95,6 +97,71 @@ def store_vectors(x, values, place, exists, D: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
+def _unpacked(pairs):
+    """Widens int16 that hold two E4M3 each, exactly; returns float16 of the first and the second.
+
+    Two int16 of a thread become two registers of two float16 by three instructions. Triton's own
+    conversion takes five times as many, and its loads of single bytes as many again.
+    """
+    return tl.inline_asm_elementwise(
+        asm="""{
+            .reg .b32 sorted;
+            .reg .b16 first, second;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {first, second}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+        }""",
+        constraints="=r,=r,r",
+        args=[pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _load_pairs(x, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Loads E4M3 vectors number `place` as float16, the even and the odd features, WIDTH / 2 each;
+    zeros where not `exists`."""
+    pair = tl.arange(0, WIDTH // 2)
+    mask = exists[:, None]
+    if D != WIDTH:
+        mask = mask & (pair < D // 2)[None, :]
+    at = x.to(tl.pointer_type(tl.int16)) + place[:, None] * (D // 2) + pair[None, :]
+    return _unpacked(tl.load(at, mask=mask, other=0))
+
+
+@triton.jit
+def _query_pairs(q, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Loads queries, E4M3 or bf16, as `_load_pairs` does. As float16 a bf16 keeps its bits from
+    2**-14 to 65,504; smaller ones are rounded to multiples of 2**-24, larger ones are cut."""
+    if q.dtype.element_ty == tl.float8e4nv:
+        even, odd = _load_pairs(q, place, exists, D, WIDTH)
+    else:
+        pair = tl.arange(0, WIDTH // 2)
+        mask = exists[:, None] & (pair < D // 2)[None, :]
+        at = q + place[:, None] * D + 2 * pair[None, :]
+        even = _float16(tl.load(at, mask=mask, other=0.0))
+        odd = _float16(tl.load(at + 1, mask=mask, other=0.0))
+    return even, odd
+
+
+@triton.jit
+def _float16(x):
+    x = tl.maximum(x.to(tl.float32), -65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+
+
+@triton.jit
+def _exponent(scale):
+    """Returns the exponent of each positive float32, -100 or more, as a float32."""
+    exponent = tl.maximum(scale.to(tl.int32, bitcast=True) >> 23, 127 - 100)
+    # As the mantissa of 2**23: a conversion is a slow instruction.
+    return (exponent | 0x4B000000).to(tl.float32, bitcast=True) - (2.0**23 + 127)
+
+
+@triton.jit
 def multiply(a, b):
     return tl.dot(a, b, input_precision="ieee")  # has an effect on float32 only
 
@@ -119,7 +186,8 @@ def _nothing(V_WIDTH: tl.constexpr):
 @triton.jit
 def _one_split(
     split,
-    rows,  # the tile's queries, their rotated features and scales, positions, and the last position
+    rows,  # the tile's queries, their odd features (only beside E4M3 keys: then the former are the
+    # even ones), their rotated features and scales, positions, and the last position
     cache,  # pointers to k, v, k_scale, v_scale, k_rope and table
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -135,9 +203,11 @@ def _one_split(
     PAGED: tl.constexpr,
 ):
     """Computes maximum, sum and weighted values of a tile's rows over the keys of a split."""
-    query, query_rope, query_scale, position, last = rows
+    query, odd_query, query_rope, query_scale, position, last = rows
     k, v, k_scale, v_scale, k_rope, table = cache
-    top, total, values = _nothing(V_WIDTH)
+    PAIRS: tl.constexpr = k.dtype.element_ty == tl.float8e4nv
+    top, total, values = _nothing(V_WIDTH // 2 if PAIRS else V_WIDTH)
+    odd_values = values
     page = 0
     if PAGED:
         page = tl.load(table + split * (SPLIT // BLOCK))
@@ -152,8 +222,12 @@ def _one_split(
         else:
             first = 0
             place = slot * HKV
-        key = vectors(k + first * D, place, there, D, WIDTH)
-        score = multiply(query, key.T)
+        if PAIRS:
+            key, odd_key = _load_pairs(k + first * D, place, there, D, WIDTH)
+            score = tl.dot(odd_query, odd_key.T, tl.dot(query, key.T))
+        else:
+            key = vectors(k + first * D, place, there, D, WIDTH)
+            score = multiply(query, key.T)
         multiplier = tl.full((1, BLOCK), SCALE, tl.float32)
         if K_SCALES > 0:
             multiplier *= _scale_at(k_scale, first, place, there, K_SCALES)[None, :]
@@ -164,16 +238,30 @@ def _one_split(
             key_rope = vectors(k_rope + first * DR, place, there, DR, R_WIDTH)
             score += multiply(query_rope, key_rope.T) * SCALE
         score = tl.where(slot[None, :] <= position[:, None], score, float("-inf"))
-        above = tl.maximum(top, tl.max(score, 1))
+        scaled_score = score
+        if V_SCALES > 0:
+            value_scale = _scale_at(v_scale, first, place, there, V_SCALES)
+            if PAIRS:
+                scaled_score += _exponent(value_scale)[None, :]
+        above = tl.maximum(top, tl.max(scaled_score, 1))
         weight = tl.exp2(score - above[:, None])
         rescale = tl.exp2(top - above)
         total = tl.fma(total, rescale, tl.sum(weight, 1))
         if V_SCALES > 0:
-            weight *= _scale_at(v_scale, first, place, there, V_SCALES)[None, :]
-        value = vectors(v + first * DV, place, there, DV, V_WIDTH)
-        part = multiply(weight.to(value.dtype), value)
-        values = tl.fma(values, tl.broadcast_to(rescale[:, None], values.shape), part)
+            weight *= value_scale[None, :]
+        wide_rescale = tl.broadcast_to(rescale[:, None], values.shape)
+        if PAIRS:
+            value, odd_value = _load_pairs(v + first * DV, place, there, DV, V_WIDTH)
+            weight = weight.to(tl.float16)
+            values = tl.fma(values, wide_rescale, tl.dot(weight, value))
+            odd_values = tl.fma(odd_values, wide_rescale, tl.dot(weight, odd_value))
+        else:
+            value = vectors(v + first * DV, place, there, DV, V_WIDTH)
+            part = multiply(weight.to(value.dtype), value)
+            values = tl.fma(values, wide_rescale, part)
         top = above
+    if PAIRS:
+        values = tl.interleave(values, odd_values)
     return top, total, values
 
 
@@ -243,13 +331,17 @@ def attention_kernel(
         k_scale += first
     if V_SCALES == 2:
         v_scale += first
-    query = vectors(q, place, exists, D, WIDTH)
+    if k.dtype.element_ty == tl.float8e4nv:
+        query, odd_query = _query_pairs(q, place, exists, D, WIDTH)
+    else:
+        query = vectors(q, place, exists, D, WIDTH)
+        odd_query = query
     query_rope, query_scale = query, position
-    if DR > 0:
-        query_rope = vectors(q_rope, place, exists, DR, R_WIDTH)
     if Q_SCALES > 0:
         query_scale = _scale_at(q_scale, 0, place, exists, Q_SCALES)
-    rows = query, query_rope, query_scale, position, last
+    if DR > 0:
+        query_rope = vectors(q_rope, place, exists, DR, R_WIDTH)
+    rows = query, odd_query, query_rope, query_scale, position, last
     cache = k, v, k_scale, v_scale, k_rope, table
 
     if ONE_SPLIT:
@@ -340,14 +432,18 @@ def head_width(features: int) -> int:
     return max(16, 1 << (features - 1).bit_length())
 
 
-def warps_and_stages(widest: int, float32: bool) -> tuple[int, int]:
-    """Returns a program's warps and stages, by the widest vector of a head. Warps decide bits.
+def warps_and_stages(widest: int, dtype) -> tuple[int, int]:
+    """Returns a program's warps and stages, by the widest vector of a head and the keys' dtype.
+    Warps decide bits.
 
-    Float32 gets more warps, because its operands take twice the registers. Keys and values of two
-    stages must fit into 227 KiB of shared memory together.
+    Float32 gets more warps, because its operands take twice the registers. E4M3 gets fewer: what
+    every warp does for itself is the larger part. Keys and values of two stages must fit into 227
+    KiB of shared memory together.
     """
-    if float32:
+    if dtype == jnp.float32:
         return (8, 3) if widest <= 64 else (16, 2)
+    if dtype == jnp.float8_e4m3fn and widest <= 128:
+        return 2, 3
     return (4 if widest <= 128 else 8), (3 if widest <= 256 else 2)
 
 
@@ -381,13 +477,17 @@ def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -
     check(fits, f"positions {positions.shape} do not fit queries {q.shape}")
     for x in (q, k, v, *(x for x in ropes if x is not None)):
         check(x.dtype in _TYPES, f"operands are E4M3, bf16 or float32, got {x.dtype}")
+    check(v.dtype == k.dtype, f"values are {v.dtype} and keys {k.dtype}: make them one type")
+    even = k.dtype != jnp.float8_e4m3fn or not (features % 2 or v.shape[3] % 2)
+    check(even, f"E4M3 heads of {features} and {v.shape[3]} features: write even numbers")
     widest, most = max(features, v.shape[3]), 256 if in_float32(q, k, v, *ropes) else 512
     check(widest <= most, f"heads of {widest} features; the kernel takes 512, and 256 in float32")
     fits = slots * kv_heads * widest < 2**31  # the kernel counts in 32 bits
     check(fits, f"a sequence's keys {k.shape[1:]} must be fewer than 2**31 numbers")
     for name, scale, like in zip(("q_scale", "k_scale", "v_scale"), scales, (q, k, v), strict=True):
         fits = scale is None or not scale.ndim or scale.shape == like.shape[:3]
-        check(fits, f"{name} {jnp.shape(scale)} must be () or {like.shape[:3]}")
+        found = None if scale is None else scale.shape
+        check(fits, f"{name} {found} must be () or {like.shape[:3]}")
 
 
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:
@@ -457,7 +557,7 @@ def attention(
         "DV": v_features,
         "V_WIDTH": head_width(v_features),
     }
-    warps, stages = warps_and_stages(max(features, v_features), float32)
+    warps, stages = warps_and_stages(max(features, v_features), k.dtype)
     parts, *statistics = triton_call(
         attention_kernel,
         q,
@@ -490,7 +590,7 @@ def attention(
         *statistics,
         out=jax.ShapeDtypeStruct(parts.shape[1:], jnp.float32),
         grid=(tiles, kv_heads, batch),
-        warps=warps,
+        warps=4,
         stages=1,
         **shape,
     )

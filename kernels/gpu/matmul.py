@@ -59,6 +59,7 @@ def matmul_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BAND: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     TILES_IN_GROUP: tl.constexpr = (GROUP + BM - 1) // BM
     ROW_TILES: tl.constexpr = (TOTAL // GROUP) * TILES_IN_GROUP
@@ -89,10 +90,12 @@ def matmul_kernel(
     if COLUMN_SCALES:
         w_scale_at = w_scale + expert * STEPS * N + safe_column
     else:
+        # One number, read by every row: a vector's loads are copies that the pipeline starts early.
         w_scale_at = w_scale + (expert * ((N + 127) // 128) + column_tile * BN // 128) * STEPS
+        w_scale_at += tl.zeros((BM,), tl.int32)
 
     acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(steps):
+    for k in tl.range(0, steps, num_stages=STAGES):
         if K % BK == 0:
             x_part = tl.load(x_at)
             w_part = tl.load(w_at)
@@ -137,6 +140,7 @@ def grouped_wgrad_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BAND: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     ROW_TILES: tl.constexpr = (K + BM - 1) // BM
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
@@ -160,7 +164,7 @@ def grouped_wgrad_kernel(
     dy_scale_at = dy_scale + tl.cast(first, tl.int64) * N + safe_column
 
     acc = tl.zeros((BM, BN), tl.float32)
-    for _ in range((last - first) * LOADS):
+    for _ in tl.range(0, (last - first) * LOADS, num_stages=STAGES):
         x_part = tl.load(x_at)
         dy_part = tl.load(dy_at)
         if SCALED:
@@ -207,7 +211,7 @@ def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile |
     x, w = align(x), align(w)
     (total, depth), (count, columns) = x.shape, w.shape[:2]
     by_column = x_scale is not None and w_scale.shape[2] != -(-columns // K_BLOCK)
-    tile = tile or matmul_tile("wgrad" if by_column else kind, group, columns)
+    tile = tile or matmul_tile("wgrad" if by_column else kind, group, columns, total // group)
     if x_scale is None:
         x_scale = w_scale = _unused(jnp.float32)
     elif not by_column:
@@ -231,6 +235,7 @@ def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile |
         GROUPED=experts is not None,
         COLUMN_SCALES=by_column,
         SCALED=kind == "fp8",
+        STAGES=tile.stages,
         **tile.constants(kind),
     )
 
@@ -345,5 +350,6 @@ def grouped_wgrad(
         N=columns,
         K=depth,
         SCALED=kind == "fp8",
+        STAGES=tile.stages,
         **tile.constants(kind),
     )

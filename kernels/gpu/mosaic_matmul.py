@@ -28,7 +28,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to
+from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to, varying_as
 from fp8rl_jax.kernels.gpu.tiles import BAND, MULTIPROCESSORS
 
 FEWEST_ROWS = 256  # at least one full tile of any height; the break-even point is not measured yet
@@ -254,6 +254,7 @@ def fp8_matmul(
         # Scales are padded to full tiles: the copy engine takes rows of multiples of 16 bytes.
         x_scale = pad_to(lhs_scale.T, 1, chosen.rows)
         x = pad_to(lhs, 0, _GROUP)
-        return _multiply(x, rhs.T, x_scale, rhs_scale.T, dtype, chosen)[:rows]
+        y = _multiply(x, rhs.T, x_scale, rhs_scale.T, dtype, chosen)[:rows]
+        return varying_as(y, lhs, rhs)  # inside a shard_map Pallas types it as equal everywhere
 
     return run(lhs, rhs, lhs_scale, rhs_scale)

@@ -54,9 +54,8 @@ _VALUES = {
     "attention=FP8": ["'FP8'", "bf16", "fp8"],
     "attention=f32": ["'f32'", "bf16", "fp8"],
     "attention=": ["''", "bf16", "fp8"],
-    "kernels=cuda": ["'cuda'", "auto", "reference", "triton", "mosaic"],
+    "kernels=cuda": ["'cuda'", "auto", "reference", "triton"],
     "kernels=triton": ["'triton'", "cpu", "'reference'"],
-    "kernels=mosaic": ["'mosaic'", "cpu", "'reference'"],
     "cpu_products=float64": ["'float64'", "auto", "exact"],
     "kv_margin=0.99": ["0.99", "from 1 to 100"],
     "kv_margin=nan": ["nan", "from 1 "],
@@ -213,7 +212,6 @@ def test_what_was_refused_is_not_offered(refused_fields):
 
 _ON_A_GPU = {
     "no jax-triton": ("auto", False, ["jax-triton", "fp8rl_jax[cuda]", "'reference'"]),
-    "mosaic and learner": ("mosaic", True, ["'mosaic'", "'triton'", "zero_drift='report'"]),
     "triton": ("triton", True, None),
     "reference": ("reference", False, None),
 }

@@ -36,7 +36,6 @@ _ON: dict[str, list[str]] = {
     "FP8 attention": ["precision.attention=fp8"],
     "calibrated scales of K and V": ["precision.kv_cache=fp8_calibrated"],
     "a recipe with K and V in bf16": ["precision.kv_cache=bf16"],
-    "Mosaic kernels": ["precision.kernels=mosaic"],
     "continuous batching": ["rollout.slots=2"],
     "all samples at once": [],
     "pages": ["rollout.pages=9"],
@@ -68,10 +67,9 @@ _BESIDE = {
 
 
 @pytest.fixture
-def resolved(tmp_path, monkeypatch):
-    """resolved(*fields): tiny.py with these fields, on what is taken for a GPU."""
+def resolved(tmp_path):
+    """resolved(*fields): tiny.py with these fields."""
     (tmp_path / "tiny.py").write_text(CONFIG)
-    monkeypatch.setattr(combinations, "backend", lambda: "gpu")
     overrides = "--config.{}".format
     return lambda *fields: resolve_config(
         load_config(str(tmp_path / "tiny.py"), list(map(overrides, fields)))

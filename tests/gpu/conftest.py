@@ -20,19 +20,20 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--out", metavar="DIR", help="write gpu_check.md and gpu_check.json there")
+    parser.addoption("--add", action="store_true", help="keep the results that --out has")
     parser.addoption("--seconds", type=float, help="begin no GPU test after so many")
 
 
 def pytest_configure(config):
     directory = config.getoption("out", None)
-    if directory is None:
+    if directory is None or hasattr(config, "workerinput"):  # one process reports for all
         return
     from fp8rl_jax.base.errors import UserError
     from fp8rl_jax.bench.kernels import require_gpu
 
     try:
         require_gpu("gpu_check")
-        report = Report(pathlib.Path(directory))
+        report = Report(pathlib.Path(directory), config.getoption("add"))
         report.write()
     except UserError as error:
         pytest.exit(str(error), returncode=2)
@@ -43,10 +44,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    def reports(item) -> bool:
-        return all(item.get_closest_marker(name) for name in ("gpu", "xfail"))
+    def order(item) -> int:
+        if item.get_closest_marker("first"):
+            return 0
+        return 1 + all(item.get_closest_marker(name) for name in ("gpu", "xfail"))
 
-    items.sort(key=reports)  # stable
+    items.sort(key=order)  # stable
 
 
 _started = time.monotonic()
@@ -77,12 +80,14 @@ def ceilings():
 class Report:
     """The two files of results in a directory: a plugin of pytest."""
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, directory: pathlib.Path, add: bool):
         from fp8rl_jax.bench.kernels import environment
 
         self.directory, self.start = directory, time.monotonic()
         self.environment = environment()
         self.tests: list[dict[str, Any]] = []
+        if add and (before := directory / "gpu_check.json").exists():
+            self.tests += json.loads(before.read_text())["tests"]
 
     def pytest_runtest_logreport(self, report) -> None:
         """Adds a test that ended, or that could not begin or end."""

@@ -1,7 +1,7 @@
 """Strict attention: pages against float64 and one piece, decode against a whole sequence, speed.
 
-Bounds, in units of the weighted sum of the values' magnitudes. The kernel rounds weights to bf16
-for the product with values: up to 2^-8 of each term. With float32 operands only float32 roundings
+Bounds, in units of the weighted sum of the values' magnitudes. The kernel rounds weights for the
+product with values, to bf16 or float16: up to 2^-8 or 2^-11 of each term. With float32 operands only float32 roundings
 remain, of scores above all. A page of another sequence changes a result by the page's share of the
 weights, 1/18 for the longest case here.
 """
@@ -20,7 +20,8 @@ from fp8rl_jax.kernels.gpu.attention import attention
 
 pytestmark = pytest.mark.gpu
 
-BOUND_OF_BF16_WEIGHTS, BOUND = 2.0**-8, 4e-6
+# By the type of keys and values: weights in float16, in bf16, and in float32.
+BOUNDS = {"fp8": 1.01 * 2.0**-11, "bf16": 2.0**-8, "float32": 4e-6}
 LENGTHS = (1, 64, 96, 97, 128, 129, 513, 1025, 4097)  # keys that a query sees
 _LENGTHS = (1, 64, 65, 200, 513, 1100)
 CASES = (
@@ -38,8 +39,7 @@ def test_float64(case, source):
     got = exact_jit(lambda operands: attention(**operands, scale=case.scale))(operands)
     assert_finite(str(case), got)
     want = float64(case, operands)
-    bound = BOUND if case.kind == "float32" else BOUND_OF_BF16_WEIGHTS
-    assert_close(str(case), got, want["out"], want["size"], bound)
+    assert_close(str(case), got, want["out"], want["size"], BOUNDS[case.kind])
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -35,8 +35,8 @@ from fp8rl_jax.kernels.gpu.matmul import matmul
 pytestmark = pytest.mark.gpu
 
 TILES = {
-    "fp8": dict.fromkeys(tiles.FP8_FEW_ROWS + tiles.FP8_MANY_ROWS),
-    "bf16": dict.fromkeys(tiles.BF16_FEW_ROWS + tiles.BF16_MANY_ROWS),
+    "fp8": tiles.FP8,
+    "bf16": tiles.BF16,
 }  # of 'wgrad' and 'float32' there is one each: nothing to compare
 ROWS = (
     1,
@@ -188,16 +188,19 @@ def test_rows(kind, counts, source):
         assert_bitwise_equal(f"{case}: {count} rows alone", part, whole[rows])
 
 
-@reports
-def test_mosaic(source):
-    """The Mosaic matmul against the Triton one: nothing relies on equal bits."""
-    from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(300, 1024, 1152), (257, 12_288, 256), (4096, 4096, 4096)])
+def test_mosaic(shape, dtype, source):
+    """The Mosaic matmul, which many rows take, gives the bits of the Triton one, which few take."""
+    from fp8rl_jax.kernels.gpu.mosaic_matmul import TILES, fp8_matmul
 
-    for shape in ((300, 1024, 1152), (4096, 4096, 4096)):
-        case = Dense("fp8", *shape)
-        operands = case.operands(source)
-        got = exact_jit(fp8_matmul)(*operands)
-        assert_bitwise_equal(f"Mosaic, {case}", got, case.product()(*operands))
+    case = Dense("fp8", *shape, dtype)
+    operands = case.operands(source)
+    want = case.product()(*operands)
+    assert_finite(str(case), want)
+    for tile in TILES:
+        got = exact_jit(lambda *x, tile=tile: fp8_matmul(*x, case.dtype, tile))(*operands)
+        assert_bitwise_equal(f"Mosaic, {case}, {tile}", got, want)
 
 
 @reports

@@ -24,7 +24,7 @@ from fp8rl_jax.models import ModelConfig, init_params, pages_of, rope_tables
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_refit, make_sampler
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.first]
 
 DENSE = ModelConfig(
     vocab_size=1024,
@@ -37,6 +37,16 @@ DENSE = ModelConfig(
 )
 SPARSE = dataclasses.replace(
     DENSE, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
+)
+# A layer of Qwen3-8B: its products take the tiles of the real model.
+LAYER = dataclasses.replace(
+    DENSE,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=1,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
 )
 SIZES = {"prompts": 8, "group": 4, "prompt_slots": 24, "new": 120}  # `group` samples of a prompt
 SLOTS = 8  # of continuous batching: fewer than there are samples
@@ -125,8 +135,8 @@ def measure(model: ModelConfig, recipe: str, sizes: dict[str, int]) -> dict[str,
 @reports
 @pytest.mark.parametrize(
     ("recipe", "model"),
-    [("fp8", DENSE), ("bf16", DENSE), ("fp8", SPARSE)],
-    ids=["fp8", "bf16", "fp8, experts"],
+    [("fp8", DENSE), ("bf16", DENSE), ("fp8", SPARSE), ("fp8", LAYER), ("bf16", LAYER)],
+    ids=["fp8", "bf16", "fp8, experts", "fp8, Qwen3-8B's layer", "bf16, Qwen3-8B's layer"],
 )
 def test_rollout_and_train_step(recipe, model, record_property, sizes=SIZES):
     found = measure(model, recipe, sizes)

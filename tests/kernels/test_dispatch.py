@@ -63,8 +63,8 @@ def test_without_jax_triton_auto_is_the_reference(monkeypatch):
     ("implementation", "rows", "target"),
     [
         ("triton", 512, "triton_kernel_call"),
-        ("mosaic", 512, "mosaic_gpu_v2"),
-        ("mosaic", 64, "triton_kernel_call"),
+        ("gpu", 512, "mosaic_gpu_v2"),
+        ("gpu", 64, "triton_kernel_call"),
         ("reference", 512, "dot_general"),
     ],
 )

@@ -37,8 +37,8 @@ def test_decode_step(monkeypatch):
     assert memory.alias_size_in_bytes > cache, "the given cache's memory is the result's"
     assert memory.temp_size_in_bytes < 0.2 * cache, "the logits, above all"
     found = h200.products(text)
-    assert set(found) == {"triton_kernel_call"}
-    assert sum("DecoderLayer" in name for name in found["triton_kernel_call"]) == 15
+    assert set(found) == {"ours"}
+    assert sum("DecoderLayer" in name for name in found["ours"]) == 15
     assert not h200.collectives(text)
     copied = [
         line
@@ -61,8 +61,8 @@ def test_continuous_batching_keeps_its_pool_in_place(monkeypatch):
     compiled = programs.continuous().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     found = h200.products(text)
-    assert set(found) == {"triton_kernel_call"}
-    assert sum("DecoderLayer" in name for name in found["triton_kernel_call"]) == 30
+    assert set(found) == {"ours"}
+    assert sum("DecoderLayer" in name for name in found["ours"]) == 30
     pages = 2 * (64 * 16 + 1)
     keys = pages * 64 * 8 * 128
     pool = 2 * (keys + 4 * keys // 128)
@@ -113,8 +113,8 @@ def test_decode_step_of_sharded_experts(monkeypatch):
         "ragged-all-to-all": {f"f32[{rows * chosen},{width}]"},
     }
     found = h200.products(text)
-    assert set(found) == {"triton_kernel_call"}
-    assert sum("DecoderLayer" in name for name in found["triton_kernel_call"]) == 17
+    assert set(found) == {"ours"}
+    assert sum("DecoderLayer" in name for name in found["ours"]) == 17
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_train_step(axes):
     programs = aot_h200.Programs("qwen3_0p6b", h200.h200_mesh(axes), layers=2)
     text = programs.train(1).compile().as_text()
     found = h200.products(text)
-    assert len(found.pop("triton_kernel_call")) >= 40
+    assert len(found.pop("ours")) >= 40
     assert not found
     sent = h200.collectives(text)
     assert bool(sent) == bool(axes)

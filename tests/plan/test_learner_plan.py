@@ -124,7 +124,8 @@ def test_the_peak():
     assert plan.state == plan.masters + plan.moments + plan.others
     assert plan.needed == pytest.approx(plan.state + 1.1 * (held + at_work), abs=1)
     assert plan.gradients == 2 * plan.masters == 2 * _plan(micro_batches=1).gradients
-    assert plan.layer_inputs == 2 * 4 * 64 * 64 * 2  # layers, rows, tokens, features of bf16
+    # Layers, rows, tokens, features of a layer's input and of attention's result in bf16.
+    assert plan.layer_inputs == 2 * 4 * 64 * (64 + 64) * 2
     assert _plan(rows=8).layer_inputs == 2 * plan.layer_inputs
-    assert _plan(remat="none").layer_inputs > 5 * plan.layer_inputs
+    assert _plan(remat="none").layer_inputs > 3 * plan.layer_inputs
     assert _plan(recipe="f32").layer_inputs == 2 * plan.layer_inputs

@@ -5,7 +5,8 @@ covers a wrapper's padding, scales, grid and constants as well as the kernel. Th
 process of their own (this file as a program), because TRITON_INTERPRET must be set before Triton is
 imported. The buffers of results hold NaN beforehand: what a kernel forgets to write is seen.
 
-Two of the interpreter's operations are replaced. Its products take bf16's bits for integers, and
+It has no inline assembly: `_Unpacked` does what that of strict attention does. Two of the
+interpreter's operations are replaced. Its products take bf16's bits for integers, and
 numpy's matmul gives a row other bits at another place in a tile, which no tensor core does: `_dot`.
 Its conversions between float types cut off where a GPU rounds and know no NaN in FP8: `_convert`,
 which follows the PTX instructions that the kernels compile to (`cvt.rn`, with `.satfinite` for
@@ -28,6 +29,7 @@ _NAMES = {
     "float32": "fp32",
     "float16": "fp16",
     "bfloat16": "bf16",
+    "int16": "i16",
     "int32": "i32",
     "uint8": "u8",
 }
@@ -170,12 +172,32 @@ def _dot(builder, a, b, d, *_precision):
     return TensorHandle(d.data + total, d.dtype.scalar)
 
 
+class _Unpacked:
+    """Two E4M3 in each int16, as float16: what `kernels.gpu.attention._unpacked` writes in PTX."""
+
+    def __init__(self, asm: str, pairs):
+        import ml_dtypes
+
+        assert asm.count("cvt.rn.f16x2.e4m3x2") == 2 and "0x3120" in asm, asm
+        codes = np.ascontiguousarray(pairs.data).view(np.uint16)
+        halves = (codes & 255).astype(np.uint8), (codes >> 8).astype(np.uint8)
+        self._values = [x.view(ml_dtypes.float8_e4m3fn).astype(np.float16) for x in halves]
+
+    def get_result(self, index: int):
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        return TensorHandle(self._values[index], tl.float16)
+
+
 def _serve(requests, answers) -> None:
     import ml_dtypes  # noqa: F401  (numpy's FP8 types)
     import triton.runtime.interpreter
 
     triton.runtime.interpreter._convert_float = _convert
-    triton.runtime.interpreter.InterpreterBuilder.create_dot = _dot
+    builder = triton.runtime.interpreter.InterpreterBuilder
+    builder.create_dot = _dot
+    builder.create_inline_asm = lambda self, asm, _, operands, *more: _Unpacked(asm, operands[0])
     while (request := _receive(requests)) is not None:
         module, name, grid, arrays, shapes, constants = request
         try:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from sass import Machine, compile_kernel
 
+from fp8rl_jax.bench.kernel_times import DTYPES
 from fp8rl_jax.kernels.gpu import attention, attention_gradient, fast_attention, norm, tiles
 from fp8rl_jax.kernels.gpu.attention import attention_kernel, join_kernel
 from fp8rl_jax.kernels.gpu.attention_gradient import key_gradient_kernel, query_gradient_kernel
@@ -53,6 +54,7 @@ class Variant:
             "N": 4096,
             "K": self.depth,
             "SCALED": self.kind == "fp8",
+            "STAGES": tile.stages,
             **tile.constants(self.kind),
         }
         left, right, out = (_POINTERS[name] for name in (self.left, self.right, self.out))
@@ -75,8 +77,7 @@ class Variant:
 
 def variants() -> Iterator[Variant]:
     """Every tile of the tables in every use."""
-    fp8 = dict.fromkeys(tiles.FP8_FEW_ROWS + tiles.FP8_MANY_ROWS)
-    for tile in fp8:
+    for tile in tiles.FP8:
         yield Variant("fp8", tile, "fp8", "fp8", "fp8")
         yield Variant("fp8, gradient in E5M2", tile, "fp8", "e5m2", "fp8")
         yield Variant("fp8, ragged K", tile, "fp8", "fp8", "fp8", depth=4064)
@@ -84,7 +85,7 @@ def variants() -> Iterator[Variant]:
     for tile in tiles.WGRAD:
         yield Variant("fp8 wgrad", tile, "fp8", "fp8", "fp8", "float32", column_scales=True)
         yield Variant("fp8 grouped wgrad", tile, "fp8", "fp8", "fp8", "float32", wgrad=True)
-    for tile in dict.fromkeys(tiles.BF16_FEW_ROWS + tiles.BF16_MANY_ROWS):
+    for tile in tiles.BF16:
         yield Variant("bf16", tile, "bf16", "bf16", "bf16", "float32")
     for tile in tiles.FLOAT32:
         yield Variant("float32", tile, "float32", "float32", "float32", "float32")
@@ -230,8 +231,7 @@ class AttentionVariant:
         return f"attention {self.use}, {self.keys}{q}, {self.width}{rope}{scales}{pages}"
 
     def compile(self) -> Machine:
-        float32 = self.queries == "float32"
-        warps, stages = attention.warps_and_stages(self.width, float32)
+        warps, stages = attention.warps_and_stages(self.width, DTYPES[self.keys])
         types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "out", "top", "total"), "*fp32")
         types |= {"parts": "*fp32", "positions": "*i32", "q": _POINTERS[self.queries]}
         types["table"] = "*i32" if self.paged else "*fp32"
@@ -261,8 +261,7 @@ class AttentionVariant:
             kernel,
             {name: types[name] for name in names if name in types},
             {name: value for name, value in constants.items() if name in names},
-            warps,
-            1 if self.use == "join" else stages,
+            *((4, 1) if self.use == "join" else (warps, stages)),
         )
 
 

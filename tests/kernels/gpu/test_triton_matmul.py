@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'
 
 
 from fp8rl_jax.kernels.gpu import matmul as kernels
-from fp8rl_jax.kernels.gpu.tiles import FP8_FEW_ROWS, FP8_MANY_ROWS, Tile
+from fp8rl_jax.kernels.gpu.tiles import FP8, Tile
 from fp8rl_jax.kernels.reference.matmul import block_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -81,7 +81,7 @@ def test_rows_do_not_see_each_other():
 
 def test_no_tile_changes_a_bit():
     case = _fp8_case(100, 160, 256)
-    results = [np.asarray(kernels.matmul(*case, tile=t)) for t in FP8_FEW_ROWS + FP8_MANY_ROWS]
+    results = [np.asarray(kernels.matmul(*case, tile=t)) for t in FP8]
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
 

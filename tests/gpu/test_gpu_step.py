@@ -1,0 +1,220 @@
+"""A decode step of Qwen3-8B and two layers of its train step: milliseconds, and which kernels.
+
+Weights, caches and tokens are random. A decode step is the whole of it: 36 layers, output head and
+drawing a token, of 64 sequences of 2,048 and of 4,096 keys. A layer's train step is its forward
+pass, recomputed for the backward pass, and its gradients, of 4,096 tokens. FP8 and BF16 in one
+process, one after the other, so that only one has memory.
+
+A profile is taken with the same program, but XLA leaves CUDA graphs out while it profiles.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import pathlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_checks import reports
+
+from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.bench.kernel_times import Source
+from fp8rl_jax.kernels import resolve
+from fp8rl_jax.models import (
+    ModelConfig,
+    forward,
+    init_params,
+    kernel_formats,
+    quantize_params,
+    rope_tables,
+)
+from fp8rl_jax.models.presets import preset
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
+from fp8rl_jax.rollout.cases import CASES
+
+pytestmark = pytest.mark.gpu
+
+SEQUENCES, SLOTS, KEYS = 64, 4096, (2048, 4090)
+TOKENS = ((1, 4096), (4, 4096))
+LAYERS = 2
+_STEPS = 8  # timed together; the cache must have room behind the keys for all of them
+_REPEATS = 3
+
+
+def random_like(shapes: Any, source: Source) -> Any:
+    """Random arrays of these shapes: floating numbers of about 1, scales of about 1/50."""
+
+    def one(x):
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.float32:
+            return source.take(x.dtype, *x.shape)
+        return source.scales(*x.shape) / 50 if x.dtype == jnp.float32 else jnp.zeros_like(x)
+
+    return jax.tree.map(one, shapes)
+
+
+def random_weights(model: ModelConfig, recipe: Recipe) -> Any:
+    """Rollout weights in the layouts that the kernels read, drawn without masters in memory."""
+    key = jax.random.key(0, impl="threefry2x32")
+    shapes = jax.eval_shape(lambda key: quantize_params(init_params(model, key), recipe), key)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    formats = jax.tree.map(lambda _: here, shapes)
+    if resolve(recipe.kernels) != "reference":
+        formats = kernel_formats(shapes, formats)
+    source = Source()
+
+    def draw(leaf, form):
+        def value():
+            x = jax.random.normal(next(source._keys), leaf.shape)
+            if leaf.dtype == jnp.float32:  # scales and small weights
+                return 0.02 * (0.5 + jnp.minimum(jnp.abs(x), 1))
+            return (x * (1 if leaf.dtype.itemsize == 1 else 0.02)).astype(leaf.dtype)
+
+        return jax.jit(value, out_shardings=form)()
+
+    return jax.tree.map(draw, shapes, formats)
+
+
+def decode(model: ModelConfig, recipe: Recipe, keys: int, options: dict | None = None) -> tuple:
+    """(program of a decode step, weights, requests, state): every sequence has `keys` keys."""
+    settings = SamplerConfig(160, 1, (), 0)
+    loop = Loop(model, recipe, dataclasses.replace(settings, cache_slots=SLOTS))
+    weights = random_weights(model, recipe)
+    rows, ones = SEQUENCES, jnp.ones(SEQUENCES, jnp.int32)
+    requests = Requests(
+        lengths=ones * (keys - settings.max_new_tokens),
+        key=jax.random.key(0, impl="threefry2x32"),
+        sample_ids=jnp.arange(rows, dtype=jnp.int32),
+        temperature=jnp.ones(rows),
+        limits=ones * settings.max_new_tokens,
+        rope=tuple(map(jnp.asarray, rope_tables(model, SLOTS))),
+    )
+    prompts = jax.ShapeDtypeStruct((rows, 64), jnp.int32)
+    shapes = jax.eval_shape(
+        lambda w, p, r: loop.prefill(loop.prepare(w), p, r), weights, prompts, requests
+    )
+    state = random_like(shapes, Source())
+    state = dataclasses.replace(state, token=jnp.arange(rows, dtype=jnp.int32) * 31)
+
+    def step(weights, requests, state):
+        return loop.decode_step(loop.prepare(weights), requests, state)
+
+    program = jax.jit(step, donate_argnums=2, compiler_options=options)
+    return program, weights, requests, state
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    """The median over some repeats of a call's milliseconds, `_STEPS` in flight together."""
+    found = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        for _ in range(_STEPS):
+            out = call()
+        jax.block_until_ready(out)
+        found.append((time.perf_counter() - start) / _STEPS * 1e3)
+    return float(np.median(found))
+
+
+def kernels_of(directory: pathlib.Path) -> dict[str, tuple[int, float]]:
+    """{kernel: (launches, microseconds)} on the GPU in a profile, the longest first."""
+    found: collections.Counter[str] = collections.Counter()
+    launches: collections.Counter[str] = collections.Counter()
+    for path in directory.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if not re.match(r"/device:GPU:\d", plane.name):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    name = re.sub(r"[._]?\d+$", "", event.name)
+                    found[name] += event.duration_ns / 1e3
+                    launches[name] += 1
+    return {name: (launches[name], us) for name, us in found.most_common()}
+
+
+def print_profile(call: Callable[[], Any], directory: pathlib.Path, calls: int = 2) -> dict:
+    """Profiles some calls and prints their kernels, per call."""
+    jax.block_until_ready(call())
+    with jax.profiler.trace(str(directory)):
+        for _ in range(calls):
+            out = call()
+        jax.block_until_ready(out)
+    found = {n: (count / calls, us / calls) for n, (count, us) in kernels_of(directory).items()}
+    print(
+        f"{sum(c for c, _ in found.values()):.0f} launches, "
+        f"{sum(us for _, us in found.values()):.0f} us in kernels"
+    )
+    for name, (count, us) in list(found.items())[:40]:
+        print(f"  {us:9.1f} us in {count:6.1f} launches: {name[:90]}")
+    return found
+
+
+@reports
+@pytest.mark.parametrize("case", ["fp8", "bf16"])
+def test_speed_of_decode(case, record_property, tmp_path, model=None):
+    model, recipe = model or preset("qwen3_8b"), CASES[case]()
+    for keys in KEYS:
+        program, weights, requests, state = decode(model, recipe, keys)
+        held = [state]
+        del state
+
+        def call(program=program, weights=weights, requests=requests, held=held):
+            held[0] = program(weights, requests, held[0])
+            return held[0].token
+
+        begun = time.perf_counter()
+        jax.block_until_ready(call())
+        first = time.perf_counter() - begun
+        call()
+        found = milliseconds(call)
+        record_property(f"ms_{keys}", found)
+        assert bool(jnp.isfinite(held[0].rollout.logprobs).all())
+        print(
+            f"{case}: {found:.2f} ms a token of {SEQUENCES} sequences of {keys} keys, "
+            f"{SEQUENCES / found * 1e3:.0f} tokens/s; first call {first:.1f} s"
+        )
+        if keys == KEYS[0]:
+            record_property("kernels", print_profile(call, tmp_path / str(keys)))
+        del program, weights, requests, held, call
+
+
+@reports
+@pytest.mark.parametrize("case", ["fp8", "bf16"])
+def test_speed_of_learner(case, record_property, tmp_path, model=None):
+    model, recipe = model or preset("qwen3_8b"), CASES[case]()
+    model = dataclasses.replace(model, num_hidden_layers=LAYERS, vocab_size=1024)
+    key = jax.random.key(0, impl="threefry2x32")
+    params = exact_jit(functools.partial(init_params, model))(key)
+    source = Source()
+    for rows, tokens in TOKENS:
+        ids = jax.random.randint(key, (rows, tokens), 0, model.vocab_size)
+        cotangent = source.take(jnp.bfloat16, rows, tokens, model.hidden_size)
+        rope = tuple(map(jnp.asarray, rope_tables(model, tokens)))
+
+        def loss(params, ids, cotangent, rope):
+            out = forward(params, ids, model, recipe, rope=rope, remat="full", output="hidden")
+            return jnp.sum(out.hidden.astype(jnp.float32) * cotangent)
+
+        program = jax.jit(jax.grad(loss))
+        call = functools.partial(program, params, ids, cotangent, rope)
+        begun = time.perf_counter()
+        jax.block_until_ready(call())
+        first = time.perf_counter() - begun
+        call()
+        found = milliseconds(call) / LAYERS
+        record_property(f"ms_{rows}x{tokens}", found)
+        print(
+            f"{case}: {found:.2f} ms a layer of {rows} x {tokens} tokens, "
+            f"{rows * tokens / found * 1e3:.0f} tokens/s; first call {first:.1f} s"
+        )
+        if rows == 1:
+            record_property("kernels", print_profile(call, tmp_path / str(rows)))
