@@ -370,13 +370,14 @@ def _multiply(
     )
 
 
-def _multiply_for_gradient(recipe: Recipe, x: Matrix, w: Matrix) -> jax.Array:
-    """Multiplies (M, K) by (K, N) in the fastest order; returns (M, N) float32."""
+def _multiply_for_gradient(recipe: Recipe, x: Matrix, w: Matrix, dtype=jnp.float32) -> jax.Array:
+    """Multiplies (M, K) by (K, N) in the fastest order; returns (M, N) in `dtype`."""
 
     def plain(x, w):
-        return matmul_at_once(*_values(recipe, x, w), recipe.kernels)
+        return matmul_at_once(*_values(recipe, x, w), recipe.kernels).astype(dtype)
 
-    return by_platform(recipe.kernels, functools.partial(_multiply, recipe), plain, x, w)
+    kernel = functools.partial(_multiply, recipe, dtype=dtype)
+    return by_platform(recipe.kernels, kernel, plain, x, w)
 
 
 def has_grouped_kernels(recipe: Recipe) -> bool:
@@ -461,10 +462,10 @@ def dgrad(recipe: Recipe, dy: Matrix, w: Matrix, experts: Experts, dtype) -> jax
     """Returns ``dy w^T`` in `dtype`: (M, N) and (K, N) -> (M, K); experts as for `fprop`."""
 
     def multiply(dy, w):
-        return _multiply_for_gradient(recipe, dy, w.mT).astype(dtype)
+        return _multiply_for_gradient(recipe, dy, w.mT, dtype)
 
     def at_once(dy, w, experts):
-        return _by_kernel("grouped_matmul", recipe, dy, w.mT, experts).astype(dtype)
+        return _by_kernel("grouped_matmul", recipe, dy, w.mT, experts, dtype=dtype)
 
     if experts is None:
         return multiply(dy, w)

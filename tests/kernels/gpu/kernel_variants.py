@@ -244,7 +244,7 @@ class AttentionVariant:
             "H": 128 if self.rope else 32,
             "HKV": 1 if self.rope else 8,
             "D": self.width,
-            "WIDTH": 1 << (self.width - 1).bit_length(),
+            "WIDTH": attention.head_width(self.width, DTYPES[self.keys]),
             "DR": self.rope,
             "R_WIDTH": self.rope or 16,
             "SCALE": 0.1,
