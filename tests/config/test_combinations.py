@@ -6,7 +6,7 @@ import pytest
 from refusals import CONFIG, assert_words
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.config import combinations, load_config
+from fp8rl_jax.config import load_config
 from fp8rl_jax.config.combinations import FEATURES, PAIRS
 from fp8rl_jax.config.resolve import resolve_config
 

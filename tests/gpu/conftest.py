@@ -112,7 +112,7 @@ class Report:
                 "seconds": report.duration,
                 "lines": lines,
                 "data": report.user_properties,
-                "traceback": "" if isinstance(why, tuple) else report.longreprtext,
+                "traceback": "" if why is None or isinstance(why, tuple) else report.longreprtext,
             }
         )
         self.write()

@@ -1,9 +1,9 @@
 """Strict attention: pages against float64 and one piece, decode against a whole sequence, speed.
 
 Bounds, in units of the weighted sum of the values' magnitudes. The kernel rounds weights for the
-product with values, to bf16 or float16: up to 2^-8 or 2^-11 of each term. With float32 operands only float32 roundings
-remain, of scores above all. A page of another sequence changes a result by the page's share of the
-weights, 1/18 for the longest case here.
+product with values, to bf16 or float16: up to 2^-8 or 2^-11 of each term. With float32 operands
+only float32 roundings remain, of scores above all. A page of another sequence changes a result by
+the page's share of the weights, 1/18 for the longest case here.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def test_who_takes_a_split_changes_nothing(kind, slots):
 
 
 def test_scales_of_values_of_any_size():
-    """Weights keep their bits beside tiny and large scales, whichever come first; and in decoding."""
+    """Weights keep their bits beside tiny and large scales, whichever come first."""
     (q, k, v), scales = _case("fp8", 200)
     rng = np.random.default_rng(3)
     sizes = {
