@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# Checks and times the GPU kernels on this machine's H100 or H200, in at most about nine minutes:
-# the tests in tests/gpu. Exit status 0 only if all that decide have run and hold. Arguments go to
-# pytest:
+# Checks and times the GPU kernels on this machine's H100 or H200, in about eight minutes with 16
+# CPU cores: the tests in tests/gpu, first in parallel those that compare, the whole programs above
+# all, then one after another those that time. Exit status 0 only if all that decide have run and
+# hold; then precision.zero_drift='required' is accepted on this machine. Arguments go to pytest, and
+# then there is one run:
 #   bash launch/gpu_check.sh --out=DIR                    results; default: runs/gpu_check
 #   bash launch/gpu_check.sh -k attention                 a part: names of tests, or files
 #   bash launch/gpu_check.sh -k 'not speed'               without the times
 #   bash launch/gpu_check.sh --slow tests/gpu/test_gpu_headline.py   a long rollout, FP8 and BF16
-# Uses the Python that is there (PYTHON names another) with its JAX for CUDA, flax and optax, and
-# needs no network: what is missing of the rest is installed from wheels/, if it lies there. To fill
-# it, where there is a network:
-#   pip download --no-deps -d wheels jax-triton pytest pluggy iniconfig packaging pygments
+# Uses the Python that is there (PYTHON names another), 3.12 or later, with its JAX for CUDA, flax,
+# optax and Triton, and needs no network: what is missing of the rest is installed from wheels/, if it
+# lies there. To fill it, where there is a network:
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels \
+#     jax-triton==0.4.0 pytest pytest-xdist execnet pluggy iniconfig packaging pygments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
@@ -19,8 +22,26 @@ for wheel in wheels/*.whl; do
   "$python" -c "import importlib.metadata as m; m.version('$name')" 2>/dev/null ||
     "$python" -m pip install --quiet --no-index --no-deps "$wheel"
 done
-tests=(tests/gpu)
+out=runs/gpu_check tests=(tests/gpu) whole=true
 for argument in "$@"; do
-  [[ $argument == tests/* ]] && tests=()
+  case $argument in
+    --out=*) out="${argument#--out=}" ;;
+    tests/*) tests=() whole=false ;;
+    *) whole=false ;;
+  esac
 done
-exec "$python" -m pytest -m gpu --out=runs/gpu_check --seconds=500 "$@" "${tests[@]}"
+check=("$python" -m pytest -m gpu --out="$out")
+if ! $whole; then
+  exec "${check[@]}" --seconds=500 "$@" "${tests[@]}"
+fi
+cores="$(nproc)" parallel=()
+if "$python" -c 'import xdist' 2>/dev/null && [ "$cores" -gt 2 ]; then
+  parallel=(-p xdist -n "$((cores - 2 < 14 ? cores - 2 : 14))" --dist worksteal)
+fi
+# Of several processes none may take the GPU's memory at its start.
+status=0
+XLA_PYTHON_CLIENT_PREALLOCATE=false \
+  "${check[@]}" --seconds=400 -k 'not speed' "${parallel[@]}" "${tests[@]}" || status=$?
+[ "$status" -le 1 ] || exit "$status"
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 "${check[@]}" --add --seconds=300 -k speed "${tests[@]}" || status=$?
+exit "$status"

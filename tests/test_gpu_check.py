@@ -218,8 +218,11 @@ def test_launch_script_on_a_bare_machine(tmp_path):
     bench = tmp_path / "fp8rl_jax" / "bench" / "kernels.py"
     bench.write_text(bench.read_text() + "\n\ndef require_gpu(command): pass\n")
     done = launch()
-    counts = re.search(r"= (\d+) skipped in", done.stdout)
-    assert done.returncode == 1 and counts and int(counts.group(1)) > 80, done.stdout + done.stderr
+    counts = [int(count) for count in re.findall(r"= (\d+) skipped, ", done.stdout)]
+    assert done.returncode == 1 and len(counts) == 2, done.stdout + done.stderr
+    assert counts[0] > 80 and counts[1] > 10, "those that compare, then those that time"
+    found = json.loads((tmp_path / "runs" / "gpu_check" / "gpu_check.json").read_text())
+    assert len(found["tests"]) == sum(counts) and not found["ok"]
     done = launch("--slow", "tests/gpu/test_gpu_headline.py", "--out=there")
     assert "1 skipped" in done.stdout and done.returncode == 0
     assert {p.name for p in (tmp_path / "there").iterdir()} == {"gpu_check.json", "gpu_check.md"}

@@ -150,7 +150,7 @@ _SOURCES = _sources()
 
 # Lines of Python: of the library without its users `study` and `bench`, with them, of a package, of
 # a file. A change that needs more pays by deleting, or raises the number and says why.
-_MOST_LINES = {"library": 40_650, "with users": 46_850, "package": 7_000, "file": 520}
+_MOST_LINES = {"library": 41_000, "with users": 47_200, "package": 7_000, "file": 520}
 
 
 def test_size_stays_within_the_budget():

@@ -15,7 +15,7 @@ from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.config.resolved import Resolved, check_top_k
 from fp8rl_jax.envs import is_generated
-from fp8rl_jax.kernels import backend, triton_installed
+from fp8rl_jax.kernels import backend, proven, triton_installed
 from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import check_scales
 from fp8rl_jax.rl import Algorithm
@@ -123,7 +123,19 @@ def check_platform(resolved: Resolved) -> None:
     zero drift where it is required. Compiles a trivial probe, so call it after every other check.
     """
     _check_kernels(resolved)
-    if resolved.config.precision.zero_drift == "required" and not compiler_options():
+    precision = resolved.config.precision
+    if precision.zero_drift != "required":
+        return
+    if backend() == "gpu" and precision.kernels != "reference":
+        if not proven.is_proven():
+            versions = ", ".join(f"{name} {version}" for name, version in proven.stack().items())
+            raise UserError(
+                "precision.zero_drift is 'required', and the kernels have not been tested with "
+                f"{versions.removeprefix('device ')}: run `bash launch/gpu_check.sh` of the "
+                "repository here once, which records that they hold, or set "
+                "precision.zero_drift='report'"
+            )
+    elif not compiler_options():
         raise UserError(
             f"precision.zero_drift is 'required', and on {backend()} with this jaxlib "
             "the promise is not kept yet: set precision.zero_drift='report'"

@@ -51,6 +51,7 @@ import triton.language as tl
 from fp8rl_jax.kernels.arrays import KV_CHUNK
 from fp8rl_jax.kernels.gpu.tiles import MULTIPROCESSORS
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
+from fp8rl_jax.kernels.gpu.vectors import exponent, load_pairs, query_pairs, store_vectors, vectors
 
 ROWS = tl.constexpr(16)
 BLOCK = tl.constexpr(KV_CHUNK)
@@ -72,93 +73,6 @@ def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HK
     position = tl.load(positions + batch * T + query, mask=exists, other=-1)
     place = (batch * T + query) * H + kv_head * GROUP + row % GROUP
     return place, exists, position, tl.minimum(tl.max(position, 0), S - 1)
-
-
-@triton.jit
-def vectors(x, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads vectors number `place`, of D numbers zero-padded to WIDTH; zeros where not `exists`."""
-    feature = tl.arange(0, WIDTH)
-    mask = exists[:, None]
-    if D != WIDTH:
-        mask = mask & (feature < D)[None, :]
-    part = tl.load(x + place[:, None] * D + feature[None, :], mask=mask, other=0.0)
-    if x.dtype.element_ty == tl.float8e4nv:
-        # In three exact steps: a direct conversion of float16 to bf16 is a slow instruction (F2F).
-        part = part.to(tl.float16).to(tl.float32).to(tl.bfloat16)
-    return part
-
-
-@triton.jit
-def store_vectors(x, values, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Writes vectors of D numbers to `place` where `exists`."""
-    feature = tl.arange(0, WIDTH)
-    mask = exists[:, None] & (feature < D)[None, :]
-    tl.store(x + place[:, None] * D + feature[None, :], values, mask=mask)
-
-
-@triton.jit
-def _unpacked(pairs):
-    """Widens int16 that hold two E4M3 each, exactly; returns float16 of the first and the second.
-
-    Two int16 of a thread become two registers of two float16 by three instructions. Triton's own
-    conversion takes five times as many, and its loads of single bytes as many again.
-    """
-    return tl.inline_asm_elementwise(
-        asm="""{
-            .reg .b32 sorted;
-            .reg .b16 first, second;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {first, second}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, first;
-            cvt.rn.f16x2.e4m3x2 $1, second;
-        }""",
-        constraints="=r,=r,r",
-        args=[pairs],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _load_pairs(x, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads E4M3 vectors number `place` as float16, the even and the odd features, WIDTH / 2 each;
-    zeros where not `exists`."""
-    pair = tl.arange(0, WIDTH // 2)
-    mask = exists[:, None]
-    if D != WIDTH:
-        mask = mask & (pair < D // 2)[None, :]
-    at = x.to(tl.pointer_type(tl.int16)) + place[:, None] * (D // 2) + pair[None, :]
-    return _unpacked(tl.load(at, mask=mask, other=0))
-
-
-@triton.jit
-def _query_pairs(q, place, exists, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads queries, E4M3 or bf16, as `_load_pairs` does. As float16 a bf16 keeps its bits from
-    2**-14 to 65,504; smaller ones are rounded to multiples of 2**-24, larger ones are cut."""
-    if q.dtype.element_ty == tl.float8e4nv:
-        even, odd = _load_pairs(q, place, exists, D, WIDTH)
-    else:
-        pair = tl.arange(0, WIDTH // 2)
-        mask = exists[:, None] & (pair < D // 2)[None, :]
-        at = q + place[:, None] * D + 2 * pair[None, :]
-        even = _float16(tl.load(at, mask=mask, other=0.0))
-        odd = _float16(tl.load(at + 1, mask=mask, other=0.0))
-    return even, odd
-
-
-@triton.jit
-def _float16(x):
-    x = tl.maximum(x.to(tl.float32), -65504.0, propagate_nan=tl.PropagateNan.ALL)
-    return tl.minimum(x, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-
-
-@triton.jit
-def _exponent(scale):
-    """Returns the exponent of each positive float32, -100 or more, as a float32."""
-    exponent = tl.maximum(scale.to(tl.int32, bitcast=True) >> 23, 127 - 100)
-    # As the mantissa of 2**23: a conversion is a slow instruction.
-    return (exponent | 0x4B000000).to(tl.float32, bitcast=True) - (2.0**23 + 127)
 
 
 @triton.jit
@@ -223,7 +137,7 @@ def _one_split(
             first = 0
             place = slot * HKV
         if PAIRS:
-            key, odd_key = _load_pairs(k + first * D, place, there, D, WIDTH)
+            key, odd_key = load_pairs(k + first * D, place, there, D, WIDTH)
             score = tl.dot(odd_query, odd_key.T, tl.dot(query, key.T))
         else:
             key = vectors(k + first * D, place, there, D, WIDTH)
@@ -242,7 +156,7 @@ def _one_split(
         if V_SCALES > 0:
             value_scale = _scale_at(v_scale, first, place, there, V_SCALES)
             if PAIRS:
-                scaled_score += _exponent(value_scale)[None, :]
+                scaled_score += exponent(value_scale)[None, :]
         above = tl.maximum(top, tl.max(scaled_score, 1))
         weight = tl.exp2(score - above[:, None])
         rescale = tl.exp2(top - above)
@@ -251,7 +165,7 @@ def _one_split(
             weight *= value_scale[None, :]
         wide_rescale = tl.broadcast_to(rescale[:, None], values.shape)
         if PAIRS:
-            value, odd_value = _load_pairs(v + first * DV, place, there, DV, V_WIDTH)
+            value, odd_value = load_pairs(v + first * DV, place, there, DV, V_WIDTH)
             weight = weight.to(tl.float16)
             values = tl.fma(values, wide_rescale, tl.dot(weight, value))
             odd_values = tl.fma(odd_values, wide_rescale, tl.dot(weight, odd_value))
@@ -332,7 +246,7 @@ def attention_kernel(
     if V_SCALES == 2:
         v_scale += first
     if k.dtype.element_ty == tl.float8e4nv:
-        query, odd_query = _query_pairs(q, place, exists, D, WIDTH)
+        query, odd_query = query_pairs(q, place, exists, D, WIDTH)
     else:
         query = vectors(q, place, exists, D, WIDTH)
         odd_query = query
@@ -488,8 +402,8 @@ def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -
     check(fits, f"a sequence's keys {k.shape[1:]} must be fewer than 2**31 numbers")
     for name, scale, like in zip(("q_scale", "k_scale", "v_scale"), scales, (q, k, v), strict=True):
         fits = scale is None or not scale.ndim or scale.shape == like.shape[:3]
-        found = None if scale is None else scale.shape
-        check(fits, f"{name} {found} must be () or {like.shape[:3]}")
+        shape = None if scale is None else scale.shape
+        check(fits, f"{name} {shape} must be () or {like.shape[:3]}")
 
 
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:

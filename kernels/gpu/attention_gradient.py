@@ -28,8 +28,9 @@ import triton.language as tl
 
 from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu import fast_attention
-from fp8rl_jax.kernels.gpu.attention import multiply, store_vectors, vectors
+from fp8rl_jax.kernels.gpu.attention import multiply
 from fp8rl_jax.kernels.gpu.fast_attention import Tile, scores_of, seen_by, tile_rows
+from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 from fp8rl_jax.kernels.reference import attention_gradient as reference
 from fp8rl_jax.kernels.reference.attention import dequantized
 

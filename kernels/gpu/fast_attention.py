@@ -25,16 +25,9 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.gpu.attention import (
-    LOWEST,
-    check_operands,
-    head_width,
-    in_float32,
-    multiply,
-    store_vectors,
-    vectors,
-)
+from fp8rl_jax.kernels.gpu.attention import LOWEST, check_operands, head_width, in_float32, multiply
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
+from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 
 
 @triton.jit

@@ -231,6 +231,25 @@ def test_kernels_where_jax_has_a_gpu(case, monkeypatch):
     bad.assert_words(str(refusal.value), words)
 
 
+def test_zero_drift_is_required_of_tested_kernels(monkeypatch):
+    """On a GPU: of kernels whose tests have held there, and never of XLA's own products."""
+    fields = ["--config.precision.zero_drift=required"]
+    config = load_config("tiny.py", fields)
+    by_xla = load_config("tiny.py", [*fields, "--config.precision.kernels=reference"])
+    monkeypatch.setattr(checks, "backend", lambda: "gpu")
+    monkeypatch.setattr(checks, "triton_installed", lambda: True)
+    monkeypatch.setattr(checks.proven, "is_proven", lambda: False)
+    with pytest.raises(UserError) as refusal:
+        checks.check_platform(resolve_config(config))
+    words = ["gpu_check.sh", "jax ", "triton ", "zero_drift='report'"]
+    bad.assert_words(str(refusal.value), words)
+    monkeypatch.setattr(checks.proven, "is_proven", lambda: True)
+    checks.check_platform(resolve_config(config))
+    monkeypatch.setattr(checks, "compiler_options", dict)
+    with pytest.raises(UserError, match="zero_drift='report'"):
+        checks.check_platform(resolve_config(by_xla))
+
+
 def test_exact_products_are_a_cpus(monkeypatch):
     config = load_config("tiny.py", ["--config.precision.cpu_products=exact"])
     resolved = resolve_config(config)

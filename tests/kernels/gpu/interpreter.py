@@ -5,7 +5,7 @@ covers a wrapper's padding, scales, grid and constants as well as the kernel. Th
 process of their own (this file as a program), because TRITON_INTERPRET must be set before Triton is
 imported. The buffers of results hold NaN beforehand: what a kernel forgets to write is seen.
 
-It has no inline assembly: `_Unpacked` does what that of strict attention does. Two of the
+It has no inline assembly: `_Unpacked` does what that of vectors.py does. Two of the
 interpreter's operations are replaced. Its products take bf16's bits for integers, and
 numpy's matmul gives a row other bits at another place in a tile, which no tensor core does: `_dot`.
 Its conversions between float types cut off where a GPU rounds and know no NaN in FP8: `_convert`,
@@ -174,7 +174,7 @@ def _dot(builder, a, b, d, *_precision):
 
 
 class _Unpacked:
-    """Two E4M3 in each int16, as float16: what `kernels.gpu.attention._unpacked` writes in PTX."""
+    """Two E4M3 in each int16, as float16: what `kernels.gpu.vectors._unpacked` writes in PTX."""
 
     def __init__(self, asm: str, pairs):
         import ml_dtypes

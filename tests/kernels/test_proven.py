@@ -1,0 +1,60 @@
+"""Records of stacks on which the GPU kernels' tests have held."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from fp8rl_jax.kernels import machine, proven
+
+_RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "gpu_results"
+
+
+def test_what_is_published_has_its_results():
+    """Of each record: a results file of that device and those versions, in which all tests hold."""
+    results = [json.loads(file.read_text()) for file in _RESULTS.glob("*.json")]
+    held = [
+        {"device": found["environment"]["device"]} | found["environment"]["versions"]
+        for found in results
+        if found["ok"]
+    ]
+    for record in proven._PROVEN:
+        wanted = {name: value for name, value in record.items() if name != "kernels"}
+        assert any(wanted.items() <= found.items() for found in held), record
+
+
+def test_comments_are_no_code(tmp_path):
+    """Comments and docstrings leave a digest as it is; a number does not."""
+    versions = {
+        "plain": "def f(x):\n    return x + 1\n",
+        "told": '"""A module."""\n\n\ndef f(x):\n    """Adds."""\n    return x + 1  # one\n',
+        "other": "def f(x):\n    return x + 2\n",
+    }
+    found = {}
+    for name, text in versions.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kernel.py").write_text(text)
+        found[name] = proven.digest_of(tmp_path / name)
+    assert found["plain"] == found["told"] != found["other"]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "user_cache", lambda: tmp_path)
+    return tmp_path
+
+
+def test_a_proof_is_of_one_stack(cache, monkeypatch):
+    """What held here is accepted here, until a version or the kernels change."""
+    assert not proven.is_proven()
+    assert proven.keep_proof({"date": "today"}).parent == cache
+    assert proven.is_proven()
+    monkeypatch.setattr(proven, "stack", lambda: {"device": "another"})
+    assert not proven.is_proven()
+
+
+def test_without_a_cache_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(machine, "user_cache", lambda: None)
+    assert proven.keep_proof({}) is None and not proven.is_proven()
