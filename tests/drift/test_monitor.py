@@ -326,8 +326,8 @@ def test_planted_drift(tmp_path, monkeypatch, capsys):
 
     def perturbed(self, *arguments, **options):
         out = sample(self, *arguments, **options)
-        # The fourth rollout is step 3 again.
-        if "sampler" not in options and (drift := {3: 1e-4, 6: 0.03}.get(next(rollouts))):
+        # A step that is run again passes its sampler.
+        if "sampler" not in options and (drift := {3: 1e-4, 5: 0.03}.get(next(rollouts))):
             logprobs = np.array(out.logprobs)
             logprobs[3, 0] += drift
             out = dataclasses.replace(out, logprobs=logprobs)

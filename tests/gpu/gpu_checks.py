@@ -15,7 +15,10 @@ Results of a jitted call cannot be poisoned beforehand; that every element is fi
 
 from __future__ import annotations
 
+import collections
 import math
+import pathlib
+import re
 from collections.abc import Callable
 
 import jax
@@ -122,3 +125,21 @@ def print_time(
     for name, other in others.items():
         line += f", {name} {seconds_per_call(other, calls, programs)[0] / seconds:.2f}"
     print(line)
+
+
+def kernels_of(directory: pathlib.Path) -> dict[str, tuple[int, float]]:
+    """{kernel: (launches, microseconds)} on the GPU in a profile, the longest first."""
+    found: collections.Counter[str] = collections.Counter()
+    launches: collections.Counter[str] = collections.Counter()
+    for path in directory.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            if not re.match(r"/device:GPU:\d", plane.name):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    name = re.sub(r"[._]?\d+$", "", event.name)
+                    found[name] += event.duration_ns / 1e3
+                    launches[name] += 1
+    return {name: (launches[name], us) for name, us in found.most_common()}

@@ -7,12 +7,14 @@ tiles that are not compared with float64.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import subprocess
 import sys
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from gpu_checks import (
     assert_close,
     assert_finite,
     float64_product,
+    kernels_of,
     reports,
     some,
 )
@@ -214,6 +217,39 @@ def test_speed(model, source, ceilings, record_property):
         row = kernels.row(case, kernel_times.time_case(case, source), ceilings)
         record_property("row", row)
         print(kernels.line(row))
+
+
+_SHAPES = (
+    (64, 4096, 4096),
+    (64, 12_288, 4096),
+    (64, 4096, 6144),
+    (64, 4096, 24_576),
+    (4096, 4096, 4096),
+)
+
+
+@reports
+@pytest.mark.parametrize("kind", TILES)
+def test_speed_of_tiles(kind, source, tmp_path):
+    """Each tile's microseconds in a profile: without the gaps between launches."""
+    from fp8rl_jax.kernels.gpu import mosaic_matmul
+
+    for shape in _SHAPES:
+        case = Dense(kind, *shape, "bfloat16")
+        moved = (shape[0] * shape[1] + shape[1] * shape[2]) * (1 if kind == "fp8" else 2)
+        calls = [case.operands(source) for _ in range(max(2, min(12, round(2e8 / moved))))]
+        ways: dict[str, Callable] = {str(tile): case.product(tile) for tile in TILES[kind]}
+        if kind == "fp8" and shape[0] >= mosaic_matmul.FEWEST_ROWS:
+            for tile in mosaic_matmul.TILES:
+                run = functools.partial(mosaic_matmul.fp8_matmul, dtype=jnp.bfloat16, tile=tile)
+                ways[f"Mosaic {tile}"] = exact_jit(run)
+        for number, (name, way) in enumerate(ways.items()):
+            jax.block_until_ready(way(*calls[0]))
+            directory = tmp_path / f"{shape} {number}"
+            with jax.profiler.trace(str(directory)):
+                jax.block_until_ready([way(*operands) for operands in calls])
+            us = sum(time for _, time in kernels_of(directory).values()) / len(calls)
+            print(f"{case}, {name}: {us:.1f} us, {moved / us / 1e3:.0f} GB/s")
 
 
 @reports

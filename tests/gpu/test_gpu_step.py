@@ -1,7 +1,7 @@
 """A decode step of Qwen3-8B and two layers of its train step: milliseconds, and which kernels.
 
 Weights, caches and tokens are random. A decode step is the whole of it: 36 layers, output head and
-drawing a token, of 64 sequences of 2,048 and of 4,096 keys. A layer's train step is its forward
+drawing a token, of 64 sequences of 2,048 and of 3,950 keys. A layer's train step is its forward
 pass, recomputed for the backward pass, and its gradients, of 4,096 tokens. FP8 and BF16 in one
 process, one after the other, so that only one has memory.
 
@@ -10,11 +10,9 @@ A profile is taken with the same program, but XLA leaves CUDA graphs out while i
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import pathlib
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_checks import reports
+from gpu_checks import kernels_of, reports
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench.kernel_times import Source
@@ -44,7 +42,7 @@ from fp8rl_jax.rollout.cases import CASES
 
 pytestmark = pytest.mark.gpu
 
-SEQUENCES, SLOTS, KEYS = 64, 4096, (2048, 4090)
+SEQUENCES, SLOTS, KEYS = 64, 4096, (2048, 3950)
 TOKENS = ((1, 4096),)
 LAYERS = 2
 _STEPS = 8  # timed together; the cache must have room behind the keys for all of them
@@ -85,13 +83,14 @@ def random_weights(model: ModelConfig, recipe: Recipe) -> Any:
 
 
 def decode(model: ModelConfig, recipe: Recipe, keys: int, options: dict | None = None) -> tuple:
-    """(program of a decode step, weights, requests, state): every sequence has `keys` keys."""
+    """(program of a decode step, weights, requests, state): sequences of `keys` keys, or up to 60
+    more, as each step adds one."""
     settings = SamplerConfig(160, 1, (), 0)
     loop = Loop(model, recipe, dataclasses.replace(settings, cache_slots=SLOTS))
     weights = random_weights(model, recipe)
     rows, ones = SEQUENCES, jnp.ones(SEQUENCES, jnp.int32)
     requests = Requests(
-        lengths=ones * (keys - settings.max_new_tokens),
+        lengths=ones * keys,
         key=jax.random.key(0, impl="threefry2x32"),
         sample_ids=jnp.arange(rows, dtype=jnp.int32),
         temperature=jnp.ones(rows),
@@ -122,24 +121,6 @@ def milliseconds(call: Callable[[], Any]) -> float:
         jax.block_until_ready(out)
         found.append((time.perf_counter() - start) / _STEPS * 1e3)
     return float(np.median(found))
-
-
-def kernels_of(directory: pathlib.Path) -> dict[str, tuple[int, float]]:
-    """{kernel: (launches, microseconds)} on the GPU in a profile, the longest first."""
-    found: collections.Counter[str] = collections.Counter()
-    launches: collections.Counter[str] = collections.Counter()
-    for path in directory.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not re.match(r"/device:GPU:\d", plane.name):
-                continue
-            for line in plane.lines:
-                if not line.name.startswith("Stream"):
-                    continue
-                for event in line.events:
-                    name = re.sub(r"[._]?\d+$", "", event.name)
-                    found[name] += event.duration_ns / 1e3
-                    launches[name] += 1
-    return {name: (launches[name], us) for name, us in found.most_common()}
 
 
 def print_profile(call: Callable[[], Any], directory: pathlib.Path, calls: int = 2) -> dict:
