@@ -91,10 +91,14 @@ _COLLECTIVES = (
 )
 
 
+def _plain(program: str) -> str:
+    """Returns the text of a compiled program without comments, whose signs end a search."""
+    return re.sub(r"/\*index=\d+\*/", "", program)
+
+
 def collectives(program: str) -> dict[str, int]:
     """Counts the collectives in the text of a compiled program, such as {'all-gather u8': 3}."""
-    program = re.sub(r"/\*index=\d+\*/", "", program)
-    calls = re.findall(rf" = \W*(\w+)\[[^=]*? ({_COLLECTIVES})(?:-start)?\(", program)
+    calls = re.findall(rf" = \W*(\w+)\[[^=]*? ({_COLLECTIVES})(?:-start)?\(", _plain(program))
     found = [f"{kind} {dtype}" for dtype, kind in calls]
     return {name: found.count(name) for name in sorted(set(found))}
 
@@ -120,3 +124,65 @@ def products(program: str) -> dict[str, list[str]]:
             name = re.search(r'op_name="([^"]*)"', line)
             found.setdefault(kind, []).append(name.group(1) if name else "")
     return found
+
+
+# Instructions of a compiled program that start nothing on the GPU.
+_FREE = {
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "tuple",
+}
+
+
+def _instructions(program: str, computation: str) -> list[tuple[str, str, str]]:
+    """Returns (name, kind, line) of a computation's instructions."""
+    body = re.search(
+        rf"^(?:ENTRY )?%?{re.escape(computation)} \(.*?\n(.*?)^\}}", program, re.M | re.S
+    )
+    found = []
+    for line in body.group(1).splitlines() if body else ():
+        # The type, in parentheses if there are several results, then the kind.
+        match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(", line)
+        if match:
+            found.append((match.group(1), match.group(2), line))
+    return found
+
+
+def launches(program: str, turns: int) -> list[tuple[str, str]]:
+    """Returns what a GPU starts in each turn of the loop that is known to take `turns`: kernels of
+    XLA and of this library, copies, and steps of loops and conditionals within.
+
+    Args:
+      program: text of a compiled program.
+      turns: such as the number of layers of a scan.
+
+    Returns:
+      [(name of the instruction, JAX operation that it computes)], in order.
+    """
+    program, found = _plain(program), []
+    loop = rf'body=%?([\w.\-]+).*?"known_trip_count":{{"n":"{turns}"}}'
+    for body in re.findall(loop, program):
+        for name, kind, line in _instructions(program, body):
+            if kind not in _FREE:
+                operation = re.search(r'op_name="([^"]*)"', line)
+                found.append((name, operation.group(1) if operation else ""))
+    return found
+
+
+def unknown_loops(program: str) -> int:
+    """Counts loops whose number of turns XLA does not know, and conditionals: each makes the host
+    wait for the GPU."""
+    lines = _plain(program).splitlines()
+    loops = [line for line in lines if re.search(r" = [^=]*? while\(", line)]
+    conditionals = sum(bool(re.search(r" = [^=]*? conditional\(", line)) for line in lines)
+    return sum("known_trip_count" not in line for line in loops) + conditionals
+
+
+def sorts(program: str) -> int:
+    """Counts the sorts of a compiled program."""
+    return len(re.findall(r" = [^=\n]*? sort\(", _plain(program)))

@@ -40,6 +40,8 @@ def test_decode_step(monkeypatch):
     assert set(found) == {"ours"}
     assert sum("DecoderLayer" in name for name in found["ours"]) == 15
     assert not h200.collectives(text)
+    assert len(h200.launches(text, 2)) <= 34, "ours, and 19 of XLA's"
+    assert h200.unknown_loops(text) == h200.sorts(text) == 0
     copied = [
         line
         for line in text.splitlines()
@@ -63,6 +65,7 @@ def test_continuous_batching_keeps_its_pool_in_place(monkeypatch):
     found = h200.products(text)
     assert set(found) == {"ours"}
     assert sum("DecoderLayer" in name for name in found["ours"]) == 30
+    assert h200.unknown_loops(text) <= 7
     pages = 2 * (64 * 16 + 1)
     keys = pages * 64 * 8 * 128
     pool = 2 * (keys + 4 * keys // 128)
@@ -115,6 +118,42 @@ def test_decode_step_of_sharded_experts(monkeypatch):
     found = h200.products(text)
     assert set(found) == {"ours"}
     assert sum("DecoderLayer" in name for name in found["ours"]) == 17
+
+
+_PROGRAM = """HloModule m
+
+%fused (p: f32[2]) -> f32[2] {
+  ROOT %p = f32[2]{0} parameter(0)
+}
+
+%cond.1 (c: (s32[], f32[2])) -> pred[] {
+  ROOT %more = pred[] compare(%a, %b), direction=LT
+}
+
+%layer.1 (c: (s32[], f32[2])) -> (s32[], f32[2]) {
+  %c = (s32[], /*index=1*/f32[2]{0}) parameter(0)
+  %x = f32[2]{0} get-tuple-element(%c), index=1
+  %norm.3 = f32[2]{0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/norm/add"}
+  %k = (f32[2]{0}, /*index=1*/f32[2]{0}) custom-call(%norm.3), custom_call_target="ours"
+  %s = (f32[2]{0}, s32[2]{0}) sort(%x, %x), dimensions={0}
+  ROOT %t = (s32[], /*index=1*/f32[2]{0}) tuple(%c, %x)
+}
+
+ENTRY %main (p: f32[2]) -> f32[2] {
+  %w = (s32[], /*index=1*/f32[2]{0}) while(%i), body=%layer.1, {"known_trip_count":{"n":"6"}}
+  %v = (s32[], /*index=1*/f32[2]{0}) while(%w), condition=%cond.1, body=%other
+  ROOT %r = (s32[], /*index=1*/f32[2]{0}) conditional(%p, %v, %v), branch_computations={%a, %b}
+}
+"""
+
+
+def test_what_a_loop_starts():
+    """Kernels, custom calls and sorts; not what only names values."""
+    found = h200.launches(_PROGRAM, 6)
+    assert found == [("norm.3", "jit(f)/norm/add"), ("k", ""), ("s", "")]
+    assert h200.launches(_PROGRAM, 7) == []
+    assert h200.unknown_loops(_PROGRAM) == 2
+    assert h200.sorts(_PROGRAM) == 1
 
 
 @pytest.mark.slow

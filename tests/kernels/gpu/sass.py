@@ -39,6 +39,7 @@ class Machine:
     ] = ()  # shape of each float32 reduction, and which thread holds which element
     ttir: str = ""  # Triton's own form of the kernel, before layouts
     dots: tuple[str, ...] = ()  # types of each product, and which thread holds which element
+    loop: int = 0  # instructions of a turn of the innermost loop around a product
 
 
 def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
@@ -46,6 +47,19 @@ def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
     opcode = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)")
     matrix = re.findall(r"\b((?:QGMMA|HGMMA|HMMA|IMMA)\.[\w.]+)", code)
     return collections.Counter(opcode.findall(code)), frozenset(matrix)
+
+
+def innermost_loop(code: str) -> int:
+    """Instructions of a turn of the shortest loop with a tensor core instruction; 0 if none has."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
+    places = {int(address, 16): number for number, (address, _) in enumerate(lines)}
+    found = []
+    for end, (_, text) in enumerate(lines):
+        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        start = places.get(int(branch.group(1), 16), end) if branch else end
+        if any(re.search(r"MMA\.", inside) for _, inside in lines[start:end]):
+            found.append(end + 1 - start)
+    return min(found, default=0)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -80,6 +94,7 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         _sums(compiled.asm["ttgir"]),
         compiled.asm["ttir"],
         _dots(compiled.asm["ttgir"]),
+        innermost_loop(code),
     )
 
 

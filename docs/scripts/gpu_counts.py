@@ -1,0 +1,130 @@
+"""Counts, without a GPU, what decides the speed of a decode and of a train step on a Hopper GPU.
+
+    JAX_PLATFORMS=cpu python docs/scripts/gpu_counts.py qwen3_8b
+
+Compiles programs of a model for an H200 with few layers, as aot_h200.py does, and prints: machine
+instructions of attention's inner loop; what a GPU starts in each decode layer; loops at which the
+host waits in continuous batching; sorts. The last line is JSON:
+
+    decode_fp8_instructions   of attention's loop for 64 E4M3 keys, in units of four warps: a warp's
+                              instructions x warps / 4, what each of the four schedulers of a
+                              multiprocessor issues
+    decode_launches_per_layer, with_deterministic_ops   the latter with
+                              --xla_gpu_deterministic_ops, which launch/environment.sh sets
+    decode_foreign_kernels_per_layer   of those, XLA's
+    continuous_unknown_loops  loops of unknown length, and conditionals
+    sorts                     in decode with that flag, in continuous decode and in the train step
+    strict_attention_in_backward   of a layer's backward pass with remat
+    kernels                   each of a decode layer by name
+    stack                     versions of Python, jax, jax-triton and Triton
+
+Where XLA compiles on a CPU, the library chooses a CPU's way of converting and of keeping small
+arrays: up to four kernels of a decode layer are reductions here that are slices on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import platform
+import re
+import sys
+from importlib.metadata import version
+
+import jax
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(_ROOT / "docs" / "scripts"), str(_ROOT / "tests" / "kernels" / "gpu")]
+
+import aot_h200  # noqa: E402
+from kernel_variants import AttentionVariant  # noqa: E402
+
+from fp8rl_jax.kernels.gpu import attention  # noqa: E402
+from fp8rl_jax.plan import h200  # noqa: E402
+
+LAYERS = 6  # as no other loop of these programs takes so many turns
+_WITH_KERNELS = ("attention", "fast_attention", "head", "matmul", "norm")
+_FLAG = {"xla_gpu_deterministic_ops": True}
+
+
+def name_kernels() -> None:
+    """Makes every call of a Triton kernel carry the kernel's name."""
+    for name in _WITH_KERNELS:
+        module = importlib.import_module(f"fp8rl_jax.kernels.gpu.{name}")
+
+        def named(kernel, *arrays, call=module.triton_call, **more):
+            with jax.named_scope(kernel.fn.__name__):
+                return call(kernel, *arrays, **more)
+
+        module.triton_call = named
+
+
+def kernel_of(launch: tuple[str, str]) -> str:
+    """Ours by the kernel's name and the layer's part, XLA's by the instruction's."""
+    name, operation = launch
+    ours = re.search(r"(\w+)/(?:triton_kernel_call|mpmd_map|\w*pallas\w*)$", operation)
+    if not ours:
+        return f"XLA {re.sub(r'[.0-9]+$', '', name)}"
+    part = operation.split("DecoderLayer/")[-1].rpartition(ours.group(0))[0]
+    return f"{ours.group(1)} {part.rstrip('/')}".rstrip()
+
+
+def instructions(paged: bool) -> dict[str, float]:
+    """Of the loop of FP8 attention in decoding: a warp's, warps, and in units of four warps."""
+    variant = AttentionVariant("decode", "fp8", 128, paged=paged)
+    warps, _ = attention.warps_and_stages(128, attention.jnp.float8_e4m3fn)
+    machine = variant.compile()
+    return {
+        "of_a_warp": machine.loop,
+        "warps": warps,
+        "of_four_warps": machine.loop * warps / 4,
+        "registers": machine.registers,
+    }
+
+
+def main() -> None:
+    name = sys.argv[1]
+    paged = instructions(paged=True)  # before jax-triton leaves Triton's compiler without a cache
+    name_kernels()
+    mesh = h200.h200_mesh({})
+    programs = aot_h200.Programs(name, mesh, layers=LAYERS)
+    decode = programs.decode()
+    text = decode.compile().as_text()
+    flagged = decode.compile(compiler_options=_FLAG).as_text()
+    continuous = programs.continuous().compile().as_text()
+    train = programs.train(aot_h200.SEQUENCES["train"])
+    trained = train.compile(compiler_options=_FLAG).as_text()
+    kernels = [kernel_of(launch) for launch in h200.launches(text, LAYERS)]
+    backward = [
+        kernel
+        for kernel in map(kernel_of, h200.launches(trained, LAYERS))
+        if "attention_kernel" in kernel or "_gradient_kernel" in kernel
+    ]
+    forward = sum(kernel.startswith("attention_kernel") for kernel in backward)
+    found = {
+        "model": name,
+        "decode_fp8_instructions": paged["of_four_warps"],
+        "attention_loop": paged,
+        "decode_launches_per_layer": len(kernels),
+        "with_deterministic_ops": len(h200.launches(flagged, LAYERS)),
+        "decode_foreign_kernels_per_layer": sum(kernel.startswith("XLA") for kernel in kernels),
+        "continuous_unknown_loops": h200.unknown_loops(continuous),
+        "sorts": sum(map(h200.sorts, (flagged, continuous, trained))),
+        "strict_attention_in_backward": forward - 1,
+        "kernels": kernels,
+        "stack": {
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("jax", "jax-triton", "triton")},
+        },
+    }
+    print(f"Compiled for an H200: {name}, {found['stack']}")
+    for key, value in found.items():
+        if key not in ("model", "kernels", "stack"):
+            print(f"{key}: {value}")
+    print("kernels of a decode layer:", *kernels, sep="\n  ")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
