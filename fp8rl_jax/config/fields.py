@@ -349,7 +349,9 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     "learner": {
         "gradient_accumulation_steps": Field(1, "micro-batches of an update"),
-        "remat": Field("none", "none: keep activations; full: recompute each layer", choices=REMAT),
+        "remat": Field(
+            "none", "none: keep activations; full: recompute layers, not attention", choices=REMAT
+        ),
         "offload": Field(
             "none",
             "moments: keep the optimiser's moments in the host's memory; the "

@@ -120,7 +120,8 @@ class LayerCache:
                     operand_batching_dims=(1,),
                     scatter_indices_batching_dims=(0,),
                 )
-                return lax.scatter(old, place, as_bytes(x), dimensions)
+                # Said to be unique, writes need no sorting under --xla_gpu_deterministic_ops.
+                return lax.scatter(old, place, as_bytes(x), dimensions, unique_indices=True)
 
         return dataclasses.replace(self, stored=_by_array(put, self.stored, new))
 

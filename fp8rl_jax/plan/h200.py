@@ -168,7 +168,7 @@ def launches(program: str, turns: int) -> list[tuple[str, str]]:
     loop = rf'body=%?([\w.\-]+).*?"known_trip_count":{{"n":"{turns}"}}'
     for body in re.findall(loop, program):
         for name, kind, line in _instructions(program, body):
-            if kind not in _FREE:
+            if kind not in _FREE and not kind.endswith("-done"):  # what was started is counted
                 operation = re.search(r'op_name="([^"]*)"', line)
                 found.append((name, operation.group(1) if operation else ""))
     return found
