@@ -23,12 +23,11 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredLatent
-from fp8rl_jax.models.layers import KEPT, Kernel, LayerWeight, RMSNorm, linear, multiply_experts
+from fp8rl_jax.models.layers import Kernel, LayerWeight, RMSNorm, linear, multiply_experts
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
@@ -182,7 +181,7 @@ class LatentAttention(nn.Module):
         else:
             cache = cache.write(_store(latent, k_rope, recipe), positions)
             out = _attend(recipe, absorbed, q_rope, cache, positions, scale)
-        out = tap(self, "attention", checkpoint_name(compute_value(out, recipe), KEPT))
+        out = tap(self, "attention", compute_value(out, recipe))
         v_b = Kernel(config, parallel, name="v_b_proj")()
         out = by_head(recipe.for_module("v_b_proj"), parallel.devices, out, v_b)
         out = tap(self, "values", out)

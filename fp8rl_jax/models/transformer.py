@@ -39,7 +39,8 @@ from fp8rl_jax.quant import (
 from fp8rl_jax.quant.varying import varying_vjp
 
 REMAT = ("none", "full")  # values of `remat`: keep activations; recompute each layer
-# Its gradients do not need attention's result, and what follows is then recomputed without it.
+# Attention's gradients do not need its result, and what follows is recomputed from it. A latent
+# result is not kept: it is many times as large as a layer's input.
 _KEEPS_ATTENTION = jax.checkpoint_policies.save_only_these_names(KEPT)
 COLLECTED = ("kv_health", "kv_amax", "expert_probability")
 
@@ -229,8 +230,8 @@ def forward(
       parallel: the devices that share the computation; the bits are the same on any.
       rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they
         are made here (convenient, but outside the zero-drift promise).
-      remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer but
-        for attention, whose result is kept.
+      remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer, but
+        not attention within it (except latent attention).
       output: 'logits' or 'hidden'.
       collect: further observations, names from COLLECTED; see `ForwardOutput.aux`.
       taps: names of intermediate values to return; see models/taps.py.

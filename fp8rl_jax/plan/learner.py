@@ -178,9 +178,7 @@ def _kept_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
     """Returns the bytes that the forward pass of all layers keeps for the backward pass."""
     size = recipe.compute_dtype.itemsize
     if work.remat == "full":
-        result = model.num_attention_heads * (
-            model.kv_lora_rank if model.latent else model.head_dim
-        )
+        result = 0 if model.latent else model.num_attention_heads * model.head_dim
         return model.num_hidden_layers * work.tokens * (model.hidden_size + result) * size
     _, attention = attention_widths(model)
     mlp = 3 * model.intermediate_size

@@ -93,10 +93,11 @@ def step_flops(model: ModelConfig, work: Workload, tensor: int = 1) -> dict[str,
     passes = (4 if work.remat == "full" else 3) + work.counts
     tokens, length = work.tokens * work.micro_batches, work.prompt + work.response
     attended = tokens * length / 2 * model.num_hidden_layers * attention_features(model)
+    again = work.remat == "full" and model.latent
     head = model.vocab_size * model.hidden_size  # forward, logits again, two gradients
     return {
         "linear layers": 2 * linear * passes * tokens / tensor,
-        "attention": 2 * attended * (1 + work.counts + _ATTENTION_BACKWARD) / tensor,
+        "attention": 2 * attended * (again + 1 + work.counts + _ATTENTION_BACKWARD) / tensor,
         "output head": 2 * head * 4 * work.response_tokens * work.micro_batches / tensor,
     }
 
