@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import time
 from collections.abc import Callable
@@ -68,16 +69,16 @@ def random_weights(model: ModelConfig, recipe: Recipe) -> Any:
     formats = jax.tree.map(lambda _: here, shapes)
     if resolve(recipe.kernels) != "reference":
         formats = kernel_formats(shapes, formats)
-    source = Source()
+    keys = itertools.count()
 
     def draw(leaf, form):
-        def value():
-            x = jax.random.normal(next(source._keys), leaf.shape)
+        def value(key):
+            x = jax.random.normal(key, leaf.shape)
             if leaf.dtype == jnp.float32:  # scales and small weights
                 return 0.02 * (0.5 + jnp.minimum(jnp.abs(x), 1))
             return (x * (1 if leaf.dtype.itemsize == 1 else 0.02)).astype(leaf.dtype)
 
-        return jax.jit(value, out_shardings=form)()
+        return jax.jit(value, out_shardings=form)(jax.random.key(next(keys), impl="rbg"))
 
     return jax.tree.map(draw, shapes, formats)
 
