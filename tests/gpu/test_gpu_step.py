@@ -26,7 +26,7 @@ from gpu_checks import kernels_of, reports
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench.kernel_times import Source
-from fp8rl_jax.kernels import resolve
+from fp8rl_jax.kernels import as_bytes, resolve
 from fp8rl_jax.models import (
     ModelConfig,
     forward,
@@ -51,9 +51,12 @@ _REPEATS = 3
 
 
 def random_like(shapes: Any, source: Source) -> Any:
-    """Random arrays of these shapes: floating numbers of about 1, scales of about 1/50."""
+    """Random arrays of these shapes: floating numbers of about 1, also where a cache stores their
+    bits; scales of about 1/50; zeros of other integers."""
 
     def one(x):
+        if number := {jnp.uint8: jnp.float8_e4m3fn, jnp.uint16: jnp.bfloat16}.get(x.dtype.type):
+            return as_bytes(source.take(number, *x.shape))
         if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.float32:
             return source.take(x.dtype, *x.shape)
         return source.scales(*x.shape) / 50 if x.dtype == jnp.float32 else jnp.zeros_like(x)
@@ -103,6 +106,7 @@ def decode(model: ModelConfig, recipe: Recipe, keys: int, options: dict | None =
         lambda w, p, r: loop.prefill(loop.prepare(w), p, r), weights, prompts, requests
     )
     state = random_like(shapes, Source())
+    assert all(bool(jnp.any(x != 0)) for x in jax.tree.leaves(state.cache)), "nothing is timed on 0"
     state = dataclasses.replace(state, token=jnp.arange(rows, dtype=jnp.int32) * 31)
 
     def step(weights, requests, state):
