@@ -77,6 +77,13 @@ def surroundings() -> list:
     return [cpu_features(), threads(), *(os.environ.get(name) for name in VARIABLES), *settings]
 
 
+def takes_hopper_code() -> bool:
+    """Returns whether this machine's GPU is a Hopper; True without a GPU, where programs are only
+    compiled for one."""
+    device = jax.devices()[0]
+    return device.platform != "gpu" or getattr(device, "compute_capability", "9.0") == "9.0"
+
+
 def user_cache() -> pathlib.Path | None:
     """Makes and returns this project's directory in $XDG_CACHE_HOME or ~/.cache; None if it cannot
     be written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from fp8rl_jax.bench.rollout import Cell
 
 pytest_plugins = ["pytester"]
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
+_GPU = _ROOT / "tests" / "gpu"
 # A topology as JAX 0.11.2 serialises it: of an H200 as `plan.h200` described it, one field apart
 # (65,535 registers a block), which tells the two fields of registers apart.
 _TOPOLOGY = base64.b64decode(
@@ -168,6 +171,28 @@ def test_without_time_it_does_not_pass(check):
     assert "test_holds: not run: Skipped: the time was up" in text
     assert text.count("test_measures: not run") == 1 and "test_measures: not run, 0.0 s" in text
     assert check(_SUITE, "--seconds=-1", "-k", "measures").ret == 0
+
+
+def test_a_part_proves_nothing():
+    """Only all tests that decide, none chosen and none left out, prove zero drift on a machine."""
+    spec = importlib.util.spec_from_file_location("gpu_conftest", _GPU / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    report = object.__new__(conftest.Report)
+    files = {path.name for path in _GPU.glob("test_gpu_*.py")} - conftest._REPORTING
+    held = [{"name": f"{name}::test", "verdict": "holds"} for name in files]
+
+    def whole(tests=held, args=("tests/gpu",), keyword="", markexpr="gpu", **more) -> bool:
+        report.tests = tests
+        option = types.SimpleNamespace(keyword=keyword, markexpr=markexpr, **more)
+        return report.is_whole(types.SimpleNamespace(option=option, args=list(args)))
+
+    assert whole() and whole(keyword="not speed") and whole(deselect=None, ignore=[])
+    assert not whole(tests=[]) and not whole(tests=held[1:])
+    assert not whole(keyword="attention") and not whole(markexpr="gpu and slow")
+    assert not whole(deselect=["x"]) and not whole(ignore=["x"]) and not whole(lf=True)
+    assert not whole(args=["tests/gpu/test_gpu_norm.py"]) and not whole(args=["tests/gpu", "x"])
+    assert not whole([{**test, "verdict": "not run"} for test in held])
 
 
 def test_unwritable_directory(check):

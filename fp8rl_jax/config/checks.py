@@ -15,8 +15,8 @@ from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.config.resolved import Resolved, check_top_k
 from fp8rl_jax.envs import is_generated
-from fp8rl_jax.kernels import backend, proven, triton_installed
-from fp8rl_jax.models import least_pages
+from fp8rl_jax.kernels import backend, triton_installed
+from fp8rl_jax.models import least_pages, proven
 from fp8rl_jax.quant import check_scales
 from fp8rl_jax.rl import Algorithm
 from fp8rl_jax.rl.losses import LOSSES
@@ -130,9 +130,9 @@ def check_platform(resolved: Resolved) -> None:
         if not proven.is_proven():
             versions = ", ".join(f"{name} {version}" for name, version in proven.stack().items())
             raise UserError(
-                "precision.zero_drift is 'required', and the kernels have not been tested with "
+                "precision.zero_drift is 'required', and it has not been tested here with "
                 f"{versions.removeprefix('device ')}: run `bash launch/gpu_check.sh` of the "
-                "repository here once, which records that they hold, or set "
+                "repository once, which records that it holds, or set "
                 "precision.zero_drift='report'"
             )
     elif not compiler_options():

@@ -223,7 +223,8 @@ def forward(
       tokens: (B, T) int32, right-padded.
       config: shapes.
       recipe: numerics of this side, a Recipe or its name.
-      positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position.
+      positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position; with a
+        `KVCache` those of a row must differ.
       lengths: (B,) int32, real tokens of each row; only observations in `aux` read them.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
       kv_scales: scales from `calibrated_scales`, for recipes with kv='calibrated'.

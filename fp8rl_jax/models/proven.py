@@ -1,8 +1,8 @@
-"""Devices and versions on which the tests of the GPU kernels have held (launch/gpu_check.sh).
+"""Whether zero drift has been tested on this machine's GPU: what launch/gpu_check.sh leaves behind.
 
-A kernel's bits are those of the machine code that Triton and XLA make for a device: another version
-of either may make other code, and so does another source. A proof therefore names the device, JAX,
-Triton, jax-triton and the kernels' source. The driver only loads the code; the results name it too.
+Bits on a GPU are those of the machine code that Triton and XLA make for it: another version of
+either may make other code, and so may another source. A proof therefore names the device, the
+versions, and the source of kernels, models and quantisation. The driver only loads the code.
 """
 
 from __future__ import annotations
@@ -17,27 +17,17 @@ import pathlib
 
 import jax
 
+from fp8rl_jax import kernels, quant
 from fp8rl_jax.kernels import machine
 
 _VERSIONS = ("jax", "jaxlib", "triton", "jax-triton")
-# Results are in docs/gpu_results.
-_PROVEN = (
-    {
-        "device": "NVIDIA H200",
-        "jax": "0.11.2",
-        "jaxlib": "0.11.2",
-        "triton": "3.6.0",
-        "jax-triton": "0.4.0",
-        "kernels": "99d2489662dff5ff",
-    },
-)
+_PLUGINS = tuple(f"jax-cuda{cuda}-{part}" for cuda in (12, 13) for part in ("pjrt", "plugin"))
 
 
-@functools.cache
-def digest_of(folder: pathlib.Path = pathlib.Path(__file__).parent / "gpu") -> str:
-    """Returns a digest of a folder's Python code, without comments and docstrings."""
+def digest_of(*folders: pathlib.Path) -> str:
+    """Returns a digest of the Python code in folders, without comments and docstrings."""
     found = hashlib.sha256()
-    for file in sorted(folder.glob("*.py")):
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
@@ -47,14 +37,20 @@ def digest_of(folder: pathlib.Path = pathlib.Path(__file__).parent / "gpu") -> s
     return found.hexdigest()[:16]
 
 
+@functools.cache
+def _source() -> str:
+    files = (str(kernels.__file__), str(quant.__file__), __file__)
+    return digest_of(*(pathlib.Path(file).parent for file in files))
+
+
 def stack() -> dict[str, str]:
-    """Returns this machine's device, versions ('' for a package that is not installed) and kernels:
-    what the kernels' bits depend on."""
-    found = dict.fromkeys(_VERSIONS, "")
-    for name in _VERSIONS:
+    """Returns what the bits depend on: this machine's device, versions of what is installed, and a
+    digest of the source."""
+    found = {"device": jax.devices()[0].device_kind}
+    for name in (*_VERSIONS, *_PLUGINS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return {"device": jax.devices()[0].device_kind} | found | {"kernels": digest_of()}
+    return found | {"source": _source()}
 
 
 def _record(cache: pathlib.Path) -> pathlib.Path:
@@ -64,10 +60,9 @@ def _record(cache: pathlib.Path) -> pathlib.Path:
 
 
 def is_proven() -> bool:
-    """Returns whether the tests have held for this machine's stack: in the project's published
-    results, or here (`keep_proof`)."""
+    """Returns whether the tests have held on this machine, for its stack (`keep_proof`)."""
     cache = machine.user_cache()
-    return stack() in _PROVEN or (cache is not None and _record(cache).exists())
+    return cache is not None and _record(cache).exists()
 
 
 def keep_proof(results: dict) -> pathlib.Path | None:
