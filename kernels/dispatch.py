@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import machine, reference
+from fp8rl_jax.kernels import reference
 from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
-from fp8rl_jax.kernels.machine import backend
+from fp8rl_jax.kernels.machine import backend, takes_hopper_code
 from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
 # Values of the argument `implementation` below.
@@ -69,7 +69,7 @@ def _way(implementation: str) -> Way | None:
 
 
 def _mosaic_takes(lhs, rhs, rhs_scale, dtype) -> bool:
-    if not machine.takes_hopper_code():
+    if not takes_hopper_code():
         return False
     from fp8rl_jax.kernels.gpu.mosaic_matmul import supports
 

@@ -24,7 +24,6 @@ arrays: up to four kernels of a decode layer are reductions here that are slices
 
 from __future__ import annotations
 
-import importlib
 import json
 import pathlib
 import platform
@@ -32,32 +31,18 @@ import re
 import sys
 from importlib.metadata import version
 
-import jax
-
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_ROOT / "docs" / "scripts"), str(_ROOT / "tests" / "kernels" / "gpu")]
 
 import aot_h200  # noqa: E402
 from kernel_variants import AttentionVariant  # noqa: E402
 
+from fp8rl_jax.bench.kernel_times import DTYPES  # noqa: E402
 from fp8rl_jax.kernels.gpu import attention  # noqa: E402
 from fp8rl_jax.plan import h200  # noqa: E402
 
 LAYERS = 6  # as no other loop of these programs takes so many turns
-_WITH_KERNELS = ("attention", "fast_attention", "head", "matmul", "norm")
 _FLAG = {"xla_gpu_deterministic_ops": True}
-
-
-def name_kernels() -> None:
-    """Makes every call of a Triton kernel carry the kernel's name."""
-    for name in _WITH_KERNELS:
-        module = importlib.import_module(f"fp8rl_jax.kernels.gpu.{name}")
-
-        def named(kernel, *arrays, call=module.triton_call, **more):
-            with jax.named_scope(kernel.fn.__name__):
-                return call(kernel, *arrays, **more)
-
-        module.triton_call = named
 
 
 def kernel_of(launch: tuple[str, str]) -> str:
@@ -70,10 +55,10 @@ def kernel_of(launch: tuple[str, str]) -> str:
     return f"{ours.group(1)} {part.rstrip('/')}".rstrip()
 
 
-def instructions(paged: bool) -> dict[str, float]:
+def instructions() -> dict[str, float]:
     """Of the loop of FP8 attention in decoding: a warp's, warps, and in units of four warps."""
-    variant = AttentionVariant("decode", "fp8", 128, paged=paged)
-    warps, _ = attention.warps_and_stages(128, attention.jnp.float8_e4m3fn)
+    variant = AttentionVariant("decode", "fp8", 128, paged=True)
+    warps, _ = attention.warps_and_stages(128, DTYPES["fp8"])
     machine = variant.compile()
     return {
         "of_a_warp": machine.loop,
@@ -85,8 +70,7 @@ def instructions(paged: bool) -> dict[str, float]:
 
 def main() -> None:
     name = sys.argv[1]
-    paged = instructions(paged=True)  # before jax-triton leaves Triton's compiler without a cache
-    name_kernels()
+    loop = instructions()  # before jax-triton leaves Triton's compiler without a cache
     mesh = h200.h200_mesh({})
     programs = aot_h200.Programs(name, mesh, layers=LAYERS)
     decode = programs.decode()
@@ -96,22 +80,18 @@ def main() -> None:
     train = programs.train(aot_h200.SEQUENCES["train"])
     trained = train.compile(compiler_options=_FLAG).as_text()
     kernels = [kernel_of(launch) for launch in h200.launches(text, LAYERS)]
-    backward = [
-        kernel
-        for kernel in map(kernel_of, h200.launches(trained, LAYERS))
-        if "attention_kernel" in kernel or "_gradient_kernel" in kernel
-    ]
-    forward = sum(kernel.startswith("attention_kernel") for kernel in backward)
+    learner = [kernel_of(launch) for launch in h200.launches(trained, LAYERS)]
+    strict = sum(kernel.startswith("attention_kernel") for kernel in learner)
     found = {
         "model": name,
-        "decode_fp8_instructions": paged["of_four_warps"],
-        "attention_loop": paged,
+        "decode_fp8_instructions": loop["of_four_warps"],
+        "attention_loop": loop,
         "decode_launches_per_layer": len(kernels),
         "with_deterministic_ops": len(h200.launches(flagged, LAYERS)),
         "decode_foreign_kernels_per_layer": sum(kernel.startswith("XLA") for kernel in kernels),
         "continuous_unknown_loops": h200.unknown_loops(continuous),
         "sorts": sum(map(h200.sorts, (flagged, continuous, trained))),
-        "strict_attention_in_backward": forward - 1,
+        "strict_attention_in_backward": strict - 1,
         "kernels": kernels,
         "stack": {
             "python": platform.python_version(),

@@ -1,9 +1,18 @@
 """The version, importable without the rest of the package (setup.cfg reads it)."""
 
+import importlib.metadata
 import pathlib
 import subprocess
 
 __version__ = "0.1.0"
+
+
+def installed(name: str) -> str | None:
+    """Returns the version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str:

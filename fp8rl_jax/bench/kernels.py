@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import operator
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import jax
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.version import installed
 from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench.kernel_shapes import Attention, Product
 from fp8rl_jax.kernels import backend, triton_installed
@@ -49,11 +49,7 @@ def require_gpu(command: str) -> None:
 
 def environment() -> dict[str, Any]:
     """Returns device, driver, versions (None: not installed) and date."""
-    device, versions = jax.devices()[0], dict.fromkeys(_VERSIONS)
-    for name in versions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    driver = None
+    device, driver = jax.devices()[0], None
     if device.platform == "gpu":
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -65,7 +61,7 @@ def environment() -> dict[str, Any]:
         "platform": device.platform,
         "driver": driver,
         "python": sys.version.split()[0],
-        "versions": versions,
+        "versions": {name: installed(name) for name in _VERSIONS},
     }
 
 

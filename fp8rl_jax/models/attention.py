@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
-from fp8rl_jax.models.layers import KEPT, RMSNorm, linear
+from fp8rl_jax.models.layers import RMSNorm, linear
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.parallel.specs import splits_heads
@@ -24,6 +24,7 @@ from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
 from fp8rl_jax.quant.varying import varying_vjp
 
+KEPT = "attention"  # `checkpoint_name` of the result, which a recomputed layer reads again
 Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: one layer's calibrated scales
 
 

@@ -65,8 +65,6 @@ from fp8rl_jax.quant.operands import (
 from fp8rl_jax.quant.rule import has_grouped_kernels
 from fp8rl_jax.quant.varying import varying_vjp
 
-KEPT = "attention"  # `checkpoint_name` of what a recomputed layer does not compute again
-
 
 def tap_activation(
     module: nn.Module,

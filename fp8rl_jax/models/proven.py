@@ -8,16 +8,15 @@ versions, and the source of kernels, models and quantisation. The driver only lo
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import json
 import pathlib
 
 import jax
 
 from fp8rl_jax import kernels, quant
+from fp8rl_jax.base.version import installed
 from fp8rl_jax.kernels import machine
 
 _VERSIONS = ("jax", "jaxlib", "triton", "jax-triton")
@@ -46,11 +45,9 @@ def _source() -> str:
 def stack() -> dict[str, str]:
     """Returns what the bits depend on: this machine's device, versions of what is installed, and a
     digest of the source."""
-    found = {"device": jax.devices()[0].device_kind}
-    for name in (*_VERSIONS, *_PLUGINS):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"source": _source()}
+    versions = {name: installed(name) for name in (*_VERSIONS, *_PLUGINS)}
+    known = {name: version for name, version in versions.items() if version}
+    return {"device": jax.devices()[0].device_kind} | known | {"source": _source()}
 
 
 def _record(cache: pathlib.Path) -> pathlib.Path:

@@ -17,10 +17,11 @@ from jax import lax
 
 from fp8rl_jax.kernels import kept, resolve
 from fp8rl_jax.models.arrays import LINEAR, role_of
+from fp8rl_jax.models.attention import KEPT
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
-from fp8rl_jax.models.layers import KEPT, RMSNorm, StackedLayer, kernel_init
+from fp8rl_jax.models.layers import RMSNorm, StackedLayer, kernel_init
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context

@@ -139,18 +139,12 @@ _FREE = {
 }
 
 
-def _instructions(program: str, computation: str) -> list[tuple[str, str, str]]:
-    """Returns (name, kind, line) of a computation's instructions."""
-    body = re.search(
-        rf"^(?:ENTRY )?%?{re.escape(computation)} \(.*?\n(.*?)^\}}", program, re.M | re.S
-    )
-    found = []
-    for line in body.group(1).splitlines() if body else ():
-        # The type, in parentheses if there are several results, then the kind.
-        match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(", line)
-        if match:
-            found.append((match.group(1), match.group(2), line))
-    return found
+def _instructions(text: str) -> list[tuple[str, str, str]]:
+    """Returns (name, kind, line) of the instructions in the text of a program or computation."""
+    # The type, in parentheses if there are several results, then the kind.
+    form = r"^\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(.*"
+    found = re.finditer(form, _plain(text), re.M)
+    return [(match[1], match[2], match[0]) for match in found]
 
 
 def launches(program: str, turns: int) -> list[tuple[str, str]]:
@@ -164,10 +158,12 @@ def launches(program: str, turns: int) -> list[tuple[str, str]]:
     Returns:
       [(name of the instruction, JAX operation that it computes)], in order.
     """
-    program, found = _plain(program), []
+    found = []
     loop = rf'body=%?([\w.\-]+).*?"known_trip_count":{{"n":"{turns}"}}'
     for body in re.findall(loop, program):
-        for name, kind, line in _instructions(program, body):
+        start = re.search(rf"^(?:ENTRY )?%?{re.escape(body)} \(.*\n", program, re.M)
+        inside = program[start.end() : program.index("\n}", start.end())] if start else ""
+        for name, kind, line in _instructions(inside):
             if kind not in _FREE and not kind.endswith("-done"):  # what was started is counted
                 operation = re.search(r'op_name="([^"]*)"', line)
                 found.append((name, operation.group(1) if operation else ""))
@@ -177,12 +173,12 @@ def launches(program: str, turns: int) -> list[tuple[str, str]]:
 def unknown_loops(program: str) -> int:
     """Counts loops whose number of turns XLA does not know, and conditionals: each makes the host
     wait for the GPU."""
-    lines = _plain(program).splitlines()
-    loops = [line for line in lines if re.search(r" = [^=]*? while\(", line)]
-    conditionals = sum(bool(re.search(r" = [^=]*? conditional\(", line)) for line in lines)
-    return sum("known_trip_count" not in line for line in loops) + conditionals
+    return sum(
+        kind == "conditional" or (kind == "while" and "known_trip_count" not in line)
+        for _, kind, line in _instructions(program)
+    )
 
 
 def sorts(program: str) -> int:
     """Counts the sorts of a compiled program."""
-    return len(re.findall(r" = [^=\n]*? sort\(", _plain(program)))
+    return sum(kind == "sort" for _, kind, _ in _instructions(program))

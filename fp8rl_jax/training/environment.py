@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -24,6 +23,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.jax_settings import hold_settings, recorded_settings
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.base.user_cache import files_of_functions, library_digest, machine
+from fp8rl_jax.base.version import installed
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import tokenizer_files
@@ -49,7 +49,7 @@ def environment(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return {
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) for name in _LIBRARIES},
+            **{name: installed(name) or "not installed" for name in _LIBRARIES},
             "fp8rl_jax": library_digest()[:16],
         },
         "devices": {
@@ -72,13 +72,6 @@ def layout() -> str:
     """Returns the numbers of devices, processes and hosts as text."""
     found = jax.devices()
     return f"{len(found)} {found[0].platform} device(s){processes.described()}"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def check_process() -> None:

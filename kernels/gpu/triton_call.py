@@ -76,16 +76,17 @@ def triton_call(
         keywords = {"out_type": out, "backend_options": options}
     else:
         keywords = {"out_shape": out, "enable_fp_fusion": False}
-    results = library.triton_call(
-        *arrays,
-        kernel=kernel,
-        grid=grid,
-        num_warps=warps,
-        num_stages=stages,
-        # None queries the GPU; 90 is Hopper's, for a machine that only compiles for one.
-        compute_capability=None if backend() == "gpu" else 90,
-        **keywords,
-        **constants,
-    )
+    with jax.named_scope(kernel.fn.__name__):  # as profiles and compiled programs call it
+        results = library.triton_call(
+            *arrays,
+            kernel=kernel,
+            grid=grid,
+            num_warps=warps,
+            num_stages=stages,
+            # None queries the GPU; 90 is Hopper's, for a machine that only compiles for one.
+            compute_capability=None if backend() == "gpu" else 90,
+            **keywords,
+            **constants,
+        )
     # Under shard_map jax-triton types its results as equal on every device.
     return varying_as(results, *arrays)

@@ -19,6 +19,7 @@ import pytest
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.learner import Batch, LossConfig, make_batch, make_train_step, new_state
 from fp8rl_jax.models import ModelConfig, init_params, pages_of, rope_tables
+from fp8rl_jax.models.presets import preset
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_refit, make_sampler
 
@@ -37,15 +38,7 @@ SPARSE = dataclasses.replace(
     DENSE, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
 )
 # A layer of Qwen3-8B: its products take the tiles of the real model.
-LAYER = dataclasses.replace(
-    DENSE,
-    hidden_size=4096,
-    intermediate_size=12_288,
-    num_hidden_layers=1,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-)
+LAYER = dataclasses.replace(preset("qwen3_8b"), num_hidden_layers=1, vocab_size=1024)
 SIZES = {"prompts": 8, "group": 4, "prompt_slots": 24, "new": 120}  # `group` samples of a prompt
 SLOTS = 8  # of continuous batching: fewer than there are samples
 

@@ -41,10 +41,11 @@ def rotated_and_quantised(x, cos, sin):
 def test_rotation_and_kv_quantiser(source, tokens=4096, heads=8):
     """All tokens of a sequence at once; then 64 of them as a decode step's, written to a cache."""
     x = source.take(jnp.bfloat16, 1, tokens, heads, MODEL.head_dim) * source.scales(1, tokens, 1, 1)
+    x = x.astype(jnp.bfloat16)
     cos, sin = (jnp.asarray(t)[None] for t in rope_tables(MODEL, tokens))
-    whole = exact_jit(rotated_and_quantised)(x.astype(jnp.bfloat16), cos, sin)
+    whole = exact_jit(rotated_and_quantised)(x, cos, sin)
     some = np.sort(np.random.default_rng(0).choice(tokens, min(64, tokens), replace=False))
-    one = [y[0, some][:, None] for y in (x.astype(jnp.bfloat16), cos, sin)]
+    one = [y[0, some][:, None] for y in (x, cos, sin)]
     alone = exact_jit(rotated_and_quantised)(*one)
     want = [y[0, some][:, None] for y in whole]
     assert_bitwise_equal("rotation and quantiser, a token at a time", alone, want)
@@ -60,9 +61,8 @@ def test_rotation_and_kv_quantiser(source, tokens=4096, heads=8):
     assert_bitwise_equal("rotation and quantiser, written to a cache", got, want[1:])
 
 
-def test_weights(source):
+def test_weights():
     """Quantised alone as in a refit, and within a program that takes gradients too."""
-    del source
     params = exact_jit(lambda key: init_params(MODEL, key))(jax.random.key(0, impl="threefry2x32"))
     recipe = get_recipe("fp8")
     alone = exact_jit(lambda p: quantize_params(p, recipe))(params)
