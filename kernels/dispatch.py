@@ -128,22 +128,48 @@ def attention(
     scale: float,
     implementation: str = "auto",
     keys_by_feature: bool = False,
+    layer: jax.Array | None = None,
+    dtype=jnp.float32,
+    quantisation=None,
     **keywords: jax.Array | None,
-) -> jax.Array:
-    """Computes `reference.attention.attention` by an implementation, one of `IMPLEMENTATIONS`.
+):
+    """Computes `reference.attention.attention` by an implementation, rounded once to `dtype`.
 
     Arguments and result are those of the reference. Only the reference takes `keys_by_feature`.
+    With `layer` () int32 keys and values are those of several layers, one after another along the
+    first axis, or with a table, then (L, B, N), anywhere. `quantisation` is for the kernels alone.
     """
 
-    def kernel(arrays, keywords):
+    def kernel(arrays, layer, keywords):
         assert not keys_by_feature
-        return gpu_kernels().attention.attention(*arrays, scale=scale, **keywords)
+        run = gpu_kernels().attention.attention
+        settings = {"layer": layer, "dtype": dtype, "quantisation": quantisation}
+        return run(*arrays, scale=scale, **settings, **keywords)
 
-    def plain(arrays, keywords):
+    def plain(arrays, layer, keywords):
+        assert quantisation is None
+        q, k, v, positions = arrays
+        if layer is not None:
+            k, v, keywords = _of_layer((k, v, keywords), layer, q.shape[0])
         keywords = keywords | {"keys_by_feature": keys_by_feature, "way": _way(implementation)}
-        return reference.attention.attention(*arrays, scale=scale, **keywords)
+        found = reference.attention.attention(q, k, v, positions, scale=scale, **keywords)
+        return rounded(found, dtype)
 
-    return by_platform(implementation, kernel, plain, arrays, keywords)
+    return by_platform(implementation, kernel, plain, arrays, layer, keywords)
+
+
+def _of_layer(cached, layer: jax.Array, batch: int):
+    """Returns keys, values and the other arrays of a layer: its table, or slices."""
+    k, v, keywords = cached
+    if (table := keywords.get("table")) is not None:
+        return k, v, keywords | {"table": lax.dynamic_index_in_dim(table, layer, keepdims=False)}
+
+    def own(x: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, layer * batch, batch) if x.ndim else x
+
+    names = ("k_scale", "v_scale", "k_rope")
+    own_keywords = {n: own(x) for n, x in keywords.items() if n in names and x is not None}
+    return own(k), own(v), keywords | own_keywords
 
 
 def attention_vjp(

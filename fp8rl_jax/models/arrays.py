@@ -30,10 +30,10 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import RUNS, LayerSpec, Path, layer_spec, layer_stacks
 
 Shape = tuple[int, ...]
-# Roles. LINEAR: what a recipe may quantise. TABLE: embedding and head, in the compute dtype. ROUTER
-# and VECTOR (gains of norms, corrections of routers): float32 in every form of the parameters.
-LINEAR, TABLE, ROUTER, VECTOR = "linear", "table", "router", "vector"
-SMALL = (ROUTER, VECTOR)
+# Roles. LINEAR: what a recipe may quantise. TABLE: embedding and head, in the compute dtype.
+# ROUTER, GAIN (of norms) and CORRECTION (of routers): float32 in every form of the parameters.
+LINEAR, TABLE, ROUTER, GAIN, CORRECTION = "linear", "table", "router", "gain", "correction"
+SMALL = (ROUTER, GAIN, CORRECTION)
 # Logical axes (`sharding.RULES`) of stacked arrays; the matrix of an expert or a head is not split.
 _WIDE, EXPERTS, HEADS = ("layers", "embed", "wide"), ("layers", "experts"), ("layers", "heads")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
@@ -46,7 +46,7 @@ class Array:
     Attributes:
       path: keys in the parameter tree; for an array of a layer, within its stack.
       sizes: names of its axes, keys of `_sizes`; without the layer axis.
-      role: LINEAR, TABLE, ROUTER or VECTOR.
+      role: LINEAR, TABLE, ROUTER, GAIN or CORRECTION.
       axes: for each leading axis, the logical axis by which storage is sharded over the mesh; the
         other axes are not sharded.
       hf: Hugging Face's name, in a layer what follows "model.layers.N."; {} is an expert's number.
@@ -77,7 +77,7 @@ class Array:
     @property
     def matrix(self) -> bool:
         """Whether it is a matrix or a stack of matrices, not a vector."""
-        return self.role != VECTOR
+        return self.role not in (GAIN, CORRECTION)
 
     @property
     def transposed(self) -> bool:
@@ -128,7 +128,7 @@ def _linear(place: str, sizes: str, *reads: str, **others: Any) -> Array:
 def _gain(place: str, size: str, gguf: str = "") -> Array:
     """Makes the row of the gain of an RMSNorm at `place`."""
     path = f"{place}/weight"
-    return _array(path, size, VECTOR, (), path.replace("/", "."), gguf)
+    return _array(path, size, GAIN, (), path.replace("/", "."), gguf)
 
 
 def _gated_mlp(
@@ -156,7 +156,7 @@ _NORMED, _BY_HEAD = "input_layernorm/output", "self_attn.kv_b_proj.weight"
 _VOCAB, _EMBED = ("vocab", "embed"), ("layers", "embed")
 MODEL = (
     _array("embed_tokens", "vocab hidden", TABLE, _VOCAB, EMBEDDING, "token_embd.weight"),
-    _array("norm/weight", "hidden", VECTOR, (), "model.norm.weight", "output_norm.weight"),
+    _array("norm/weight", "hidden", GAIN, (), "model.norm.weight", "output_norm.weight"),
     _array("lm_head", "hidden head_vocab", TABLE, _VOCAB[::-1], HEAD, "output.weight"),
 )
 ATTENTION = (
@@ -191,7 +191,7 @@ LATENT = (  # arXiv:2405.04434, 2.1
 _BIAS = "e_score_correction_bias"
 SPARSE = (
     _array("router/kernel", "hidden experts", ROUTER, _EMBED, "mlp.gate.weight"),
-    _array(f"router/{_BIAS}", "corrected_experts", VECTOR, _EMBED, f"mlp.gate.{_BIAS}"),
+    _array(f"router/{_BIAS}", "corrected_experts", CORRECTION, _EMBED, f"mlp.gate.{_BIAS}"),
     *_gated_mlp("experts/", "experts.{}.", "expert_mlp", EXPERTS, front="experts"),
     *_gated_mlp("shared_experts/", "shared_experts.", "shared_mlp", _WIDE),
 )
@@ -240,7 +240,7 @@ def array_in(keys) -> Array | None:
 
 
 def role_of(path: Path) -> str:
-    """Returns LINEAR, TABLE, ROUTER or VECTOR for a path as in `array_of`."""
+    """Returns LINEAR, TABLE, ROUTER, GAIN or CORRECTION for a path as in `array_of`."""
     return array_of(path).role
 
 

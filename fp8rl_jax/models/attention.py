@@ -15,13 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
-from fp8rl_jax.models.layers import RMSNorm, linear
+from fp8rl_jax.models.layers import RMSNorm, StackedLayer, by_kernel_or_jnp, linear, rms_norm
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
-from fp8rl_jax.models.parallel.mesh import Parallel
+from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.parallel.specs import splits_heads
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
-from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
+from fp8rl_jax.models.taps import tap, watched
+from fp8rl_jax.quant import Activation, Recipe, dequantize_kv, quantize_kv
+from fp8rl_jax.quant.kv import kept_by_kernel
 from fp8rl_jax.quant.varying import varying_vjp
 
 KEPT = "attention"  # `checkpoint_name` of the result, which a recomputed layer reads again
@@ -46,26 +47,41 @@ def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
 
 
 def _attend(
-    recipe: Recipe, query, cache: LayerCache, positions, scales: Scales | None, scale: float
-) -> jax.Array:
+    recipe: Recipe,
+    query,
+    cache: LayerCache,
+    positions,
+    scales: Scales | None,
+    scale: float,
+    reader: Recipe | None = None,
+) -> Activation:
+    """Runs attention; returns (B, T, H * Dh) in the compute dtype.
+
+    `reader` is the recipe of the linear layer that reads the result, if the kernel may quantise it;
+    without one, the result is not quantised.
+    """
     q, q_scale = query
-    cache = cache.as_read(recipe.kernels, q.shape[1])
-    kv = cache.numbers
+    cache = cache.as_read(recipe.kernels)
+    kv = cache.stored
     assert isinstance(kv, StoredKV)
     k_scale, v_scale = _scales(kv, scales)
-    return kernels.attention(
-        q,
-        kv.k,
-        kv.v,
-        positions,
-        scale=scale,
-        table=cache.table,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        implementation=recipe.kernels,
-        keys_by_feature=kv.keys_by_feature,
-    )
+    run = functools.partial(kernels.attention, scale=scale)
+    others = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    others |= {"table": cache.table, "layer": cache.layer}
+
+    def kernel(arrays, others, dtype, quantisation):
+        settings = {"dtype": dtype, "quantisation": quantisation}
+        return run(*arrays, **others, **settings, implementation="gpu")
+
+    def plain(arrays, others):
+        way = "exact" if recipe.kernels == "exact" else "reference"
+        return run(*arrays, **others, implementation=way, keys_by_feature=kv.keys_by_feature)
+
+    *rows, heads, dim = q.shape
+    quantise = reader is not None and dim == kernels.K_BLOCK
+    arrays = q, kv.k, kv.v, positions
+    shape = *rows, heads * dim
+    return by_kernel_or_jnp(reader or recipe, quantise, kernel, plain, shape, arrays, others)
 
 
 def _scales(kv: StoredKV, scales: Scales | None):
@@ -102,16 +118,16 @@ def self_attention(
       scales: this layer's calibrated scales, or None.
 
     Returns:
-      (B, T, H, Dh) float32.
+      (B, T, H, Dh) in the compute dtype.
     """
     return _self_attention_forward(recipe, scale, q, k, v, positions, scales)[0]
 
 
 def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    out = _attend(recipe, query, LayerCache(kv), positions, scales, scale)
+    out = _attend(recipe, query, LayerCache(kv), positions, scales, scale).value
     residual = kernels.keep((query, kv, positions, scales))
-    return out, (residual, jnp.zeros((0,), q.dtype))
+    return out.reshape(q.shape), (residual, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
@@ -123,7 +139,7 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
         kv.k,
         kv.v,
         positions,
-        cotangent,
+        cotangent.astype(jnp.float32),
         scale=scale,
         q_scale=q_scale,
         k_scale=k_scale,
@@ -134,6 +150,64 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
 
 
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
+
+
+def has_one_kernel(recipe: Recipe) -> bool:
+    """Returns whether one kernel may make attention's inputs from the projections and write to the
+    cache. It gives the bits of a kernel for each step."""
+    return kernels.resolve(recipe.kernels) != "reference" and kept_by_kernel(recipe) is not None
+
+
+def _inputs_by_kernel(
+    config: ModelConfig,
+    recipe: Recipe,
+    projections: tuple[jax.Array, jax.Array, jax.Array],
+    gains: tuple[StackedLayer, StackedLayer] | None,
+    rope: tuple[jax.Array, jax.Array],
+    scales: Scales | None,
+    cache: LayerCache,
+    positions: jax.Array,
+):
+    """Applies QK-norm and RoPE, quantises, and writes keys and values to the cache.
+
+    Returns (q, k, `_query` of q, cache): q and k after RoPE and before quantisation.
+    """
+
+    def kernel(projections, gains, rope, scales, cache, positions):
+        unit, stored = kernels.gpu_kernels().attention_inputs, cache.merged
+        q, k, q_stored, q_scale, *arrays = unit.attention_inputs(
+            *projections,
+            rope,
+            gains and tuple(gain.stack for gain in gains),
+            unit.Kept(**(kept_by_kernel(recipe) or {})),
+            tuple((scales or {}).get(name) for name in "qkv"),
+            eps=config.rms_norm_eps,
+            interleaved=config.rope_interleave,
+            cache=unit.Cache(
+                (stored.k, stored.v, stored.k_scale, stored.v_scale),
+                cache.layer,
+                positions,
+                cache.table,
+            ),
+        )
+        query = q, None
+        if recipe.fp8_attention:
+            query = q_stored, q_scale if scales is None else scales["q"]
+        return q, k, query, cache.with_merged(StoredKV(*arrays))
+
+    def plain(projections, gains, rope, scales, cache, positions):
+        q, k, v = projections
+        if gains is not None:
+            norm = functools.partial(rms_norm, recipe, config.rms_norm_eps, False, ONE_DEVICE)
+            q, k = (norm(x, gain).value for x, gain in zip((q, k), gains, strict=True))
+        if config.rope_interleave:
+            q, k = deinterleave(q), deinterleave(k)
+        q, k = (apply_rope(recipe, x, *rope) for x in (q, k))
+        cache = cache.write(_store(k, v, recipe, scales), positions)
+        return q, k, _query(q, recipe, scales), cache
+
+    operands = projections, gains, rope, scales, cache, positions
+    return kernels.by_platform(recipe.kernels, kernel, plain, *operands)
 
 
 class Attention(nn.Module):
@@ -170,6 +244,16 @@ class Attention(nn.Module):
             return y.reshape(batch, length, -1, dim)
 
         q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
+        reader = None if parallel.inside else recipe.for_module("o_proj")
+        if cache is not None and not watched(self) and has_one_kernel(recipe):
+            params, gains = self.variables["params"], None
+            if config.qk_norm:
+                gains = params["q_norm"]["weight"], params["k_norm"]["weight"]
+            q, k, query, cache = _inputs_by_kernel(
+                config, recipe, (q, k, v), gains, (cos, sin), scales, cache, positions
+            )
+            read = _attend(recipe, query, cache, positions, scales, scale, reader)
+            return read, cache, {"q": q, "k": k, "v": v}
         if config.qk_norm:
             q = RMSNorm(config.rms_norm_eps, recipe, parallel, name="q_norm")(q).value
             k = RMSNorm(config.rms_norm_eps, recipe, parallel, name="k_norm")(k).value
@@ -186,7 +270,7 @@ class Attention(nn.Module):
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
             query = _query(q, recipe, scales)
-            out = _attend(recipe, query, cache, positions, scales, scale)
-        out = tap(self, "attention", checkpoint_name(compute_value(out, recipe), KEPT))
-        out = out.reshape(batch, length, -1)
-        return out, cache, {"q": q, "k": k, "v": v}
+            out = _attend(recipe, query, cache, positions, scales, scale).value
+            out = out.reshape(batch, length, -1, dim)
+        out = tap(self, "attention", checkpoint_name(out, KEPT))
+        return Activation(out.reshape(batch, length, -1)), cache, {"q": q, "k": k, "v": v}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
-from fp8rl_jax.models.kv_cache import layer_cache
 from fp8rl_jax.models.latent_attention import LatentAttention
 from fp8rl_jax.models.layers import RMSNorm, linear
 from fp8rl_jax.models.parallel.columns import combine, gather_or_slice
@@ -26,11 +26,11 @@ class PerLayer(NamedTuple):
     """Inputs that differ by layer, scanned with the layers.
 
     Attributes:
-      place: the layer's index or page table in the cache (`kv_cache.by_layer`), or None.
+      number: () int32, the layer's index in the cache, or None.
       scales: the layer's calibrated scales, {'q' | 'k' | 'v': ()}, or None.
     """
 
-    place: Any
+    number: Any
     scales: dict[str, jax.Array] | None
 
 
@@ -48,15 +48,17 @@ class DecoderLayer(nn.Module):
         """Runs one layer, a step of a scan over layers.
 
         Args:
-          carried: (x (B, T, D), the cache of all layers or None).
+          carried: (x (B, T, D), the cache of the run of layers or None).
           per_layer: inputs of this layer.
           positions, cos, sin, valid: (B, T, ...), see `forward`.
 
         Returns:
           (carried with the new values, aux).
         """
-        x, stored = carried
-        cache, scales = layer_cache(stored, per_layer.place), per_layer.scales
+        x, cache = carried
+        if cache is not None:
+            cache = dataclasses.replace(cache, layer=per_layer.number)
+        scales = per_layer.scales
         config, spec, recipe, parallel = self.config, self.spec, self.recipe, self.parallel
         h = RMSNorm(config.rms_norm_eps, recipe, parallel, True, name="input_layernorm")(x)
         attention = LatentAttention if config.latent else Attention
@@ -85,10 +87,11 @@ class DecoderLayer(nn.Module):
             valid_only = {n: jnp.where(valid[:, :, None, None], y, 0) for n, y in qkv.items()}
             aux["kv_amax"] = {name: find_amax(y, (1, 2, 3)) for name, y in valid_only.items()}
         aux = combine(aux) if parallel.inside else aux
-        return (x, None if cache is None else cache.stored), aux
+        return (x, cache and dataclasses.replace(cache, layer=None)), aux
 
 
 def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:
+    x = jax.lax.stop_gradient(x)  # kernels have no derivative
     stored, scale = quantize_kv(x, recipe, scale)
     assert scale is not None
     return kv_health(x, stored, scale, recipe)

@@ -81,14 +81,15 @@ def least_pages(tokens: int) -> int:
 
 @flax.struct.dataclass
 class LayerCache:
-    """The KV cache of one layer, alone or within the arrays of all layers.
+    """The KV cache of one layer within the arrays of all layers, or alone: sequences themselves.
 
     Attributes:
-      stored: arrays (B, S, ...) of this layer, or of all layers: (L, B, S, ...) with `layer`,
-        (L * P, PAGE, ...) with `table`. With `keys_by_feature` the slots of k are its last axis:
-        (B, Hkv, Dh, S), (L, B, Hkv, Dh, S) or (L * P, Hkv, Dh, PAGE).
+      stored: arrays (L, B, S, ...) of all layers, or (L * P, PAGE, ...) with `table`; or
+        (B, S, ...) of sequences themselves. With `keys_by_feature` the slots of k are its last
+        axis: (L, B, Hkv, Dh, S) or (L * P, Hkv, Dh, PAGE).
       layer: () int32, index of this layer in the arrays, or None.
-      table: (B, N) int32, indices of this layer's pages in the arrays, or None.
+      table: (L, B, N) int32, the pages of each sequence in the order of its slots; (B, N)
+        without `layer`; or None.
     """
 
     stored: Stored
@@ -97,15 +98,15 @@ class LayerCache:
 
     def write(self, new: Stored, positions: jax.Array) -> LayerCache:
         """Returns the cache with `new` (B, T, ...) written at `positions` (B, T)."""
+        assert self.layer is not None
         if self.table is not None:
-            page = jnp.take_along_axis(self.table, positions // PAGE, axis=1)
+            page = jnp.take_along_axis(self._table_of_layer(), positions // PAGE, axis=1)
 
             def put(old: jax.Array, slots_last: bool, x: jax.Array) -> jax.Array:
                 between = (slice(None),) * 2 * slots_last  # heads and features
                 return old.at[(page, *between, positions % PAGE)].set(as_bytes(x))
 
         else:
-            assert self.layer is not None
             layer = jnp.broadcast_to(self.layer, positions.shape)
             place = jnp.stack([layer, positions], axis=-1)
 
@@ -125,36 +126,40 @@ class LayerCache:
 
         return dataclasses.replace(self, stored=_by_array(put, self.stored, new))
 
-    def in_pages(self) -> LayerCache:
-        """Views the stacked cache as pages plus a page table, so that a kernel reads it in place.
+    def _table_of_layer(self) -> jax.Array:
+        assert self.layer is not None and self.table is not None
+        return lax.dynamic_index_in_dim(self.table, self.layer, keepdims=False)
 
-        Returns self for a single layer, or if the slots are not a multiple of PAGE.
-        """
-        batch, slots = _leading(self.stored).shape[1:3]
-        if self.layer is None or slots % PAGE:
-            return self
-        count = slots // PAGE
-        row = self.layer * batch + jnp.arange(batch, dtype=jnp.int32)
-        table = row[:, None] * count + jnp.arange(count, dtype=jnp.int32)
-        pages = jax.tree.map(lambda x: x.reshape(-1, PAGE, *x.shape[3:]), self.stored)
-        return LayerCache(pages, table=table)
+    def as_read(self, implementation: str) -> LayerCache:
+        """Returns the cache as attention by `implementation` reads it: arrays of FP8 and bf16, not
+        of bits. Kernels read a layer in the arrays of all, (L * B, S, ...) or pages, by its index;
+        other arrays are those of this layer alone, with its own table."""
+        if self.layer is None or resolve(implementation) != "reference":
+            stored = self.merged if self.layer is not None else self.stored
+            return dataclasses.replace(self, stored=jax.tree.map(_numbers, stored))
+        if self.table is not None:
+            return LayerCache(jax.tree.map(_numbers, self.stored), table=self._table_of_layer())
 
-    def as_read(self, implementation: str, queries: int) -> LayerCache:
-        """Returns `in_pages()` if a kernel of `implementation` decodes (one query), else self."""
-        by_kernel = resolve(implementation) != "reference"
-        return self.in_pages() if by_kernel and queries == 1 else self
+        def own(x: jax.Array) -> jax.Array:
+            return _numbers(lax.dynamic_index_in_dim(x, self.layer, keepdims=False))
+
+        return LayerCache(jax.tree.map(own, self.stored))
 
     @property
-    def numbers(self) -> Stored:
-        """The arrays that attention reads: this layer's (B, S, ...), or (L * P, PAGE, ...) with a
-        table; as FP8 and bf16 values, not as bits."""
+    def merged(self) -> Stored:
+        """The arrays of all layers, with one axis for layers and sequences; or the pages."""
+        if self.table is not None:
+            return self.stored
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), self.stored)
 
-        def read(x: jax.Array) -> jax.Array:
-            if self.layer is not None:
-                x = lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
-            return from_bytes(x, _NUMBERS.get(x.dtype, x.dtype))
+    def with_merged(self, merged: Stored) -> LayerCache:
+        """Returns the cache with the arrays `merged`: the inverse of `merged`."""
+        stored = jax.tree.map(lambda x, like: x.reshape(like.shape), merged, self.stored)
+        return dataclasses.replace(self, stored=stored)
 
-        return jax.tree.map(read, self.stored)
+
+def _numbers(x: jax.Array) -> jax.Array:
+    return from_bytes(x, _NUMBERS.get(x.dtype, x.dtype))
 
 
 def _by_array(function: Callable, stored: Stored, *others: Stored) -> Stored:
@@ -222,30 +227,20 @@ class PagedCache:
         """Tokens that a sequence may have."""
         return self.table.shape[1] * PAGE
 
-    def tables(self, layers: int) -> jax.Array:
-        """Returns the page tables (L, B, N) of a run's layers; layer l's pages start at l * P."""
-        first = self.pages * jnp.arange(layers, dtype=self.table.dtype)
-        return first[:, None, None] + self.table
-
 
 # A scan over layers carries the cache of all layers, so that a layer writes into it in place. As a
 # scanned input and output it would be copied twice per token.
 
 
-def layer_cache(stored: Stored | None, place: jax.Array | None) -> LayerCache | None:
-    """Returns a layer's cache: the arrays that the scan carries, and the layer's index or table."""
-    if stored is None or place is None:
-        return None
-    return LayerCache(stored, table=place) if place.ndim else LayerCache(stored, place)
-
-
-def by_layer(cache: KVCache | PagedCache | None, run: int, layers: int):
-    """Returns the arrays that a scan over a run carries, and each layer's index or page table."""
+def run_cache(cache: KVCache | PagedCache | None, run: int, layers: int) -> LayerCache | None:
+    """Returns the cache of a run of layers, for a scan to carry; each layer sets its index."""
     if cache is None:
-        return None, None
-    if isinstance(cache, PagedCache):
-        return cache.runs[run], cache.tables(layers)
-    return cache.runs[run], jnp.arange(layers, dtype=jnp.int32)
+        return None
+    table = None
+    if isinstance(cache, PagedCache):  # made once, not in every layer
+        first = cache.pages * jnp.arange(layers, dtype=cache.table.dtype)
+        table = first[:, None, None] + cache.table
+    return LayerCache(cache.runs[run], table=table)
 
 
 def _empty(

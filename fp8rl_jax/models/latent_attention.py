@@ -49,8 +49,8 @@ def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
 
 
 def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: float) -> jax.Array:
-    cache = cache.as_read(recipe.kernels, q.shape[1])
-    stored = cache.numbers
+    cache = cache.as_read(recipe.kernels)
+    stored = cache.stored
     assert isinstance(stored, StoredLatent)
     latent = stored.latent[:, :, None]
     latent_scale = None if stored.scale is None else stored.scale[:, :, None]
@@ -61,6 +61,7 @@ def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: floa
         positions,
         scale=scale,
         table=cache.table,
+        layer=cache.layer,
         k_scale=latent_scale,
         v_scale=latent_scale,
         q_rope=q_rope,

@@ -86,7 +86,7 @@ class StackedLayer:
     traffic of a decode step, which spends its time reading weights.
 
     Attributes:
-      stack: (L, K, N), or (L, E, K, N) of experts, an array or a QArray.
+      stack: (L, K, N), or (L, E, K, N) of experts, an array or a QArray; (L, D) gains of norms.
       layer: () int32.
     """
 
@@ -233,20 +233,27 @@ class Kernel(nn.Module):
         return kernel_of(self, self.config, self.parallel, self.spec)
 
 
-def _by_kernel_or_jnp(
-    recipe: Recipe, quantise: bool, kernel: Callable, plain: Callable, *operands: jax.Array
+def by_kernel_or_jnp(
+    recipe: Recipe,
+    quantise: bool,
+    kernel: Callable,
+    plain: Callable,
+    shape: tuple[int, ...],
+    *operands,
 ) -> Activation:
-    """Runs an operation on activations by a kernel of kernels/gpu/norm.py, or in jnp.
+    """Runs an operation on activations by a kernel of kernels/gpu, or in jnp.
 
     Args:
-      recipe: numerics.
+      recipe: numerics; in front of a linear layer its own.
       quantise: whether linear layers follow; the result is then also quantised, if the recipe
         `fuses_quantisation`.
-      kernel: (*operands, dtype, quantisation) -> (M, D), or with a quantisation (y, q, scale).
-      plain: (*operands) -> (..., D) float32.
-      operands: arrays, the first of the result's shape.
+      kernel: (*operands, dtype, quantisation) -> an array that can take `shape`; with a
+        quantisation (this, q (M, D), scale (ceil(D / 128), M)).
+      plain: (*operands) -> an array in float32 that can take `shape`.
+      shape: (..., D), of the result.
+      operands: arrays, or trees of them.
     """
-    shape, operand = operands[0].shape, None
+    operand = None
     if quantise and fuses_quantisation(recipe):
         operand = recipe.activation
 
@@ -258,7 +265,7 @@ def _by_kernel_or_jnp(
         return Activation(y.reshape(shape), QArray(q, scale.T, operand.block))
 
     def in_jnp(*operands):
-        y = compute_value(plain(*operands), recipe)
+        y = compute_value(plain(*operands).reshape(shape), recipe)
         if operand is None:
             return Activation(y)
         return Activation(y, quantize_activation(_rows(y), operand, None, "reference")[0])
@@ -279,23 +286,35 @@ def _inverse_rms(x: jax.Array, eps: float) -> jax.Array:
 
 @functools.partial(varying_vjp, static=4)
 def rms_norm(
-    recipe: Recipe, eps: float, quantise: bool, parallel: Parallel, x: jax.Array, weight: jax.Array
+    recipe: Recipe,
+    eps: float,
+    quantise: bool,
+    parallel: Parallel,
+    x: jax.Array,
+    weight: jax.Array | StackedLayer,
 ) -> Activation:
     """Returns ``x / sqrt(mean(x^2) + eps) * weight``, last axis (Zhang & Sennrich, 1910.07467).
 
     Keeps x for the backward pass in its dtype, without a float32 copy. `quantise` as in
-    `_by_kernel_or_jnp`. Only the value has a gradient; the weight's gradient is summed over the
+    `by_kernel_or_jnp`. Only the value has a gradient; the weight's gradient is summed over the
     devices of `parallel`.
     """
 
     def kernel(x, weight, *settings):
-        return gpu_kernels().norm.rms_norm(_rows(x), weight, eps, *settings)
+        layer = None
+        if isinstance(weight, StackedLayer):
+            weight, layer = weight.stack, weight.layer
+        if x.ndim == 4:  # heads: part of attention's inputs
+            return gpu_kernels().attention_inputs.rms_norm(x, weight, eps, layer)
+        return gpu_kernels().norm.rms_norm(_rows(x), weight, eps, *settings, layer=layer)
 
     def plain(x, weight):
+        if isinstance(weight, StackedLayer):
+            weight = take_layer(weight.stack, weight.layer)
         x = x.astype(jnp.float32)
         return x * _inverse_rms(x, eps) * weight
 
-    return _by_kernel_or_jnp(recipe, quantise, kernel, plain, x, weight)
+    return by_kernel_or_jnp(recipe, quantise, kernel, plain, x.shape, x, weight)
 
 
 def _rms_norm_forward(recipe, eps, quantise, parallel, x, weight):
@@ -326,8 +345,10 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Activation:
-        weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
-        weight = stored(self.parallel.replicate(weight))
+        weight: Any = self.get_variable("params", "weight")
+        if not isinstance(weight, StackedLayer):
+            weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
+            weight = stored(self.parallel.replicate(weight))
         y = rms_norm(self.recipe, self.eps, self.quantise, self.parallel, x, weight)
         return tap_activation(self, "output", y)
 
@@ -337,7 +358,7 @@ def gated_silu(recipe: Recipe, quantise: bool, gate: jax.Array, up: jax.Array) -
     """Returns ``silu(gate) * up``, silu(x) = x / (1 + exp(-x)) (SwiGLU, Shazeer, 2002.05202).
 
     Keeps gate and up for the backward pass in their dtype, without float32 copies. `quantise` as
-    in `_by_kernel_or_jnp`; only the value has a gradient.
+    in `by_kernel_or_jnp`; only the value has a gradient.
     """
 
     def kernel(gate, up, *settings):
@@ -347,7 +368,7 @@ def gated_silu(recipe: Recipe, quantise: bool, gate: jax.Array, up: jax.Array) -
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
         return gate / (1.0 + jnp.exp(-gate)) * up
 
-    return _by_kernel_or_jnp(recipe, quantise, kernel, plain, gate, up)
+    return by_kernel_or_jnp(recipe, quantise, kernel, plain, gate.shape, gate, up)
 
 
 def _gated_silu_forward(recipe, quantise, gate, up):

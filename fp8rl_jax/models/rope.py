@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax.kernels import prevent_fma
+from fp8rl_jax.kernels import by_platform, gpu_kernels, prevent_fma
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import Recipe, compute_value
 from fp8rl_jax.quant.varying import varying_vjp
@@ -92,16 +92,23 @@ def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> 
 
     Keeps only the tables for the backward pass, which rotates the gradient back.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    rotated = jnp.concatenate(
-        [
-            prevent_fma(first * cos) - prevent_fma(second * sin),
-            prevent_fma(second * cos) + prevent_fma(first * sin),
-        ],
-        -1,
-    )
-    return compute_value(rotated, recipe)
+
+    def plain(x, cos, sin):
+        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        cos, sin = cos[:, :, None], sin[:, :, None]
+        rotated = jnp.concatenate(
+            [
+                prevent_fma(first * cos) - prevent_fma(second * sin),
+                prevent_fma(second * cos) + prevent_fma(first * sin),
+            ],
+            -1,
+        )
+        return compute_value(rotated, recipe)
+
+    def kernel(x, cos, sin):
+        return gpu_kernels().attention_inputs.rotate(compute_value(x, recipe), cos, sin)
+
+    return by_platform(recipe.kernels, kernel, plain, x, cos, sin)
 
 
 def _apply_rope_forward(recipe, x, cos, sin):

@@ -62,6 +62,11 @@ def tap(
     return value
 
 
+def watched(module: nn.Module) -> bool:
+    """Returns whether this pass records taps or has swaps."""
+    return module.is_mutable_collection(TAPS) or SWAPS in module.variables
+
+
 @jax.custom_vjp
 def _swapped(chosen: jax.Array, given: jax.Array, value: jax.Array) -> jax.Array:
     return jnp.where(chosen, given, value)

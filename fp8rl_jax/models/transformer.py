@@ -16,18 +16,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import kept, resolve
-from fp8rl_jax.models.arrays import LINEAR, role_of
+from fp8rl_jax.models.arrays import GAIN, LINEAR, role_of
 from fp8rl_jax.models.attention import KEPT
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
-from fp8rl_jax.models.kv_cache import KVCache, PagedCache, by_layer
+from fp8rl_jax.models.kv_cache import KVCache, PagedCache, run_cache
 from fp8rl_jax.models.layers import RMSNorm, StackedLayer, kernel_init
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.stacks import LayerGroup, layer_groups, layer_spec, layer_stacks, path_of
-from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap
+from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap, watched
 from fp8rl_jax.quant import (
     BoundWeight,
     KVScales,
@@ -99,16 +99,21 @@ class Transformer(nn.Module):
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             spec = layer_spec(config, run.stack)
             settings = (config, spec, run.recipe, self.collect, self.parallel)
-            stored, places = by_layer(cache, index, run.span.stop - run.span.start)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
-            arguments = ((x, stored), PerLayer(places, scales), positions, cos, sin, valid)
-            if cache is not None and not self._watched():
+            layers = run.span.stop - run.span.start
+            carried = x, run_cache(cache, index, layers)
+            others = positions, cos, sin, valid
+            if cache is not None and not watched(self):  # taps need modules; the bits are the same
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
                 by_kernel = resolve(run.recipe.kernels) != "reference"
-                (x, stored), aux = _scan_in_place(layer, by_kernel, stack[run.name], *arguments)
+                named = stack[run.name]
+                carried, aux = _scan_in_place(layer, by_kernel, named, scales, carried, *others)
             else:
-                (x, stored), aux = self._scan(settings, run)(*arguments)
-            stored_runs.append(stored)
+                number = None if cache is None else jnp.arange(layers, dtype=jnp.int32)
+                scan = self._scan(settings, run)
+                carried, aux = scan(carried, PerLayer(number, scales), *others)
+            x, written = carried
+            stored_runs.append(None if written is None else written.stored)
             auxes.append(aux)
         x = RMSNorm(config.rms_norm_eps, recipe, self.parallel, name="norm")(x).value
         if not config.tie_word_embeddings and self.is_initializing():
@@ -132,25 +137,22 @@ class Transformer(nn.Module):
             check_constancy_invariants=not self.parallel.inside,
         )(*settings, name=run.name)
 
-    def _watched(self) -> bool:
-        """Returns whether there are taps or swaps, which only the scan over modules supports. Both
-        scans give the same bits."""
-        return self.is_mutable_collection(TAPS) or SWAPS in self.variables
 
-
-def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_layer, *others):
+def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, scales, carried, *others):
     """Scans layers like `Transformer._scan`, with a cache and without copies of the weights.
 
-    With `by_kernel`, kernels read linear layers in their stack (`StackedLayer`). Other arrays are
-    sliced as bits, because XLA:CPU slices bf16 in a scan through float32. The arguments after
-    `stack`, and the result, are those of the scanned module.
+    With `by_kernel`, kernels read linear layers and norms in their stack (`StackedLayer`). Other
+    arrays are sliced as bits, because XLA:CPU slices bf16 in a scan through float32. `scales` are
+    those of all layers; the arguments after it, and the result, are those of the scanned module.
     """
 
-    def step(carried, scanned):
-        index, own = scanned
+    def step(carried, scales):
+        # Counted here: an index to scan would be one more array to slice in every layer.
+        index, carried = carried
 
         def one(path, leaf):
-            if role_of(path_of(path)) == LINEAR and not isinstance(leaf, BoundWeight):
+            role = role_of(path_of(path))
+            if role == GAIN or (role == LINEAR and not isinstance(leaf, BoundWeight)):
                 return StackedLayer(leaf, index)
             return take_layer(leaf, index)
 
@@ -158,10 +160,12 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, carried, per_lay
             params = jax.tree_util.tree_map_with_path(one, stack, is_leaf=is_weight)
         else:
             params = kept(take_layer(stack, index))
-        return layer.apply({"params": params}, carried, own, *others)
+        carried, aux = layer.apply({"params": params}, carried, PerLayer(index, scales), *others)
+        return (index + 1, carried), aux
 
     count = jax.tree.leaves(stack)[0].shape[0]
-    return lax.scan(step, carried, (jnp.arange(count, dtype=jnp.int32), per_layer))
+    (_, carried), aux = lax.scan(step, (jnp.int32(0), carried), scales, length=count)
+    return carried, aux
 
 
 def _join(auxes: list[dict]) -> dict:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import fp8_max, round_bf16
+from fp8rl_jax.kernels import by_platform, fp8_max, gpu_kernels, round_bf16
 from fp8rl_jax.quant import scaling
 from fp8rl_jax.quant.operands import compute_value
 from fp8rl_jax.quant.qarray import E4M3, QArray, block_health, cast_at_scale, quantize_with
@@ -83,16 +83,41 @@ def quantize_kv(
     """
     if not recipe.kv_quantized:
         return compute_value(x, recipe), None
-    x = round_bf16(x)
-    if recipe.kv == "dynamic":
-        q = quantize_with(x, (-1,), E4M3, recipe.kv_policy)[0]
-        return q.qvalue, q.scale[..., 0]
-    if scale is None:
+    if recipe.kv == "calibrated" and scale is None:
         raise ValueError(
             f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
         )
-    s = lax.optimization_barrier(1.0 / scale)
-    return cast_at_scale(x.astype(jnp.float32), s, E4M3), scale
+
+    def plain(x, scale):
+        x = round_bf16(x)
+        if recipe.kv == "dynamic":
+            q = quantize_with(x, (-1,), E4M3, recipe.kv_policy)[0]
+            return q.qvalue, q.scale[..., 0]
+        s = lax.optimization_barrier(1.0 / scale)
+        return cast_at_scale(x.astype(jnp.float32), s, E4M3), scale
+
+    kind = kept_by_kernel(recipe)
+    if kind is None:
+        return plain(x, scale)
+
+    def kernel(x, scale):
+        rows = x.reshape(1, 1, -1, x.shape[-1])
+        given = scale if recipe.kv == "calibrated" else None
+        q, s = gpu_kernels().attention_inputs.quantize(rows, given, kind["power_of_two"])
+        return q.reshape(x.shape), s.reshape(x.shape[:-1]) if given is None else given
+
+    return by_platform(recipe.kernels, kernel, plain, x, scale)
+
+
+def kept_by_kernel(recipe: Recipe) -> dict | None:
+    """Returns how the kernels keep q, k and v under a recipe (`kernels.gpu.attention_inputs.Kept`);
+    None where they cannot: a scaling policy of 'dynamic' that is not theirs."""
+    policies = {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
+    if recipe.kv == "dynamic" and recipe.kv_policy not in policies:
+        return None
+    kv = {"none": "none", "dynamic": "row", "calibrated": "given"}[recipe.kv]
+    powers = recipe.kv == "dynamic" and policies[recipe.kv_policy]
+    return {"q": kv if recipe.fp8_attention else "none", "kv": kv, "power_of_two": powers}
 
 
 def kv_health(

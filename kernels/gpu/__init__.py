@@ -4,4 +4,12 @@ Importing this package needs Triton. `kernels.gpu_kernels()` imports it when a p
 kernel; `dispatch` imports `mosaic_matmul`, which needs Pallas instead.
 """
 
-from fp8rl_jax.kernels.gpu import attention, attention_gradient, fast_attention, head, matmul, norm
+from fp8rl_jax.kernels.gpu import (
+    attention,
+    attention_gradient,
+    attention_inputs,
+    fast_attention,
+    head,
+    matmul,
+    norm,
+)

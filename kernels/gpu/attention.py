@@ -48,7 +48,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import KV_CHUNK
+from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, fp8_max
+from fp8rl_jax.kernels.gpu.quantiser import Quantisation, block_scales, magnitude_bits
 from fp8rl_jax.kernels.gpu.tiles import MULTIPROCESSORS
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import exponent, load_pairs, query_pairs, store_vectors, vectors
@@ -190,16 +191,40 @@ def _join(top, total, values, more_top, more_total, more_values):
 
 
 @triton.jit
-def _store_result(out, place, exists, total, values, DV: tl.constexpr, V_WIDTH: tl.constexpr):
+def _store_result(
+    results,  # pointers to out, q and q_scale
+    place,
+    exists,
+    total,
+    values,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    DV: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """Stores a tile's results, and with QUANTIZE what `norm.quantize_rows` makes of them."""
+    out, q, q_scale = results
     # Adding 0.0 makes -0.0 positive: another block without visible keys would do that, too.
     result = tl.div_rn(values, tl.broadcast_to(total[:, None], values.shape)) + 0.0
-    store_vectors(out, result, place, exists, DV, V_WIDTH)
+    rounded = result.to(out.dtype.element_ty)
+    store_vectors(out, rounded, place, exists, DV, V_WIDTH)
+    if QUANTIZE:  # a head is a block of 128
+        value = rounded.to(tl.float32)
+        s, stored = block_scales(tl.max(magnitude_bits(value), axis=1), FP8_MAX, POWER_OF_TWO)
+        value = (value * s[:, None]).to(q.dtype.element_ty)
+        store_vectors(q, value, place, exists, DV, V_WIDTH)
+        token, head = place // H, place % H
+        tl.store(q_scale + head * (tl.num_programs(2) * T) + token, stored, mask=exists)
 
 
 @triton.jit
 def attention_kernel(
     q,  # (B, T, H, D)
-    k,  # (B, S, HKV, D), or with PAGED (pages, BLOCK, HKV, D); v, scales and k_rope accordingly
+    k,  # (B, S, HKV, D), or with PAGED (pages, BLOCK, HKV, D); v, scales and k_rope accordingly.
+    # With LAYERS and without PAGED (L * B, S, HKV, D)
     v,  # (B, S, HKV, DV)
     positions,  # (B, T) int32
     q_scale,  # (B, T, H) float32 with Q_SCALES 2, one number with 1, unused with 0
@@ -207,10 +232,14 @@ def attention_kernel(
     v_scale,  # (B, S, HKV), as q_scale by V_SCALES
     q_rope,  # (B, T, H, DR), unused if DR is 0
     k_rope,  # (B, S, HKV, DR)
-    table,  # (B, S / BLOCK) int32, the page of each block of slots, unused without PAGED
-    out,  # (B, T, H, DV) float32; with ONE_SPLIT (SPLITS, B, T, H, DV), weighted values
+    table,  # (B, S / BLOCK) int32, the page of each block of slots, unused without PAGED; with
+    # LAYERS (L, B, S / BLOCK)
+    layer,  # (1,) int32, unused without LAYERS
+    out,  # (B, T, H, DV); with ONE_SPLIT (SPLITS, B, T, H, DV) float32, weighted values
     top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
     total,  # as top
+    out_q,  # (B, T, H, DV) FP8, unused without QUANTIZE
+    out_scale,  # (H, B, T) float32, as out_q
     T: tl.constexpr,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -226,7 +255,11 @@ def attention_kernel(
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     PAGED: tl.constexpr,
+    LAYERS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,  # a program runs one split of a tile, for `join_kernel`
+    QUANTIZE: tl.constexpr,  # also store out_q and out_scale (without ONE_SPLIT)
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):
     SPLITS: tl.constexpr = (S + SPLIT - 1) // SPLIT if ONE_SPLIT else 1
     # The tiles with the most keys start first: they take longest.
@@ -234,10 +267,13 @@ def attention_kernel(
     place, exists, position, last = _rows(positions, tile, S, T, H, HKV)
     # From here on, 32-bit offsets count from the first token's keys of a sequence or page.
     batch, first = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    sequence = batch  # of all layers
+    if LAYERS:
+        sequence += tl.load(layer) * tl.num_programs(2)
     if PAGED:
-        table += batch * (S // BLOCK)
+        table += sequence * (S // BLOCK)
     else:
-        first += batch * S * HKV
+        first += sequence * (S * HKV)
     k += first * D
     v += first * DV
     k_rope += first * DR
@@ -305,7 +341,20 @@ def attention_kernel(
             row_top, row_total, values = _join(
                 row_top, row_total, values, more_top, more_total, more_values
             )
-        _store_result(out, place, exists, row_total, values, DV, V_WIDTH)
+        _store_result(
+            (out, out_q, out_scale),
+            place,
+            exists,
+            row_total,
+            values,
+            T,
+            H,
+            DV,
+            V_WIDTH,
+            QUANTIZE,
+            FP8_MAX,
+            POWER_OF_TWO,
+        )
 
 
 @triton.jit
@@ -314,13 +363,18 @@ def join_kernel(
     parts,  # (SPLITS, B, T, H, DV), as `attention_kernel` wrote it with ONE_SPLIT
     top,  # (SPLITS, B, T, H)
     total,  # as top
-    out,  # (B, T, H, DV) float32
+    out,  # (B, T, H, DV)
+    out_q,  # as in `attention_kernel`
+    out_scale,
     T: tl.constexpr,
     S: tl.constexpr,
     H: tl.constexpr,
     HKV: tl.constexpr,
     DV: tl.constexpr,
     V_WIDTH: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):
     place, exists, _, last = _rows(positions, tl.program_id(0), S, T, H, HKV)
     feature = tl.arange(0, V_WIDTH)
@@ -333,7 +387,20 @@ def join_kernel(
         more_total = tl.load(total + at, mask=exists, other=0.0)
         row_top, row_total, values = _join(row_top, row_total, values, more_top, more_total, part)
         at += tl.num_programs(2) * (T * H)
-    _store_result(out, place, exists, row_total, values, DV, V_WIDTH)
+    _store_result(
+        (out, out_q, out_scale),
+        place,
+        exists,
+        row_total,
+        values,
+        T,
+        H,
+        DV,
+        V_WIDTH,
+        QUANTIZE,
+        FP8_MAX,
+        POWER_OF_TWO,
+    )
 
 
 _TYPES = (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32)
@@ -367,10 +434,13 @@ def in_float32(*operands: jax.Array | None) -> bool:
     return any(x is not None and x.dtype == jnp.float32 for x in operands)
 
 
-def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -> None:
+def check_operands(
+    q, k, v, positions, scales, ropes=(None, None), table=None, layers: bool = False
+) -> None:
     """Raises ValueError for shapes that do not fit and for unsupported dtypes.
 
     `scales` are those of q, k and v, `ropes` q_rope and k_rope; all as for `attention`, or None.
+    With `layers` keys and values are those of several layers.
     """
 
     def check(fits: bool, sentence: str) -> None:
@@ -380,10 +450,11 @@ def check_operands(q, k, v, positions, scales, ropes=(None, None), table=None) -
     (batch, queries, heads, features), (sequences, slots, kv_heads, _) = q.shape, k.shape
     if table is not None:
         found, sequences = f"table {table.dtype}{table.shape}", batch
-        fits = table.ndim == 2 and table.shape[0] == batch and table.dtype == jnp.int32
+        fits = table.ndim == 2 + layers and table.shape[-2] == batch and table.dtype == jnp.int32
         check(fits, f"{found} must be int32 of ({batch}, pages of a sequence)")
         check(slots == KV_CHUNK, f"pages of keys {k.shape} must have {KV_CHUNK} slots")
-    fits = heads % kv_heads == 0 and sequences == batch and k.shape[3] == features
+    fits = not sequences % batch if layers else sequences == batch
+    fits = fits and heads % kv_heads == 0 and k.shape[3] == features
     check(fits, f"queries {q.shape} do not fit keys {k.shape}")
     check(v.shape[:3] == k.shape[:3], f"values {v.shape} do not fit keys {k.shape}")
     if ropes[1] is not None:
@@ -412,6 +483,11 @@ def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: 
     return slots > SPLIT.value and tiles * kv_heads * batch <= _FEW_PROGRAMS
 
 
+def quantises(v_features: int) -> bool:
+    """Returns whether the kernels can quantise their result: each head is a block of a scale."""
+    return v_features == K_BLOCK
+
+
 def _kind(scale: jax.Array | None) -> int:
     """Returns 0 for no scale, 1 for one common scale, 2 for one per token and head."""
     return 0 if scale is None else 2 if scale.ndim else 1
@@ -430,27 +506,38 @@ def attention(
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     table: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    dtype=jnp.float32,
+    quantisation: Quantisation | None = None,
     one_split: bool | None = None,
-) -> jax.Array:
-    """Computes `reference.attention` by the Triton kernels.
+):
+    """Computes `reference.attention` by the Triton kernels, rounded once to `dtype`.
 
     Args:
       q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope, table: as for the
         reference. Page ids are not checked: one outside the pool reads other memory.
+      layer: () int32, for keys and values of several layers: without a table the sequences of this
+        layer are entries ``layer * B`` to ``layer * B + B - 1`` of the first axis; `table` is that
+        of all layers, (L, B, N). Or None.
+      dtype: dtype of the result.
+      quantisation: how to also quantise the rounded result, as `norm.quantize_rows` would the rows
+        of all heads; for heads of 128 features (`quantises`). Or None.
       one_split: whether a program runs one split of the keys; None chooses by shape. Never changes
         a bit.
 
     Returns:
-      (B, T, H, Dv) float32. NaN for a query of negative position.
+      (B, T, H, Dv) in `dtype`; NaN for a query of negative position. With `quantisation` (this,
+      q (B * T, H * Dv) FP8, scale (H, B * T) float32).
 
     Raises:
       ValueError: shapes do not fit, or a dtype is not supported.
     """
     ropes: tuple[jax.Array | None, ...] = (q_rope, k_rope)
-    check_operands(q, k, v, positions, (q_scale, k_scale, v_scale), ropes, table)
+    scales = q_scale, k_scale, v_scale
+    check_operands(q, k, v, positions, scales, ropes, table, layer is not None)
     (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
     if table is not None:
-        slots *= table.shape[1]
+        slots *= table.shape[-1]
     tiles = -(-queries * heads // kv_heads // ROWS.value)
     splits = -(-slots // SPLIT.value)
     if one_split is None:
@@ -462,9 +549,18 @@ def attention(
 
     rope_features = 0 if q_rope is None else q_rope.shape[3]
     unused = jnp.zeros((1,), jnp.float32)
-    others = (unused if x is None else x for x in (q_scale, k_scale, v_scale, *ropes, table))
-    rows = (splits, batch, queries, heads) if one_split else (batch, queries, heads)
-    results = [(*rows, v_features), *[rows if one_split else (1,)] * 2]
+    others = [unused if x is None else x for x in (*scales, *ropes, table)]
+    others.append(unused if layer is None else layer.reshape(1))
+    rows = batch, queries, heads
+    given = quantisation or Quantisation()
+    results = (
+        jax.ShapeDtypeStruct((*rows, v_features), dtype),
+        jax.ShapeDtypeStruct((*rows, v_features) if quantisation else (1,), given.dtype),
+        jax.ShapeDtypeStruct((heads, batch, queries) if quantisation else (1,), jnp.float32),
+    )
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    of_splits = [(splits, *rows, v_features), (splits, *rows), (splits, *rows)]
+    parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in of_splits]
     shape = {
         "T": queries,
         "S": slots,
@@ -472,16 +568,18 @@ def attention(
         "HKV": kv_heads,
         "DV": v_features,
         "V_WIDTH": head_width(v_features, k.dtype),
+        "FP8_MAX": fp8_max(given.dtype),
+        "POWER_OF_TWO": given.power_of_two,
     }
     warps, stages = warps_and_stages(max(features, v_features), k.dtype)
-    parts, *statistics = triton_call(
+    found = triton_call(
         attention_kernel,
         q,
         k,
         v,
         positions,
         *others,
-        out=tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results),
+        out=(*parts, one, one) if one_split else (results[0], one, one, *results[1:]),
         grid=(tiles * (splits if one_split else 1), kv_heads, batch),
         warps=warps,
         stages=stages,
@@ -494,19 +592,27 @@ def attention(
         K_SCALES=_kind(k_scale),
         V_SCALES=_kind(v_scale),
         PAGED=table is not None,
+        LAYERS=layer is not None,
         ONE_SPLIT=one_split,
+        QUANTIZE=quantisation is not None and not one_split,
         **shape,
     )
-    if not one_split:
-        return parts
-    return triton_call(
-        join_kernel,
-        positions,
-        parts,
-        *statistics,
-        out=jax.ShapeDtypeStruct(parts.shape[1:], jnp.float32),
-        grid=(tiles, kv_heads, batch),
-        warps=4,
-        stages=1,
-        **shape,
-    )
+    if one_split:
+        found = triton_call(
+            join_kernel,
+            positions,
+            *found[:3],
+            out=results,
+            grid=(tiles, kv_heads, batch),
+            warps=4,
+            stages=1,
+            QUANTIZE=quantisation is not None,
+            **shape,
+        )
+    else:
+        found = found[0], *found[3:]
+    y, y_q, y_scale = found
+    if quantisation is None:
+        return y
+    tokens = batch * queries
+    return y, y_q.reshape(tokens, heads * v_features), y_scale.reshape(heads, tokens)

@@ -25,7 +25,7 @@ value in any element, but not a CPU's. Multiply-adds are not fused (see triton_c
 Not done: gradients; arrays without rows; a batching rule; rows of more than `MAX_WIDTH`.
 """
 
-import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -33,34 +33,13 @@ import triton
 import triton.language as tl
 
 from fp8rl_jax.kernels.arrays import K_BLOCK, fp8_max
+from fp8rl_jax.kernels.gpu.quantiser import E4M3, Quantisation, block_scales, magnitude_bits
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 BLOCK = tl.constexpr(K_BLOCK)  # elements that share a scale
 # Neighbours that a thread holds: 16 bytes of bf16. As a hint on every address it also fixes the
 # elements of each thread, hence the order of a sum: Triton would take 16 wherever FP8 is stored.
 _VECTOR = tl.constexpr(8)
-_INF_BITS = tl.constexpr(0x7F800000)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_EXPONENT = tl.constexpr(-0x800000)  # sign and exponent, as int32
-_LARGEST = tl.constexpr(3.4028234663852886e38)
-
-
-@triton.jit
-def _magnitude_bits(x):
-    """Returns the bits of |x| as int32, in the order of |x|, with inf above and NaN above inf."""
-    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
-def _scales(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Returns a block's multiplier and the scale to store, from the bits of its amax."""
-    zero = amax_bits == 0
-    s = tl.div_rn(FP8_MAX, tl.where(zero, 1.0, amax_bits.to(tl.float32, bitcast=True)))
-    s = tl.where(zero, 1.0, tl.minimum(s, _LARGEST))
-    if POWER_OF_TWO:
-        s = (s.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
-    s = tl.where(amax_bits < _INF_BITS, s, float("nan"))
-    return s, tl.div_rn(1.0, s)
 
 
 @triton.jit
@@ -76,7 +55,8 @@ def _normalised(x_at, weight_at, inside, weight_inside, D: tl.constexpr, EPS: tl
 @triton.jit
 def rms_norm_kernel(
     x,  # (M, D)
-    weight,  # (D,)
+    weight,  # (L, D)
+    layer,  # (1,) int32, below L
     y,  # (M, D)
     q,  # (M, D) FP8; without QUANTIZE one element that is not written
     scale,  # (ceil(D / 128), M) float32; without QUANTIZE as q
@@ -97,12 +77,13 @@ def rms_norm_kernel(
     at = tl.cast(row, tl.int64)[:, None, None] * D + column[None]
     at = tl.max_contiguous(at, (1, 1, _VECTOR))
 
+    weight += tl.load(layer) * D
     value = _normalised(x + at, weight + column[None], inside, column_ok[None], D, EPS)
     rounded = value.to(y.dtype.element_ty)
     tl.store(y + at, rounded, mask=inside)
     if QUANTIZE:
         value = rounded.to(tl.float32)
-        s, stored = _scales(tl.max(_magnitude_bits(value), axis=2), FP8_MAX, POWER_OF_TWO)
+        s, stored = block_scales(tl.max(magnitude_bits(value), axis=2), FP8_MAX, POWER_OF_TWO)
         tl.store(q + at, (value * s[:, :, None]).to(q.dtype.element_ty), mask=inside)
         scale_at = scale + tl.cast(block, tl.int64)[None, :] * M + row[:, None]
         tl.store(scale_at, stored, mask=(row < M)[:, None] & (block * BLOCK < D)[None, :])
@@ -130,7 +111,7 @@ def _store_quantized(
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    s, stored = _scales(tl.max(_magnitude_bits(value), axis=1), FP8_MAX, POWER_OF_TWO)
+    s, stored = block_scales(tl.max(magnitude_bits(value), axis=1), FP8_MAX, POWER_OF_TWO)
     tl.store(q + at, (value * s[:, None]).to(q.dtype.element_ty), mask=inside)
     tl.store(scale + tl.cast(tl.program_id(1), tl.int64) * M + row, stored, mask=row < M)
 
@@ -191,7 +172,7 @@ def quantize_columns_kernel(
     inside = (token < T)[:, None] & (column < D)[None, :]
     at = tl.cast(token, tl.int64)[:, None] * D + column[None, :]
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    s, stored = _scales(tl.max(_magnitude_bits(value), axis=0), FP8_MAX, POWER_OF_TWO)
+    s, stored = block_scales(tl.max(magnitude_bits(value), axis=0), FP8_MAX, POWER_OF_TWO)
     turned = (value * s[None, :]).to(q.dtype.element_ty).T
     q_at = q + tl.cast(column, tl.int64)[:, None] * T + token[None, :]
     tl.store(q_at, turned, mask=(column < D)[:, None] & (token < T)[None, :])
@@ -199,19 +180,10 @@ def quantize_columns_kernel(
     tl.store(scale_at, stored, mask=column < D)
 
 
-E4M3 = jnp.float8_e4m3fn
 MAX_WIDTH = 16384  # widest row that a norm keeps in the registers of one program
 _TILE = {"warps": 4, "stages": 1}
 TILE_ROWS = 32  # rows of the (rows, 128) tiles of gated_silu and quantize_rows
 TILE_COLUMNS = 64  # columns of the (128, columns) tiles of quantize_columns
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantisation:
-    """Quantisation of blocks of 128 numbers: FP8 format, and whether scales are powers of two."""
-
-    dtype: jnp.dtype = E4M3
-    power_of_two: bool = False
 
 
 def _blocks(size: int) -> int:
@@ -238,15 +210,15 @@ def norm_tile(width: int) -> dict[str, int]:
     return {"ROWS": max(1, 8 // blocks), "BLOCKS": blocks, "warps": max(1, blocks // 8)}
 
 
-def _call(kernel, x, other, dtype, quantisation: Quantisation | None, **keywords):
-    """Runs a kernel on two operands; returns y, or with a quantisation (y, q, scale)."""
+def _call(kernel, x, *others, dtype, quantisation: Quantisation | None, **keywords):
+    """Runs a kernel on several operands; returns y, or with a quantisation (y, q, scale)."""
     (rows, width), one = x.shape, jax.ShapeDtypeStruct((1,), jnp.float32)
     given = quantisation or Quantisation()
     quantised = _quantised_shapes(rows, width, given.dtype) if quantisation else (one, one)
     y, *quantised = triton_call(
         kernel,
         x,
-        other,
+        *others,
         out=(jax.ShapeDtypeStruct((rows, width), dtype), *quantised),
         M=rows,
         D=width,
@@ -264,15 +236,17 @@ def rms_norm(
     eps: float,
     dtype=jnp.bfloat16,
     quantisation: Quantisation | None = None,
+    layer: jax.Array | None = None,
 ):
     """Computes ``x / sqrt(mean(x^2) + eps) * weight`` in float32, rounded once.
 
     Args:
       x: (M, D), bf16 or float32; D up to MAX_WIDTH.
-      weight: (D,).
+      weight: (D,), or (L, D) with `layer`.
       eps: a Python float.
       dtype: dtype of the result.
       quantisation: how to also quantise the rounded result, as `quantize_rows` does; or None.
+      layer: () int32, the row of `weight` to take, or None.
 
     Returns:
       (M, D) in `dtype`. The order of summation follows from D and the dtypes alone. With
@@ -282,9 +256,18 @@ def rms_norm(
       ValueError: D is too large, or `quantisation` has no FP8 format.
     """
     tile = norm_tile(x.shape[1])
-    grid = (-(-x.shape[0] // tile["ROWS"]),)
+    layer = jnp.zeros((1,), jnp.int32) if layer is None else layer.reshape(1)
     return _call(
-        rms_norm_kernel, x, weight, dtype, quantisation, EPS=float(eps), grid=grid, stages=1, **tile
+        rms_norm_kernel,
+        x,
+        weight,
+        layer,
+        dtype=dtype,
+        quantisation=quantisation,
+        EPS=float(eps),
+        grid=(-(-x.shape[0] // tile["ROWS"]),),
+        stages=1,
+        **tile,
     )
 
 
@@ -301,9 +284,8 @@ def gated_silu(
       As `rms_norm`.
     """
     grid = (-(-gate.shape[0] // TILE_ROWS), _blocks(gate.shape[1]))
-    return _call(
-        gated_silu_kernel, gate, up, dtype, quantisation, grid=grid, ROWS=TILE_ROWS, **_TILE
-    )
+    call = functools.partial(_call, gated_silu_kernel, dtype=dtype, quantisation=quantisation)
+    return call(gate, up, grid=grid, ROWS=TILE_ROWS, **_TILE)
 
 
 def quantize_rows(

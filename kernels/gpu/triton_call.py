@@ -12,6 +12,7 @@ Triton's default for it differs between versions and would change bits.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -52,14 +53,17 @@ def triton_call(
     grid: tuple[int, ...],
     warps: int,
     stages: int,
+    in_place: int = 0,
     **constants: int | float | bool | str,
 ) -> Any:
     """Calls a Triton kernel on arrays and returns the arrays that it writes.
 
     Args:
-      kernel: a `triton.jit` function of pointers to `arrays`, then to the results, then of the
-        constants by name.
+      kernel: a `triton.jit` function of pointers to `arrays`, then to the results, then to the
+        arrays written in place once more, then of the constants by name.
       arrays: row-major operands.
+      in_place: how many of the last arrays the kernel writes in place; they are results, too,
+        behind those of `out`, which is then a tuple.
       out: shape and dtype of the result, or a tuple for several results.
       grid: number of programs along up to three axes.
       warps, stages: warps of a program, and stages of its software pipeline.
@@ -70,13 +74,22 @@ def triton_call(
     """
     library = _jax_triton()
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
-    keywords: dict[str, Any]
+    keywords: dict[str, Any] = {}
+    if in_place:
+        written = arrays[-in_place:]
+        first, count = len(arrays) - in_place, len(out)
+        keywords["input_output_aliases"] = {first + i: count + i for i in range(in_place)}
+        out = (*out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written))
     if version >= (0, 4):
         options = {"enable_fp_fusion": False, "ptx_version": _PTX}
-        keywords = {"out_type": out, "backend_options": options}
+        keywords |= {"out_type": out, "backend_options": options}
+        # Here such a result has no parameter: the kernel's, which it does not read, get a number.
+        names = [name for name in kernel.arg_names if name not in constants]
+        keywords |= dict.fromkeys(names[len(names) - in_place :], 0)
     else:
-        keywords = {"out_shape": out, "enable_fp_fusion": False}
-    with jax.named_scope(kernel.fn.__name__):  # as profiles and compiled programs call it
+        keywords |= {"out_shape": out, "enable_fp_fusion": False}
+    with warnings.catch_warnings(), jax.named_scope(kernel.fn.__name__):  # its name in profiles
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated")
         results = library.triton_call(
             *arrays,
             kernel=kernel,

@@ -9,10 +9,10 @@ from jax.sharding import AbstractMesh
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.models.arrays import (
+    GAIN,
     LAYER,
     LINEAR,
     MODEL,
-    VECTOR,
     array_in,
     array_of,
     is_matrix,
@@ -159,4 +159,4 @@ def test_rows_of_parts():
     ]
     assert rows.count(array_of(("o_proj", "kernel"))) == 2
     assert rows.count(None) == len(jax.tree.leaves(missing_scales(3)))
-    assert {row.role for row in rows if row} == {LINEAR, VECTOR, "table"}
+    assert {row.role for row in rows if row} == {LINEAR, GAIN, "table"}

@@ -200,7 +200,7 @@ def test_stored_codes_keep_the_margin():
     out = _run(_scales(lengths=np.int32([12] * 4)), cached=True)
     (run,) = out.cache.runs
     assert run.k_scale is None and run.v_scale is None
-    numbers = LayerCache(run).numbers
+    numbers = LayerCache(run).as_read("reference").stored
     for stored in (numbers.k, numbers.v):
         largest = np.abs(stored.astype(np.float32)).max((1, 2, 3, 4))
         assert largest[0] == 416.0 <= 448 / 1.05

@@ -19,8 +19,7 @@ from fp8rl_jax import models
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import attention
 from fp8rl_jax.models import PAGE, forward, init_cache, init_paged_cache
-from fp8rl_jax.models.attention import self_attention
-from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
+from fp8rl_jax.models.kv_cache import LayerCache, StoredKV, run_cache
 from fp8rl_jax.quant import get_recipe, quantize_kv
 
 LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513)
@@ -53,8 +52,14 @@ def _table(recipe_name: str, most: int) -> tuple:
 
     q, k, v = normal(_HEADS), normal(_KV), normal(_KV)
     positions = jnp.arange(most, dtype=jnp.int32)[None]
-    learner = exact_jit(functools.partial(self_attention, recipe, _DIM**-0.5))
-    out = np.asarray(learner(q, k, v, positions, None))
+
+    @exact_jit
+    def learner(q, k, v):  # as `self_attention`, before it rounds
+        (k, k_scale), (v, v_scale) = quantize_kv(k, recipe), quantize_kv(v, recipe)
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        return attention(q, k, v, positions, scale=_DIM**-0.5, **scales)
+
+    out = np.asarray(learner(q, k, v))
     count = -(-most // PAGE)
     table = np.random.default_rng(1).permutation(count + 3)[None, :count].astype(np.int32)
     cache = {"table": jnp.asarray(table)}
@@ -142,22 +147,27 @@ def test_the_whole_forward(model, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe_name", ["bf16", "fp8"])
-def test_rows_read_as_pages(recipe_name):
-    """What a kernel is given in the place of one layer's rows: the same numbers, nothing moved."""
-    recipe = dataclasses.replace(get_recipe(recipe_name), kernels="triton")
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("name", ["bf16", "fp8"])
+def test_a_layer_in_the_arrays_of_all(name, paged):
+    """What a kernel is given instead of one layer's arrays: the same numbers, nothing moved."""
+    recipe = dataclasses.replace(get_recipe(name), kernels="triton")
     rng = np.random.default_rng(0)
     config = models.ModelConfig(97, 64, 64, 3, _HEADS, _KV, _DIM)
-    (stored,) = init_cache(config, recipe, 2, 3 * PAGE).runs
+    if paged:
+        table = jnp.int32([[6, 1, 2], [6, 4, 3]])
+        made = init_paged_cache(config, recipe, 7, table)
+        cache = dataclasses.replace(run_cache(made, 0, 3), layer=jnp.int32(1))
+    else:
+        cache = LayerCache(init_cache(config, recipe, 2, 3 * PAGE).runs[0], jnp.int32(1))
     k, v = (jnp.asarray(rng.standard_normal((2, 150, _KV, _DIM)), jnp.bfloat16) for _ in "kv")
-    (k, k_scale), (v, v_scale) = (quantize_kv(x, recipe) for x in (k, v))
+    (k, k_scale), (v, v_scale) = (quantize_kv(x, get_recipe(name)) for x in (k, v))
     positions = jnp.broadcast_to(jnp.arange(150), (2, 150))
-    new = StoredKV(k, v, k_scale, v_scale)
-    cache = LayerCache(stored, jnp.int32(1)).write(new, positions)
+    cache = cache.write(StoredKV(k, v, k_scale, v_scale), positions)
     q = jnp.asarray(rng.standard_normal((2, 1, _HEADS, _DIM)), jnp.bfloat16)
 
     def attend(cache: LayerCache) -> np.ndarray:
-        kv = cache.numbers
+        kv = cache.stored
         out = attention(
             q,
             kv.k,
@@ -167,12 +177,14 @@ def test_rows_read_as_pages(recipe_name):
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             table=cache.table,
+            layer=cache.layer,
+            implementation="reference",
         )
         return np.asarray(out)
 
-    pages = cache.in_pages()
-    assert pages.table.tolist() == [[6, 7, 8], [9, 10, 11]]
-    assert np.abs(attend(cache)).max() > 0.1
-    np.testing.assert_array_equal(attend(pages), attend(cache))
-    (ragged,) = init_cache(config, recipe, 2, 3 * PAGE - 1).runs
-    assert LayerCache(ragged, jnp.int32(1)).in_pages().table is None
+    whole, own = cache.as_read("triton"), cache.as_read("reference")
+    assert whole.layer is not None and own.layer is None
+    assert np.abs(attend(own)).max() > 0.1
+    np.testing.assert_array_equal(attend(whole), attend(own))
+    again = cache.with_merged(cache.merged)
+    assert jax.tree.map(jnp.shape, again) == jax.tree.map(jnp.shape, cache)

@@ -32,6 +32,7 @@ _NAMES = {
     "int16": "i16",
     "int32": "i32",
     "uint8": "u8",
+    "uint16": "u16",
 }
 
 
@@ -69,19 +70,20 @@ class Interpreter:
         self._process.stdin.close()
         self._process.wait(timeout=600)
 
-    def run(self, kernel, grid, arrays, outs, constants):
-        """The arrays that the kernel writes, given (shape, dtype) of each.
+    def run(self, kernel, grid, arrays, outs, constants, in_place=0):
+        """The arrays that the kernel writes, given (shape, dtype) of each, and the last `in_place`
+        of `arrays`.
 
         Raises AssertionError with what the other process said.
         """
         place = (kernel.fn.__module__, kernel.fn.__name__)
         with self._turn:
-            _send(self._process.stdin, (*place, grid, arrays, outs, constants))
+            _send(self._process.stdin, (*place, grid, arrays, outs, constants, in_place))
             answer = _receive(self._process.stdout)
         assert not isinstance(answer, str), answer
         return answer
 
-    def triton_call(self, kernel, *arrays, out, grid, warps, stages, **constants):
+    def triton_call(self, kernel, *arrays, out, grid, warps, stages, in_place=0, **constants):
         """Signature and result of `kernels.gpu.triton_call.triton_call`."""
         import jax
 
@@ -90,10 +92,14 @@ class Interpreter:
         def call(*arrays):
             arrays = [np.ascontiguousarray(x) for x in arrays]
             shapes = [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(out)]
-            results = self.run(kernel, grid, arrays, shapes, constants)
+            results = self.run(kernel, grid, arrays, shapes, constants, in_place)
             return tuple(results) if isinstance(out, tuple) else results[0]
 
-        return jax.pure_callback(call, out, *arrays)
+        results = out
+        if in_place:
+            written = arrays[-in_place:]
+            results = (*out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written))
+        return jax.pure_callback(call, results, *arrays)
 
 
 class _Type(str):
@@ -191,6 +197,10 @@ class _Unpacked:
         return TensorHandle(self._values[index], tl.float16)
 
 
+def _unwritten(shape, dtype) -> np.ndarray:
+    return np.full(shape, 1 if dtype.kind in "iu" else np.nan, dtype)
+
+
 def _serve(requests, answers) -> None:
     import ml_dtypes  # noqa: F401  (numpy's FP8 types)
     import triton.runtime.interpreter
@@ -200,12 +210,14 @@ def _serve(requests, answers) -> None:
     builder.create_dot = _dot
     builder.create_inline_asm = lambda self, asm, _, operands, *more: _Unpacked(asm, operands[0])
     while (request := _receive(requests)) is not None:
-        module, name, grid, arrays, shapes, constants = request
+        module, name, grid, arrays, shapes, constants, in_place = request
         try:
-            outs = [np.full(shape, np.nan, dtype) for shape, dtype in shapes]
+            outs = [_unwritten(shape, dtype) for shape, dtype in shapes]
+            arrays = [np.array(x) for x in arrays]
+            written = arrays[len(arrays) - in_place :]
             kernel = getattr(importlib.import_module(module), name)
-            kernel[grid](*(_Tensor(x) for x in (*arrays, *outs)), **constants)
-            _send(answers, outs)
+            kernel[grid](*(_Tensor(x) for x in (*arrays, *outs, *written)), **constants)
+            _send(answers, [*outs, *written])
         except Exception as error:
             _send(answers, f"{type(error).__name__}: {error}")
 

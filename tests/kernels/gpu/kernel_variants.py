@@ -12,9 +12,17 @@ from collections.abc import Iterator
 from sass import Machine, compile_kernel
 
 from fp8rl_jax.bench.kernel_times import DTYPES
-from fp8rl_jax.kernels.gpu import attention, attention_gradient, fast_attention, norm, tiles
+from fp8rl_jax.kernels.gpu import (
+    attention,
+    attention_gradient,
+    attention_inputs,
+    fast_attention,
+    norm,
+    tiles,
+)
 from fp8rl_jax.kernels.gpu.attention import attention_kernel, join_kernel
 from fp8rl_jax.kernels.gpu.attention_gradient import key_gradient_kernel, query_gradient_kernel
+from fp8rl_jax.kernels.gpu.attention_inputs import attention_inputs_kernel
 from fp8rl_jax.kernels.gpu.fast_attention import fast_attention_kernel
 from fp8rl_jax.kernels.gpu.head import (
     combine_kernel,
@@ -114,7 +122,7 @@ class Pass:
         tile = {"ROWS": norm.TILE_ROWS, "warps": 4}
         if self.kernel == "rms_norm":
             tile = norm.norm_tile(self.width)
-            pointers = {"x": "*bf16", "weight": "*fp32", "y": "*bf16"}
+            pointers = {"x": "*bf16", "weight": "*fp32", "layer": "*i32", "y": "*bf16"}
             flags["EPS"] = 1e-6
         elif self.kernel == "gated_silu":
             pointers = {"gate": "*bf16", "up": "*bf16", "y": "*bf16"}
@@ -232,9 +240,12 @@ class AttentionVariant:
 
     def compile(self) -> Machine:
         warps, stages = attention.warps_and_stages(self.width, DTYPES[self.keys])
-        types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "out", "top", "total"), "*fp32")
+        types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "top", "total"), "*fp32")
         types |= {"parts": "*fp32", "positions": "*i32", "q": _POINTERS[self.queries]}
         types["table"] = "*i32" if self.paged else "*fp32"
+        types["layer"] = "*fp32" if self.use == "learner" else "*i32"
+        types["out"] = "*fp32" if self.use == "decode" or self.keys == "float32" else "*bf16"
+        types |= {"out_q": "*fp8e4nv", "out_scale": "*fp32"}
         types |= dict.fromkeys(("k", "v"), _POINTERS[self.keys])
         types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
         scales = self.scales if self.keys == "fp8" else 0
@@ -253,6 +264,10 @@ class AttentionVariant:
             "Q_SCALES": 2 if self.queries == "fp8" else 0,
             "ONE_SPLIT": self.use == "decode",
             "PAGED": self.paged,
+            "LAYERS": self.use != "learner",
+            "QUANTIZE": self.use == "join" and attention.quantises(self.width),
+            "FP8_MAX": 448.0,
+            "POWER_OF_TWO": False,
         }
         constants |= {"DV": self.width, "V_WIDTH": constants["WIDTH"]}
         kernel = join_kernel if self.use == "join" else attention_kernel
@@ -263,6 +278,59 @@ class AttentionVariant:
             {name: value for name, value in constants.items() if name in names},
             *((4, 1) if self.use == "join" else (warps, stages)),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class InputsVariant:
+    """What stands before attention, of 32 heads by 8: all steps into a cache, or one step."""
+
+    step: str  # cache, norm, rope or quantise
+    keys: str = "fp8"
+    width: int = 128
+    paged: bool = False
+
+    def __str__(self) -> str:
+        return f"inputs {self.step}, {self.keys}, {self.width}" + ", pages" * self.paged
+
+    def compile(self) -> Machine:
+        stored = {"fp8": "*u8", "bf16": "*u16"}[self.keys]
+        names = attention_inputs_kernel.arg_names
+        types = dict.fromkeys(names[: names.index("B")], "*fp32")
+        types |= dict.fromkeys(("q", "k", "v", "q_out", "k_out", "k_new", "v_new"), "*bf16")
+        types |= dict.fromkeys(("layer", "positions", "table"), "*i32")
+        types |= {"q_stored": "*fp8e4nv"}
+        types |= dict.fromkeys(("k_stored", "v_stored", "k_same", "v_same"), stored)
+        cached = self.step == "cache"
+        constants = {
+            "B": 64,
+            "T": 1,
+            "H": 32,
+            "HKV": 8 if cached else 0,
+            "D": self.width,
+            "WIDTH": self.width // 2,
+            "EPS": 1e-6,
+            "NORM": cached or self.step == "norm",
+            "ROPE": cached or self.step == "rope",
+            "INTERLEAVED": False,
+            "Q_SCALES": 2 if self.step == "quantise" else 0,
+            "KV_SCALES": 2 if self.keys == "fp8" else 0,
+            "POWER_OF_TWO": False,
+            "CACHE": cached,
+            "SLOTS": 4096 if cached else 0,
+            "PAGED": self.paged,
+            "ROWS": attention_inputs.ROWS,
+        }
+        return compile_kernel(attention_inputs_kernel, types, constants, 4, 1)
+
+
+def inputs_variants() -> Iterator[InputsVariant]:
+    """Every step, and all into a cache."""
+    for step in ("norm", "rope", "quantise"):
+        yield InputsVariant(step)
+    for width in (64, 128, 256):
+        yield InputsVariant("cache", width=width)
+    yield InputsVariant("cache", paged=True)
+    yield InputsVariant("cache", "bf16", paged=True)
 
 
 def attention_variants() -> Iterator[AttentionVariant]:

@@ -1,0 +1,435 @@
+"""What stands between the projections of attention and attention, in one Triton kernel.
+
+QK-norm, RoPE, quantisation of queries, keys and values, and writing keys and values to where
+attention reads them: a cache, in place, or arrays of their own (the learner). A row is a head of a
+token; it is held as the two halves that RoPE turns against each other.
+
+Invariants:
+  * a row's result depends on the row alone;
+  * each step may be left out, and a kernel that does several writes the bits of kernels that do
+    them one after another: values are rounded to the compute dtype after the norm and after RoPE;
+  * the norm's sum has an order that is written out: squares of both halves, then neighbours, then
+    sums of neighbours. No layout of the compiler decides it. Multiply-adds are not fused;
+  * quantisation is that of quant/kv.py: of the value as bf16, with one scale a row (quantiser.py)
+    or with a given one.
+
+Not done: gradients (models/attention_inputs.py); partial rotary embeddings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from fp8rl_jax.kernels.arrays import KV_CHUNK, fp8_max
+from fp8rl_jax.kernels.gpu.quantiser import E4M3, block_scales, magnitude_bits
+from fp8rl_jax.kernels.gpu.triton_call import triton_call
+
+_FP8_MAX = tl.constexpr(fp8_max(E4M3))
+_PAGE = tl.constexpr(KV_CHUNK)
+_INF_BITS = tl.constexpr(0x7F800000)
+# Scales of what is stored: none, one that is given, or one a row.
+_GIVEN, _OF_ROW = tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _sum_of_row(x):
+    """Adds a row's numbers: neighbours, then sums of neighbours. (ROWS, a power of two)."""
+    for _ in tl.static_range(16):
+        if x.shape[1] > 1:
+            left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+            x = left + right
+    return x
+
+
+@triton.jit
+def _halves(
+    x,  # (rows, D)
+    gain,  # (L, D), unused without NORM
+    layer,
+    cos,  # (tokens, D / 2), unused without ROPE
+    sin,
+    row,
+    exists,
+    token,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Returns both halves of rows after norm and RoPE, (ROWS, WIDTH) in the dtype of x."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    pair = tl.arange(0, WIDTH)
+    inside = (pair < D // 2)[None, :]
+    mask = exists[:, None] & inside
+    STRIDE: tl.constexpr = 2 if INTERLEAVED else 1
+    SECOND: tl.constexpr = 1 if INTERLEAVED else D // 2
+    feature = (pair * STRIDE)[None, :]
+    at = x + tl.cast(row, tl.int64)[:, None] * D + feature
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(at + SECOND, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        gain_at = gain + layer * D + feature
+        mean = _sum_of_row(first * first + second * second) * (1.0 / D)
+        inverse = tl.rsqrt(mean + EPS)
+        first = first * inverse * tl.load(gain_at, mask=inside, other=0.0)
+        second = second * inverse * tl.load(gain_at + SECOND, mask=inside, other=0.0)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    if ROPE:
+        angle = tl.cast(token, tl.int64)[:, None] * (D // 2) + pair[None, :]
+        c = tl.load(cos + angle, mask=mask, other=0.0)
+        s = tl.load(sin + angle, mask=mask, other=0.0)
+        first, second = first * c - second * s, second * c + first * s
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
+def _store(out, first, second, row, exists, D: tl.constexpr, PAIRED: tl.constexpr):
+    """Writes halves to rows; PAIRED puts them back where an interleaved row has them."""
+    if out.dtype.element_ty == tl.uint8 or out.dtype.element_ty == tl.uint16:  # a cache of bits
+        first = first.to(out.dtype.element_ty, bitcast=True)
+        second = second.to(out.dtype.element_ty, bitcast=True)
+    pair = tl.arange(0, first.shape[1])
+    mask = exists[:, None] & (pair < D // 2)[None, :]
+    at = out + row[:, None] * D
+    if PAIRED:
+        tl.store(at + 2 * pair[None, :], first, mask=mask)
+        tl.store(at + 2 * pair[None, :] + 1, second, mask=mask)
+    else:
+        tl.store(at + pair[None, :], first, mask=mask)
+        tl.store(at + D // 2 + pair[None, :], second, mask=mask)
+
+
+@triton.jit
+def _store_as_read(
+    out,  # (rows, D)
+    scale,  # (rows,) float32, written with SCALES 2
+    given,  # (1,) float32, read with SCALES 1
+    first,
+    second,
+    row,
+    exists,
+    D: tl.constexpr,
+    SCALES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """Writes rows as attention reads them: E4M3 with SCALES 1 or 2, else unchanged."""
+    if SCALES > 0:
+        first = first.to(tl.bfloat16).to(tl.float32)
+        second = second.to(tl.bfloat16).to(tl.float32)
+        bits, more_bits = magnitude_bits(first), magnitude_bits(second)
+        if SCALES == _OF_ROW:
+            amax = tl.max(tl.maximum(bits, more_bits), axis=1)
+            s, stored = block_scales(amax, _FP8_MAX, POWER_OF_TWO)
+            tl.store(scale + row, stored, mask=exists)
+            first, second = first * s[:, None], second * s[:, None]
+        else:
+            s = tl.div_rn(1.0, tl.load(given))
+            first = tl.where(bits < _INF_BITS, first * s, float("nan"))
+            second = tl.where(more_bits < _INF_BITS, second * s, float("nan"))
+        first, second = first.to(tl.float8e4nv), second.to(tl.float8e4nv)
+    _store(out, first, second, row, exists, D, False)
+
+
+@triton.jit
+def attention_inputs_kernel(
+    q,  # (B, T, H, D)
+    k,  # (B, T, HKV, D)
+    v,  # (B, T, HKV, D)
+    cos,  # (B, T, D / 2) float32, unused without ROPE
+    sin,
+    q_gain,  # (L, D), unused without NORM
+    k_gain,
+    layer,  # (1,) int32, below L and the cache's layers
+    q_given,  # (1,) float32, scales of SCALES 1
+    k_given,
+    v_given,
+    positions,  # (B, T) int32, unused without CACHE
+    table,  # (L, B, SLOTS / 64) int32, unused without PAGED
+    k_stored,  # (L * B, SLOTS, HKV, D), or pages, unused without CACHE
+    v_stored,
+    k_scale,  # (L * B, SLOTS, HKV) float32, or of pages, unused unless KV_SCALES is 2
+    v_scale,
+    q_out,  # (B, T, H, D)
+    k_out,  # (B, T, HKV, D)
+    q_stored,  # (B, T, H, D) E4M3, unused without Q_SCALES
+    q_scale,  # (B, T, H) float32, unused unless Q_SCALES is 2
+    k_new,  # (B, T, HKV, D), unused with CACHE
+    v_new,
+    k_new_scale,  # (B, T, HKV) float32
+    v_new_scale,
+    k_same,  # the arrays k_stored, v_stored, k_scale and v_scale again, as results
+    v_same,
+    k_scale_same,
+    v_scale_same,
+    B: tl.constexpr,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,  # D / 2 or more, a power of two
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    ROPE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    Q_SCALES: tl.constexpr,
+    KV_SCALES: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    CACHE: tl.constexpr,
+    SLOTS: tl.constexpr,  # of a sequence
+    PAGED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    Q_TILES: tl.constexpr = (B * T * H + ROWS - 1) // ROWS
+    KV_TILES: tl.constexpr = (B * T * HKV + ROWS - 1) // ROWS
+    KV_HEADS: tl.constexpr = HKV if HKV > 0 else 1
+    PAIRED: tl.constexpr = INTERLEAVED and not ROPE
+    number = tl.load(layer)
+    tile = tl.program_id(0)
+    if tile < Q_TILES:
+        row = tile * ROWS + tl.arange(0, ROWS)
+        exists, token = row < B * T * H, row // H
+        first, second = _halves(
+            q, q_gain, number, cos, sin, row, exists, token, D, WIDTH, EPS, NORM, ROPE, INTERLEAVED
+        )
+        place = tl.cast(row, tl.int64)
+        _store(q_out, first, second, place, exists, D, PAIRED)
+        if Q_SCALES > 0:
+            _store_as_read(
+                q_stored, q_scale, q_given, first, second, row, exists, D, Q_SCALES, POWER_OF_TWO
+            )
+    else:
+        tile -= Q_TILES
+        row = tile * ROWS + tl.arange(0, ROWS)
+        if tile >= KV_TILES:
+            row -= KV_TILES * ROWS
+        exists, token = row < B * T * KV_HEADS, row // KV_HEADS
+        place, there = tl.cast(row, tl.int64), exists
+        if CACHE:
+            position = tl.load(positions + token, mask=exists, other=-1)
+            there = (position >= 0) & (position < SLOTS)
+            sequence = tl.cast(number * B + token // T, tl.int64)
+            if PAGED:
+                page_at = table + sequence * (SLOTS // _PAGE) + position // _PAGE
+                page = tl.load(page_at, mask=there, other=0)
+                slot = tl.cast(page, tl.int64) * _PAGE + position % _PAGE
+            else:
+                slot = sequence * SLOTS + position
+            place = slot * KV_HEADS + row % KV_HEADS
+        if tile < KV_TILES:
+            first, second = _halves(
+                k,
+                k_gain,
+                number,
+                cos,
+                sin,
+                row,
+                exists,
+                token,
+                D,
+                WIDTH,
+                EPS,
+                NORM,
+                ROPE,
+                INTERLEAVED,
+            )
+            _store(k_out, first, second, tl.cast(row, tl.int64), exists, D, PAIRED)
+            _store_as_read(
+                k_stored if CACHE else k_new,
+                k_scale if CACHE else k_new_scale,
+                k_given,
+                first,
+                second,
+                place,
+                there,
+                D,
+                KV_SCALES,
+                POWER_OF_TWO,
+            )
+        else:
+            first, second = _halves(
+                v, v, number, cos, sin, row, exists, token, D, WIDTH, EPS, False, False, False
+            )
+            _store_as_read(
+                v_stored if CACHE else v_new,
+                v_scale if CACHE else v_new_scale,
+                v_given,
+                first,
+                second,
+                place,
+                there,
+                D,
+                KV_SCALES,
+                POWER_OF_TWO,
+            )
+
+
+ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Scales of what attention reads: 'none' keeps the compute dtype, 'given' and 'row' E4M3.
+
+    Attributes:
+      q, kv: of queries; of keys and values.
+      power_of_two: whether scales of 'row' are powers of two.
+    """
+
+    q: str = "none"
+    kv: str = "row"
+    power_of_two: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Where keys and values are written.
+
+    Attributes:
+      arrays: k, v, and their scales or None; bits of (L * B, S, Hkv, D) and (L * B, S, Hkv), or of
+        pages (P, 64, ...).
+      layer: () int32.
+      positions: (B, T) int32; one outside the slots is not written.
+      table: (L, B, N) int32, the pages of each layer, or None.
+    """
+
+    arrays: tuple
+    layer: jax.Array
+    positions: jax.Array
+    table: jax.Array | None = None
+
+
+def attention_inputs(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    rope: tuple[jax.Array, jax.Array] | None,
+    gains: tuple[jax.Array, jax.Array] | None,
+    kept: Kept,
+    scales: tuple = (None, None, None),
+    *,
+    eps: float = 0.0,
+    interleaved: bool = False,
+    layer: jax.Array | None = None,
+    cache: Cache | None = None,
+) -> tuple:
+    """Applies QK-norm and RoPE to queries and keys, and stores what attention reads.
+
+    Args:
+      q, k, v: (B, T, H, D), (B, T, Hkv, D) twice, bf16 or float32; D even. Or q alone.
+      rope: cos and sin (B, T, D / 2) float32, or None.
+      gains: of the norms of q and k, (D,), or (L, D) with `layer`; or None.
+      kept: how to store.
+      scales: given scales of q, k and v, () float32.
+      eps: of the norm.
+      interleaved: whether RoPE turns neighbours (`rope.deinterleave`) and not halves.
+      layer: () int32, the row of `gains`, or None.
+      cache: where to write keys and values, or None for arrays of their own.
+
+    Returns:
+      (q, k, stored q, its scale, stored k, stored v, their scales): q and k in their dtype, after
+      norm and RoPE. Stored q is None unless `kept.q`; stored k and v are (B, T, Hkv, D), or the
+      arrays of `cache`, written in place. Scales are float32 (B, T, H) and (B, T, Hkv), or the
+      cache's; None unless 'row'.
+    """
+    (batch, queries, heads, features), kv_heads = q.shape, 0 if k is None else k.shape[2]
+    if k is None or v is None:
+        k = v = jnp.zeros((1, 1, 1, features), q.dtype)
+    elif features % 2 or k.shape != v.shape or k.shape[::3] != q.shape[::3]:
+        raise ValueError(f"attention: heads of q {q.shape}, k {k.shape} and v {v.shape} do not fit")
+    kinds = {"none": 0, "given": _GIVEN.value, "row": _OF_ROW.value}
+    unused = jnp.zeros((1,), jnp.float32)
+
+    def given(x: jax.Array | None) -> jax.Array:
+        return unused if x is None else x.reshape(-1) if x.ndim == 0 else x
+
+    def shape(of: tuple[int, ...], dtype, wanted: bool) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(of if wanted else (1,), dtype)
+
+    arrays = (None,) * 4 if cache is None else cache.arrays
+    held = tuple(map(given, arrays))
+    number = layer if cache is None else cache.layer
+    slots = 0
+    if cache is not None:
+        slots = KV_CHUNK * cache.table.shape[-1] if cache.table is not None else held[0].shape[1]
+    stored = E4M3 if kept.kv != "none" else k.dtype
+    fresh = cache is None
+    found = triton_call(
+        attention_inputs_kernel,
+        q,
+        k,
+        v,
+        *(map(given, rope or (None, None))),
+        *(map(given, gains or (None, None))),
+        jnp.zeros((1,), jnp.int32) if number is None else number.reshape(1),
+        *map(given, scales),
+        given(None if cache is None else cache.positions),
+        given(None if cache is None else cache.table),
+        *held,
+        out=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            shape(q.shape, E4M3, kept.q != "none"),
+            shape(q.shape[:3], jnp.float32, kept.q == "row"),
+            *[shape(k.shape, stored, fresh)] * 2,
+            *[shape(k.shape[:3], jnp.float32, fresh and kept.kv == "row")] * 2,
+        ),
+        in_place=len(held),
+        grid=(-(-batch * queries * heads // ROWS) + 2 * -(-batch * queries * kv_heads // ROWS),),
+        warps=4,
+        stages=1,
+        B=batch,
+        T=queries,
+        H=heads,
+        HKV=kv_heads,
+        D=features,
+        WIDTH=max(16, 1 << (features // 2 - 1).bit_length()),
+        EPS=float(eps),
+        NORM=gains is not None,
+        ROPE=rope is not None,
+        INTERLEAVED=interleaved,
+        Q_SCALES=kinds[kept.q],
+        KV_SCALES=kinds[kept.kv],
+        POWER_OF_TWO=kept.power_of_two,
+        CACHE=cache is not None,
+        SLOTS=slots,
+        PAGED=cache is not None and cache.table is not None,
+        ROWS=ROWS,
+    )
+    q, k, q_stored, q_scale, *new = found[:8]
+    result = new if cache is None else found[8:]
+    by_row = kept.kv == "row"
+    return (
+        q,
+        k,
+        None if kept.q == "none" else q_stored,
+        q_scale if kept.q == "row" else None,
+        *result[:2],
+        *(x if by_row else None for x in result[2:]),
+    )
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float, layer: jax.Array | None = None):
+    """Applies the norm alone to heads x (B, T, H, D); `gain` and `layer` as for `gains`."""
+    return attention_inputs(x, None, None, None, (gain, gain), Kept(), eps=eps, layer=layer)[0]
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Applies RoPE alone to heads x (B, T, H, D), halves paired; tables (B, T, D / 2)."""
+    return attention_inputs(x, None, None, (cos, sin), None, Kept())[0]
+
+
+def quantize(x: jax.Array, scale: jax.Array | None, power_of_two: bool):
+    """Quantises heads x (B, T, H, D) to E4M3, by a scale () or one of each row's own.
+
+    Returns (E4M3 (B, T, H, D), float32 (B, T, H), or the given scale).
+    """
+    kept = Kept("row" if scale is None else "given", power_of_two=power_of_two)
+    found = attention_inputs(x, None, None, None, None, kept, (scale, None, None))
+    return found[2], found[3] if scale is None else scale

@@ -1,0 +1,186 @@
+"""The kernel between projections and attention, in Triton's interpreter.
+
+Bitwise: RoPE and quantisation against the model's own in jnp; one kernel of several steps against
+several kernels of one; a cache written in place against scatters. The norm against float64.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from marks import slow
+
+pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
+
+from fp8rl_jax.kernels.gpu import attention_inputs as kernels
+from fp8rl_jax.kernels.gpu.attention_inputs import Cache, Kept
+from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
+from fp8rl_jax.models.rope import apply_rope, deinterleave
+from fp8rl_jax.quant import get_recipe, quantize_kv
+
+_EPS = 1e-6
+_FP8 = get_recipe("fp8")
+_CALIBRATED = dataclasses.replace(_FP8, kv="calibrated")
+_QUERIES = dataclasses.replace(_FP8, fp8_attention=True)
+_BY = {"dynamic": "row", "calibrated": "given", "none": "none"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted(interpreter):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "triton_call", interpreter.triton_call)
+        yield
+
+
+def _inputs(features: int, dtype=jnp.bfloat16, batch: int = 2, tokens: int = 3):
+    rng = np.random.default_rng(features)
+    shapes = [(batch, tokens, heads, features) for heads in (4, 2, 2)]
+    q, k, v = (jnp.asarray(3 * rng.standard_normal(shape), dtype) for shape in shapes)
+    angle = rng.standard_normal((batch, tokens, features // 2)).astype(np.float32) * 9
+    gains = tuple(jnp.asarray(rng.standard_normal(features), jnp.float32) for _ in "qk")
+    return (q, k, v), (jnp.cos(angle), jnp.sin(angle)), gains
+
+
+def _assert_same(found, wanted):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        one, other = (np.asarray(x).view(f"u{x.dtype.itemsize}") for x in (one, other))
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("features", "recipe", "interleaved"),
+    [
+        pytest.param(64, _QUERIES, False, id="fp8"),
+        slow(128, get_recipe("bf16"), False, id="bf16"),
+        slow(96, get_recipe("f32"), True, id="f32"),
+        slow(64, _CALIBRATED, True, id="calibrated"),
+        slow(32, _FP8, False, id="keys and values"),
+    ],
+)
+def test_rope_and_quantisation_are_the_models(features, recipe, interleaved):
+    (q, k, v), rope, _ = _inputs(features, recipe.compute_dtype)
+    q = q.at[0, 1].set(0)
+    k = k.at[0, 0, 1, 5].set(jnp.nan)
+    if recipe.quantized:
+        v = v.at[1, 0, 0, 3].set(jnp.inf)
+    scales = (None,) * 3
+    if recipe.kv == "calibrated":
+        scales = tuple(jnp.float32(x) for x in (0.01, 0.02, 0.03))
+
+    def model(q, k, v):
+        turn = deinterleave if interleaved else lambda x: x
+        q, k = (apply_rope(recipe, turn(x), *rope) for x in (q, k))
+        query, (k8, ks), (v8, vs) = (
+            quantize_kv(x, recipe, scale) for x, scale in zip((q, k, v), scales, strict=True)
+        )
+        return q, k, *(query if recipe.fp8_attention else (None, None)), k8, v8, ks, vs
+
+    by = _BY[recipe.kv]
+    kept = Kept(by if recipe.fp8_attention else "none", by)
+    found = kernels.attention_inputs(q, k, v, rope, None, kept, scales, interleaved=interleaved)
+    wanted = jax.jit(model)(q, k, v)
+    if by == "given":  # the model hands these scales on
+        wanted = (*wanted[:3], None, *wanted[4:6], None, None)
+    _assert_finite_same(found, wanted)
+
+
+def _assert_finite_same(found, wanted):
+    """Equal bits; NaN, whose sign and payload say nothing, equals NaN."""
+
+    def plain(x):
+        return jnp.where(jnp.isnan(x.astype(jnp.float32)), jnp.ones_like(x), x)
+
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(*(np.isnan(np.asarray(x, np.float32)) for x in (one, other)))
+    _assert_same(jax.tree.map(plain, found), jax.tree.map(plain, wanted))
+
+
+@pytest.mark.parametrize("interleaved", [False, slow(True)])
+def test_steps_at_once_or_one_by_one(interleaved):
+    """What a run that watches values does gives the bits of one that does not."""
+    (q, k, v), rope, gains = _inputs(96)
+    call = functools.partial(kernels.attention_inputs, eps=_EPS, interleaved=interleaved)
+    at_once = call(q, k, v, rope, gains, Kept("row", "row"))
+    normed_q, normed_k, *_ = call(q, k, v, None, gains, Kept())
+    turned_q, turned_k, *_ = call(normed_q, normed_k, v, rope, None, Kept())
+    one_by_one = call(turned_q, turned_k, v, None, None, Kept("row", "row"), interleaved=False)
+    _assert_same(at_once, one_by_one)
+    assert not np.array_equal(np.asarray(normed_q), np.asarray(turned_q))
+
+
+@pytest.mark.parametrize("features", [64, slow(96), slow(128), slow(256)])
+def test_norm_is_within_three_ulp_of_float64(features):
+    (q, k, v), _, gains = _inputs(features, jnp.float32)
+    stack = [jnp.stack([jnp.zeros_like(g), g]) for g in gains]
+    found = kernels.attention_inputs(
+        q, k, v, None, tuple(stack), Kept(kv="none"), eps=_EPS, layer=jnp.int32(1)
+    )
+    for x, gain, got in zip((q, k), gains, found, strict=False):
+        x, gain, got = (np.asarray(y, np.float64) for y in (x, gain, got))
+        want = x / np.sqrt((x * x).mean(-1, keepdims=True) + _EPS) * gain
+        assert (np.abs(got - want) / np.spacing(np.abs(want).astype(np.float32))).max() < 3
+
+
+@pytest.mark.parametrize("paged", [True, slow(False)])
+@pytest.mark.parametrize(
+    "recipe",
+    [_FP8, slow(get_recipe("bf16"), id="bf16"), slow(_CALIBRATED, id="calibrated")],
+    ids=["fp8", None, None],
+)
+def test_cache_in_place(recipe, paged):
+    """It writes what a scatter writes, nothing else, and nothing for a position without a slot."""
+    (q, k, v), rope, gains = _inputs(64)
+    scales = (None,) * 3 if recipe.kv != "calibrated" else (jnp.float32(0.1),) * 3
+    bits = jnp.uint8 if recipe.kv_quantized else jnp.uint16
+    layers, slots = 3, 128
+    first = (layers * 5, 64) if paged else (layers * 2, slots)
+    table = None
+    if paged:
+        table = jnp.asarray([[4, 1], [4, 2]], jnp.int32) + 5 * jnp.arange(3)[:, None, None]
+    positions = jnp.asarray([[0, 63, 64], [1, 127, 200]], jnp.int32)
+    array = jnp.full((*first, 2, 64), 7, bits)
+    scale = jnp.full((*first, 2), 7.0) if recipe.kv == "dynamic" else None
+    call = functools.partial(
+        kernels.attention_inputs,
+        q,
+        k,
+        v,
+        rope,
+        kept=Kept(kv=_BY[recipe.kv]),
+        scales=scales,
+        eps=_EPS,
+    )
+    found = call(
+        tuple(jnp.stack([g + 1, g, g - 1]) for g in gains),
+        cache=Cache((array, array, scale, scale), jnp.int32(1), positions, table),
+    )
+    fresh = call(gains)
+    _assert_same(found[:2], fresh[:2])
+    whole = (lambda x: x) if paged else lambda x: x.reshape(layers, 2, *x.shape[1:])
+    stored = StoredKV(*(None if x is None else whole(x) for x in (array, array, scale, scale)))
+    cache = LayerCache(stored, jnp.int32(1), table)
+    for token in range(3):
+        rows = slice(0, 1 if token == 2 else 2)  # the second sequence's last token has no slot
+        new = StoredKV(*(None if x is None else x[rows, token : token + 1] for x in fresh[4:]))
+        cache = _write(cache, new, positions[rows, token : token + 1])
+    wanted = cache.stored
+    _assert_same(
+        [whole(x) for x in found[4:] if x is not None],
+        [x for x in (wanted.k, wanted.v, wanted.k_scale, wanted.v_scale) if x is not None],
+    )
+
+
+def _write(cache: LayerCache, new: StoredKV, positions) -> LayerCache:
+    """Runs `LayerCache.write` for the first sequences alone."""
+    count = positions.shape[0]
+    if cache.table is not None:
+        part = dataclasses.replace(cache, table=cache.table[:, :count]).write(new, positions)
+        return dataclasses.replace(cache, stored=part.stored)
+    first = jax.tree.map(lambda x: x[:, :count], cache.stored)
+    part = LayerCache(first, cache.layer).write(new, positions).stored
+    stored = jax.tree.map(lambda x, y: x.at[:, :count].set(y), cache.stored, part)
+    return dataclasses.replace(cache, stored=stored)
