@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
-from fp8rl_jax.models.layers import RMSNorm, StackedLayer, by_kernel_or_jnp, linear, rms_norm
+from fp8rl_jax.models.layers import RMSNorm, StackedLayer, by_kernel_or_jnp, linears, rms_norm
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.parallel.specs import splits_heads
@@ -238,12 +238,11 @@ class Attention(nn.Module):
         features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         x = shared_input(x, recipe, features, parallel.tensor)
 
-        def project(name: str) -> jax.Array:
-            y = linear(config, recipe, parallel, name)(x)
-            y = gather_or_slice(y, features[name] // sharers)
-            return y.reshape(batch, length, -1, dim)
-
-        q, k, v = project("q_proj"), project("k_proj"), project("v_proj")
+        projections = linears(self, config, recipe, parallel, list(features), x)
+        q, k, v = (
+            gather_or_slice(y, width // sharers).reshape(batch, length, -1, dim)
+            for y, width in zip(projections, features.values(), strict=True)
+        )
         reader = None if parallel.inside else recipe.for_module("o_proj")
         if cache is not None and not watched(self) and has_one_kernel(recipe):
             params, gains = self.variables["params"], None

@@ -13,12 +13,13 @@ from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
 from fp8rl_jax.models.latent_attention import LatentAttention
-from fp8rl_jax.models.layers import RMSNorm, linear
-from fp8rl_jax.models.parallel.columns import combine, gather_or_slice
+from fp8rl_jax.models.layers import RMSNorm, linears
+from fp8rl_jax.models.parallel.columns import combine
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.stacks import LayerSpec
 from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import Recipe, compute_value, kv_health, quantize_kv
+from fp8rl_jax.quant import Recipe, as_activation, kv_health, quantize_kv
+from fp8rl_jax.quant.rule import plus
 from fp8rl_jax.quant.scaling import find_amax
 
 
@@ -65,18 +66,16 @@ class DecoderLayer(nn.Module):
         a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
             h, cache, scales, positions, cos, sin
         )
-        o = linear(config, recipe, parallel, "o_proj")(a)
-        o = gather_or_slice(o, config.hidden_size)
-        x = compute_value(x.astype(jnp.float32) + o.astype(jnp.float32), recipe)
+        (x,) = linears(self, config, recipe, parallel, ["o_proj"], as_activation(a), x)
         x = tap(self, "residual_attention", x)
         mlp = not spec.experts or config.n_shared_experts > 0  # experts quantise after sorting
         h2 = RMSNorm(config.rms_norm_eps, recipe, parallel, mlp, name="post_attention_layernorm")(x)
         aux: dict = {}
         if spec.experts:
             down, aux = sparse_mlp(self, config, recipe, parallel, h2, valid, self.collect)
+            x = plus(x, down, recipe)
         else:
-            down = gated_mlp(self, config, recipe, parallel, h2, config.intermediate_size)
-        x = compute_value(x.astype(jnp.float32) + down.astype(jnp.float32), recipe)
+            x = gated_mlp(self, config, recipe, parallel, h2, config.intermediate_size, x)
         x = tap(self, "residual_mlp", x)
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
         if "kv_health" in self.collect and recipe.kv_quantized:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import gated_silu, linear, tap_activation
+from fp8rl_jax.models.layers import gated_silu, linears, tap_activation
 from fp8rl_jax.models.moe import Experts, moe_forward
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.experts import exchange_forward
@@ -34,6 +34,7 @@ def gated_mlp(
     parallel: Parallel,
     x: Activation,
     width: int,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """Computes ``down(silu(gate x) * up x)`` with three linear layers as children of `module`.
 
@@ -44,6 +45,7 @@ def gated_mlp(
       parallel: the devices that share the layer.
       x: (B, T, D) in the compute dtype.
       width: number of hidden features.
+      residual: (B, T, D) to which the result is added, or None.
 
     Returns:
       (B, T, D) in the compute dtype.
@@ -51,12 +53,11 @@ def gated_mlp(
     hidden = x.shape[-1]
     features = dict.fromkeys(("gate_proj", "up_proj"), width)
     x = shared_input(x, recipe, features, parallel.tensor)
-    gate = linear(config, recipe, parallel, "gate_proj")(x)
-    up = linear(config, recipe, parallel, "up_proj")(x)
+    gate, up = linears(module, config, recipe, parallel, ["gate_proj", "up_proj"], x)
     up = gather_or_slice(up, gate.shape[-1])
     quantise = gate.shape[-1] == width  # only if this device holds all features
     gated = tap_activation(module, "gated", gated_silu(recipe, quantise, gate, up))
-    down = linear(config, recipe, parallel, "down_proj")(gated)
+    (down,) = linears(module, config, recipe, parallel, ["down_proj"], gated, residual)
     return gather_or_slice(down, hidden)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -62,7 +62,7 @@ from fp8rl_jax.quant.operands import (
     quantize_activation,
     quantize_operand,
 )
-from fp8rl_jax.quant.rule import has_grouped_kernels
+from fp8rl_jax.quant.rule import has_grouped_kernels, layer_matmuls, plus
 from fp8rl_jax.quant.varying import varying_vjp
 
 
@@ -104,13 +104,12 @@ LayerWeight = Weight | StackedLayer
 def multiply(
     recipe: Recipe, x: Activation, w: LayerWeight, rows: Rows, dtype=jnp.float32
 ) -> jax.Array:
-    """Runs `quant.matmul`; a grouped kernel takes the layers of a `StackedLayer` as experts."""
+    """Runs `quant.matmul`; a kernel reads a `StackedLayer` in its stack where it can."""
     if not isinstance(w, StackedLayer):
         return matmul(recipe, x, w, rows, dtype)
     if rows.gather is not None or not has_grouped_kernels(recipe):
         return matmul(recipe, x, take_layer(w.stack, w.layer), rows, dtype)
-    tile = jax.tree.map(lambda leaf: leaf[None], x)
-    return grouped_matmul(recipe, tile, w.stack, w.layer[None], rows.devices, dtype)[0]
+    return layer_matmuls(recipe, x, [w.stack], w.layer, dtype)[0]
 
 
 def multiply_experts(
@@ -210,6 +209,45 @@ def linear(config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str) -
     if parallel.inside:
         return SplitLinear(own, parallel, name=name)
     return Linear(config, own, parallel, name=name)
+
+
+def linears(
+    module: nn.Module,
+    config: ModelConfig,
+    recipe: Recipe,
+    parallel: Parallel,
+    names: Sequence[str],
+    x: Activation,
+    residual: jax.Array | None = None,
+) -> list[jax.Array]:
+    """Runs linear layers of one input, children of `module`; in one launch where a kernel reads
+    their weights in stacks, with the same bits.
+
+    Args:
+      module: Flax module whose compact `__call__` calls this.
+      config, recipe, parallel, names: as for `linear`; three names at most.
+      x: (..., in), in the compute dtype.
+      residual: (..., out) to which a single layer's whole result is added, or None.
+
+    Returns:
+      (..., out) of each; inside a shard_map a part of its columns, unless there is a `residual`.
+    """
+    owns = [recipe.for_module(name) for name in names]
+    params = module.variables.get("params", {})
+    weights = [params[name]["kernel"] for name in names if name in params]
+    stacked = [w for w in weights if isinstance(w, StackedLayer)]
+    alike = all(own == owns[0] for own in owns) and has_grouped_kernels(owns[0])
+    if len(stacked) == len(names) and alike and not parallel.inside:
+        stacks, rows = [w.stack for w in stacked], x.matrix()
+        before = None if residual is None else _rows(residual)
+        dtype, layer = recipe.compute_dtype, stacked[0].layer
+        with jax.named_scope("+".join(names)):
+            found = layer_matmuls(owns[0], rows, stacks, layer, dtype, before)
+        return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+    found = [linear(config, recipe, parallel, name)(x) for name in names]
+    if residual is None:
+        return found
+    return [plus(residual, columns.gather_or_slice(found[0], residual.shape[-1]), recipe)]
 
 
 def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Initializer:

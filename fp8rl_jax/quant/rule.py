@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +148,56 @@ def grouped_matmul(
     """
     experts = jnp.asarray(experts)
     return _product(recipe, Rows(devices), dtype, as_activation(x), bind(w), experts)
+
+
+def layer_matmuls(
+    recipe: Recipe,
+    x: Activation,
+    stacks: Sequence[QArray | jax.Array],
+    layer: jax.Array,
+    dtype=jnp.float32,
+    residual: jax.Array | None = None,
+) -> list[jax.Array]:
+    """Multiplies (M, K) by one layer of each stack (L, K, N), without a copy of it; a kernel does so
+    in one launch. For forward passes, under recipes that `has_grouped_kernels`.
+
+    Args:
+      recipe, x, dtype: as for `matmul`.
+      stacks: up to three.
+      layer: () int32.
+      residual: (M, N) in the compute dtype, added to the rounded product of a single stack, or
+        None. The sum is rounded, too.
+
+    Returns:
+      (M, N) of each stack, with the bits of `matmul`.
+    """
+    value = compute_value(x.value, recipe)
+    if recipe.activation is None:
+        left: Matrix = value
+        weights: list[Matrix] = [compute_value(plain_value(w), recipe) for w in stacks]
+    else:
+        left = x.q or quantize_activation(value, recipe.activation, None, recipe.kernels)[0]
+        weights = [w if isinstance(w, QArray) else quantize_weight(w, recipe)[0] for w in stacks]
+
+    def kernel(left, weights, layer, residual):
+        run = gpu_kernels().matmul.layer_matmuls
+        quantised = [w for w in weights if isinstance(w, QArray)]
+        if isinstance(left, QArray) and quantised and not recipe.fake:
+            values, scales = [w.qvalue for w in quantised], [w.scale for w in quantised]
+            return run(left.qvalue, values, layer, left.scale, scales, dtype, residual)
+        left, *values = _values(recipe, left, *weights)
+        return run(left, values, layer, None, None, dtype, residual)
+
+    def plain(left, weights, layer, residual):
+        found = [_multiply(recipe, left, take_layer(w, layer), dtype) for w in weights]
+        return found if residual is None else [plus(residual, found[0], recipe)]
+
+    return by_platform(recipe.kernels, kernel, plain, left, weights, layer, residual)
+
+
+def plus(residual: jax.Array, update: jax.Array, recipe: Recipe) -> jax.Array:
+    """Returns their sum in float32, in the compute dtype."""
+    return compute_value(residual.astype(jnp.float32) + update.astype(jnp.float32), recipe)
 
 
 @functools.partial(varying_vjp, static=3)

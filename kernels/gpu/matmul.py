@@ -42,13 +42,23 @@ def tile_of(program, ROW_TILES: tl.constexpr, COLUMN_TILES: tl.constexpr, BAND: 
 def matmul_kernel(
     x,  # (TOTAL, K)
     w,  # (E, N, K)
+    w1,  # (E, N1, K), another weight; unused if N1 is 0
+    w2,  # (E, N2, K), as w1
     x_scale,  # (KB, TOTAL) float32
     w_scale,  # (E, ceil(N / 128), KB) float32, or (E, KB, N) with COLUMN_SCALES
+    w1_scale,
+    w2_scale,
     experts,  # (TOTAL / GROUP,) int32: index into w of each group of rows; E or more gives zeros
+    residual,  # (TOTAL, N), added to the rounded product; unused without RESIDUAL
     out,  # (TOTAL, N)
+    out1,  # (TOTAL, N1)
+    out2,  # (TOTAL, N2)
     TOTAL: tl.constexpr,
     GROUP: tl.constexpr,  # rows that share a weight; TOTAL for a dense product
     N: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -64,15 +74,27 @@ def matmul_kernel(
     TILES_IN_GROUP: tl.constexpr = (GROUP + BM - 1) // BM
     ROW_TILES: tl.constexpr = (TOTAL // GROUP) * TILES_IN_GROUP
     COLUMN_TILES: tl.constexpr = (N + BN - 1) // BN
+    SECOND: tl.constexpr = COLUMN_TILES + (N1 + BN - 1) // BN  # the first tile of w2
+    ALL_TILES: tl.constexpr = SECOND + (N2 + BN - 1) // BN
     STEPS: tl.constexpr = (K + BK - 1) // BK
 
-    row_tile, column_tile = tile_of(tl.program_id(0), ROW_TILES, COLUMN_TILES, BAND)
+    row_tile, column_tile = tile_of(tl.program_id(0), ROW_TILES, ALL_TILES, BAND)
+    columns = N
+    if N1 > 0:
+        if column_tile >= SECOND:
+            w, w_scale, out, columns = w2, w2_scale, out2, N2
+            column_tile -= SECOND
+        elif column_tile >= COLUMN_TILES:
+            w, w_scale, out, columns = w1, w1_scale, out1, N1
+            column_tile -= COLUMN_TILES
+        if N % 16 == 0 and N1 % 16 == 0 and N2 % 16 == 0:
+            columns = tl.multiple_of(columns, 16)
     group = row_tile // TILES_IN_GROUP
     local = (row_tile % TILES_IN_GROUP) * BM + tl.arange(0, BM)
     row_ok = local < GROUP
     row = group * GROUP + tl.where(row_ok, local, 0)
     column = column_tile * BN + tl.arange(0, BN)
-    column_ok = column < N
+    column_ok = column < columns
     safe_column = tl.where(column_ok, column, 0)
 
     steps = STEPS
@@ -85,13 +107,13 @@ def matmul_kernel(
 
     depth = tl.arange(0, BK)
     x_at = x + tl.cast(row, tl.int64)[:, None] * K + depth[None, :]
-    w_at = w + (expert * N + safe_column)[:, None] * K + depth[None, :]
+    w_at = w + (expert * columns + safe_column)[:, None] * K + depth[None, :]
     x_scale_at = x_scale + row
     if COLUMN_SCALES:
-        w_scale_at = w_scale + expert * STEPS * N + safe_column
+        w_scale_at = w_scale + expert * STEPS * columns + safe_column
     else:
         # One number, read by every row: a vector's loads are copies that the pipeline starts early.
-        w_scale_at = w_scale + (expert * ((N + 127) // 128) + column_tile * BN // 128) * STEPS
+        w_scale_at = w_scale + (expert * ((columns + 127) // 128) + column_tile * BN // 128) * STEPS
         w_scale_at += tl.zeros((BM,), tl.int32)
 
     acc = tl.zeros((BM, BN), tl.float32)
@@ -108,7 +130,7 @@ def matmul_kernel(
             if COLUMN_SCALES:
                 partial *= tl.load(x_scale_at)[:, None]
                 scale = tl.load(w_scale_at)[None, :]
-                w_scale_at += N
+                w_scale_at += columns
             else:
                 scale = (tl.load(x_scale_at) * tl.load(w_scale_at))[:, None]
                 w_scale_at += 1
@@ -119,8 +141,13 @@ def matmul_kernel(
         x_at += BK
         w_at += BK
 
-    out_at = out + tl.cast(row, tl.int64)[:, None] * N + column[None, :]
-    tl.store(out_at, acc.to(out.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
+    at = tl.cast(row, tl.int64)[:, None] * columns + column[None, :]
+    inside = row_ok[:, None] & column_ok[None, :]
+    result = acc.to(out.dtype.element_ty)
+    if RESIDUAL:
+        before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        result = (before + result.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + at, result, mask=inside)
 
 
 @triton.jit
@@ -203,33 +230,45 @@ def _unused(dtype) -> jax.Array:
     return jnp.zeros((1,), dtype)
 
 
-def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile | None):
-    """Multiplies (TOTAL, K) by (E, N, K) with scales (KB, TOTAL), (E, KB, ...), to (TOTAL, N)."""
-    kind = kind_of(x, w, x_scale is not None)
+def _rows_times(
+    x, weights, x_scale, w_scales, experts, group: int, dtype, tile: Tile | None, residual=None
+) -> list[jax.Array]:
+    """Multiplies (TOTAL, K) by up to three (E, N, K), with scales (KB, TOTAL) and (E, KB, ...), to
+    (TOTAL, N) each. `residual` is added to the result of a single weight."""
+    kind = kind_of(x, weights[0], x_scale is not None)
     if kind == "float32":
-        x, w = x.astype(jnp.float32), w.astype(jnp.float32)
-    x, w = align(x), align(w)
-    (total, depth), (count, columns) = x.shape, w.shape[:2]
-    by_column = x_scale is not None and w_scale.shape[2] != -(-columns // K_BLOCK)
-    tile = tile or matmul_tile("wgrad" if by_column else kind, group, columns, total // group)
+        x, weights = x.astype(jnp.float32), [w.astype(jnp.float32) for w in weights]
+    x, weights = align(x), [align(w) for w in weights]
+    (total, depth), count = x.shape, weights[0].shape[0]
+    columns = [w.shape[1] for w in weights]
+    by_column = x_scale is not None and w_scales[0].shape[2] != -(-columns[0] // K_BLOCK)
+    tile = tile or matmul_tile("wgrad" if by_column else kind, group, sum(columns), total // group)
     if x_scale is None:
-        x_scale = w_scale = _unused(jnp.float32)
+        x_scale, w_scales = _unused(jnp.float32), [_unused(jnp.float32)] * len(weights)
     elif not by_column:
-        w_scale = w_scale.swapaxes(1, 2)
-    return triton_call(
+        w_scales = [scale.swapaxes(1, 2) for scale in w_scales]
+    missing = 3 - len(weights)
+    results = [(total, n) for n in columns] + [(1,)] * missing
+    found = triton_call(
         matmul_kernel,
         x,
-        w,
+        *weights,
+        *[_unused(weights[0].dtype)] * missing,
         x_scale,
-        w_scale,
+        *w_scales,
+        *[_unused(jnp.float32)] * missing,
         _unused(jnp.int32) if experts is None else experts,
-        out=jax.ShapeDtypeStruct((total, columns), dtype),
-        grid=(total // group * tile.programs(group, columns),),
+        _unused(dtype) if residual is None else residual,
+        out=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in results),
+        grid=(total // group * sum(tile.programs(group, n) for n in columns),),
         warps=tile.warps,
         stages=tile.stages,
         TOTAL=total,
         GROUP=group,
-        N=columns,
+        N=columns[0],
+        N1=columns[1] if len(columns) > 1 else 0,
+        N2=columns[2] if len(columns) > 2 else 0,
+        RESIDUAL=residual is not None,
         K=depth,
         E=count,
         GROUPED=experts is not None,
@@ -238,6 +277,7 @@ def _rows_times(x, w, x_scale, w_scale, experts, group: int, dtype, tile: Tile |
         STAGES=tile.stages,
         **tile.constants(kind),
     )
+    return found[: len(weights)]
 
 
 def matmul(
@@ -262,7 +302,8 @@ def matmul(
     @sequential_vmap
     def run(lhs, rhs, lhs_scale, rhs_scale):
         x_scale, w_scale = (None, None) if lhs_scale is None else (lhs_scale.T, rhs_scale[None])
-        return _rows_times(lhs, rhs.T[None], x_scale, w_scale, None, lhs.shape[0], dtype, tile)
+        weight, rows = rhs.T[None], lhs.shape[0]
+        return _rows_times(lhs, [weight], x_scale, [w_scale], None, rows, dtype, tile)[0]
 
     return run(lhs, rhs, lhs_scale, rhs_scale)
 
@@ -293,10 +334,40 @@ def grouped_matmul(
     total = groups * rows
     if x_scale is not None:
         x_scale = x_scale.reshape(total, -1).T
-    y = _rows_times(
-        x.reshape(total, depth), w.swapaxes(1, 2), x_scale, w_scale, experts, rows, dtype, tile
-    )
+    x, w = x.reshape(total, depth), w.swapaxes(1, 2)
+    (y,) = _rows_times(x, [w], x_scale, [w_scale], experts, rows, dtype, tile)
     return y.reshape(groups, rows, -1)
+
+
+def layer_matmuls(
+    x: jax.Array,
+    stacks: list[jax.Array],
+    layer: jax.Array,
+    x_scale: jax.Array | None = None,
+    scales: list[jax.Array] | None = None,
+    dtype=jnp.float32,
+    residual: jax.Array | None = None,
+) -> list[jax.Array]:
+    """Multiplies rows by one layer of up to three stacks of weights, in one launch.
+
+    Args:
+      x: (M, K).
+      stacks: (L, K, N) each; N may differ.
+      layer: () int32, below L.
+      x_scale, scales: as for `matmul` and, of each stack, for `grouped_matmul`.
+      dtype: dtype of the results.
+      residual: (M, N) in `dtype`, added to the rounded product of a single stack in float32; the
+        sum is rounded again. Or None.
+
+    Returns:
+      (M, N) of each stack, with the bits of `matmul`.
+    """
+    stacks = [w.swapaxes(1, 2) for w in stacks]
+    x_scale = None if x_scale is None else x_scale.T
+    scales = scales or [None] * len(stacks)
+    return _rows_times(
+        x, stacks, x_scale, scales, layer.reshape(1), x.shape[0], dtype, None, residual
+    )
 
 
 def grouped_wgrad(

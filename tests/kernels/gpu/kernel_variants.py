@@ -47,6 +47,7 @@ class Variant:
     out: str = "bf16"
     grouped: bool = False
     column_scales: bool = False
+    together: bool = False  # three weights
     wgrad: bool = False
     depth: int = 4096
     group: int = 4096
@@ -72,12 +73,16 @@ class Variant:
             return compile_kernel(
                 grouped_wgrad_kernel, pointers, constants, tile.warps, tile.stages
             )
-        pointers = {"x": left, "w": right, "x_scale": "*fp32", "w_scale": "*fp32"}
-        pointers |= {"experts": "*i32", "out": out}
+        pointers = {"x": left, "x_scale": "*fp32", "experts": "*i32", "residual": out}
+        for number in ("", "1", "2"):
+            pointers |= {f"w{number}": right, f"w{number}_scale": "*fp32", f"out{number}": out}
         constants |= {
             "GROUP": self.group,
             "E": 128 if self.grouped else 1,
             "GROUPED": self.grouped,
+            "N1": 1024 * self.together,
+            "N2": 1024 * self.together,
+            "RESIDUAL": self.grouped and not self.together,
             "COLUMN_SCALES": self.column_scales,
         }
         return compile_kernel(matmul_kernel, pointers, constants, tile.warps, tile.stages)
@@ -90,11 +95,13 @@ def variants() -> Iterator[Variant]:
         yield Variant("fp8, gradient in E5M2", tile, "fp8", "e5m2", "fp8")
         yield Variant("fp8, ragged K", tile, "fp8", "fp8", "fp8", depth=4064)
         yield Variant("fp8 grouped", tile, "fp8", "fp8", "fp8", grouped=True, group=128)
+        yield Variant("fp8 together", tile, "fp8", "fp8", "fp8", grouped=True, together=True)
     for tile in tiles.WGRAD:
         yield Variant("fp8 wgrad", tile, "fp8", "fp8", "fp8", "float32", column_scales=True)
         yield Variant("fp8 grouped wgrad", tile, "fp8", "fp8", "fp8", "float32", wgrad=True)
     for tile in tiles.BF16:
         yield Variant("bf16", tile, "bf16", "bf16", "bf16", "float32")
+        yield Variant("bf16 together", tile, "bf16", "bf16", "bf16", grouped=True, together=True)
     for tile in tiles.FLOAT32:
         yield Variant("float32", tile, "float32", "float32", "float32", "float32")
 
