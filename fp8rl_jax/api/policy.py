@@ -348,8 +348,9 @@ def train_step(
 ) -> tuple[Policy, dict[str, Any]]:
     """Runs one update of GRPO, or of the algorithm in section `algo`. Provisional.
 
-    The update has the bits of an RL step of the main job with the same number of prompt slots (the
-    number matters: blocks of a weight's gradient span all tokens of a batch, padding included).
+    The update has the bits of an RL step of the main job with the same fields (`grpo` begins with
+    those of `fp8rl init`) and number of prompt slots: blocks of a weight's gradient span all tokens
+    of a batch, padding included.
 
     Args:
       policy: the policy before the update; it stays usable and unchanged.

@@ -125,7 +125,7 @@ BOUNDS: dict[str, Bounds] = {
     "rollout.max_new_tokens": _whole(1, _COUNT),
     "rollout.slots": _whole(0, _COUNT),
     "rollout.pages": _whole(0, 2**24),  # 2^30 slots for tokens, 64 in each page
-    "rollout.prefill_chunk": _whole(1, _COUNT),
+    "rollout.prefill_chunk": _whole(0, _COUNT),
     "rollout.temperature": Bounds(1e-6, 100),
     "rollout.top_k": _whole(0, _WIDTH),
     "rollout.top_p": _above(0, 1),

@@ -259,7 +259,9 @@ FIELDS: dict[str, dict[str, Field]] = {
             "slots can fill and the device holds (fp8rl plan --rollout)",
         ),
         "prefill_chunk": Field(
-            64, "with slots: tokens of a prompt that are prefilled between two decode steps"
+            0,
+            "with slots: most tokens that are prefilled at a time, of one prompt or several short "
+            "ones; 0 for 1024 on a GPU, 64 elsewhere",
         ),
         "temperature": Field(1.0, "sampling temperature, above 0"),
         "top_k": Field(0, "sample from the k most likely tokens; 0 for all"),

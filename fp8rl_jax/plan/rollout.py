@@ -26,6 +26,7 @@ from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, SamplerConfig
 from fp8rl_jax.rollout.cases import CASES
+from fp8rl_jax.rollout.continuous import default_chunk
 
 _SPARE_PAGES = 4  # page 0, and last pages of prompts whose samples are being admitted
 
@@ -153,7 +154,7 @@ def plan_rollout(
     settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
     loop = Loop(model, resolved.rollout_recipe, settings)
     slots = (rollout.slots or resolved.step_samples) // mesh.size
-    prefill_tokens = min(rollout.prefill_chunk, rollout.max_prompt_tokens)
+    prefill_tokens = rollout.prefill_chunk or default_chunk(loop.on_cpu)
     return RolloutPlan(
         weights=sampler_bytes(loop, resolved.learner_recipe, mesh),
         train_state=state_bytes(resolved, mesh).on_device,

@@ -158,8 +158,9 @@ def layer_matmuls(
     dtype=jnp.float32,
     residual: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """Multiplies (M, K) by one layer of each stack (L, K, N), without a copy of it; a kernel does so
-    in one launch. For forward passes, under recipes that `has_grouped_kernels`.
+    """Multiplies (M, K) by one layer of each stack (L, K, N), without a copy of it.
+
+    A kernel takes all in one launch. For forward passes, under recipes that `has_grouped_kernels`.
 
     Args:
       recipe, x, dtype: as for `matmul`.

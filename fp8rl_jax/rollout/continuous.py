@@ -1,8 +1,10 @@
 """Continuous batching: a rollout of any number of samples through a fixed number of slots.
 
 One jitted program: a loop. Each iteration, a *turn*, gives idle slots to waiting requests, prefills
-a chunk of one prompt and decodes one token of every slot whose prompt is cached. A slot is refilled
-as soon as its response ends, without leaving the program. Keys and values are stored in a pool of
+prompts, at least a chunk and until as many slots can decode as not, and decodes one token of every
+slot whose prompt is cached. A slot is refilled as soon as its response ends, without leaving the
+program. On a GPU the host waits for the GPU where a loop's number of iterations is not known: twice
+in a turn that decodes alone. Keys and values are stored in a pool of
 pages (models/kv_cache.py); schedule.py assigns slots and pages.
 
 A prompt is cached without its last token, once for all samples of its group; each sample's first
@@ -22,7 +24,6 @@ Not done: taps; layers sharded by columns (mesh.tensor); moving requests between
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -47,12 +48,13 @@ from fp8rl_jax.models.kv_cache import Stored
 from fp8rl_jax.models.parallel.mesh import EXPERT
 from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.rollout import schedule
+from fp8rl_jax.rollout import page_pool, schedule
 from fp8rl_jax.rollout.sampler import Loop, Prepared, Requests, Rollout, SamplerConfig, is_end
 from fp8rl_jax.rollout.sampling import sample_keys
 from fp8rl_jax.rollout.schedule import Schedule
 
 _T = TypeVar("_T")
+_COPIES = 8  # pages that are copied at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +64,19 @@ class Batching:
     Attributes:
       slots: B, number of sequences that decode at a time.
       pages: P, number of pages of 64 tokens that all slots share; at least `models.least_pages`.
-      prefill_chunk: largest number of tokens, of one prompt, that a turn prefills.
+      prefill_chunk: largest number of tokens prefilled at a time; prompts that are shorter are
+        prefilled together. 0 for `default_chunk`.
     """
 
     slots: int
     pages: int
-    prefill_chunk: int = 64
+    prefill_chunk: int = 0
+
+
+def default_chunk(on_cpu: bool) -> int:
+    """Returns the default of `rollout.prefill_chunk`: on a GPU as many tokens as it takes until
+    computing takes longer than reading the weights."""
+    return 64 if on_cpu else 1024
 
 
 @flax.struct.dataclass
@@ -93,16 +102,14 @@ class BatchState:
     prefilled: jax.Array
 
 
-def _once_if(wanted: jax.Array, run: Callable[[_T], _T], state: _T) -> _T:
-    """Returns `run(state)` if `wanted` () bool, else `state`, by a loop of at most one iteration.
+def _repeat(wanted: jax.Array, run: Callable[[_T], tuple[jax.Array, _T]], state: _T) -> _T:
+    """Runs ``wanted, state = run(state)`` while `wanted` () bool; returns the state.
 
-    XLA:GPU updates the pool in place in a loop; the branches of `lax.cond` return copies.
+    Also where one iteration is enough: XLA:GPU updates the pool in place in a loop; the branches of
+    `lax.cond` return copies.
     """
-
-    def body(carried):
-        return jnp.zeros((), bool), run(carried[1])
-
-    return lax.while_loop(lambda carried: carried[0], body, (wanted, state))[1]
+    carried = wanted, state
+    return lax.while_loop(lambda carried: carried[0], lambda carried: run(carried[1]), carried)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,40 +164,56 @@ class ContinuousLoop:
         return self._of_group((state.schedule.status != schedule.DONE).sum())
 
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
-        """Admits requests, prefills a chunk, and decodes one token of every slot that can decode;
-        skips decoding while more slots still prefill than can decode."""
-        plan, source, target = schedule.admit(state.schedule)
-        pool = self._copy(state.pool, source, target)
-        state = dataclasses.replace(state, pool=pool, schedule=plan, turns=state.turns + 1)
-        prefill = functools.partial(self._prefill, prepared, requests)
-        waiting = self._of_group(state.schedule.prefilling.sum())
-        state = _once_if(waiting > 0, prefill, state)
-        plan = state.schedule
+        """Admits requests, prefills, and decodes one token of every slot that can decode."""
 
-        worth = self._of_group(plan.decoding.sum() - plan.prefilling.sum()) >= 0
-        return _once_if(worth, functools.partial(self._decode, prepared, requests), state)
+        def prefill(state: BatchState) -> tuple[jax.Array, BatchState]:
+            state = self._prefill(prepared, requests, state)
+            plan = state.schedule
+            return self._of_group(plan.prefilling.sum() - plan.decoding.sum()) > 0, state
+
+        def fill(state: BatchState) -> tuple[jax.Array, BatchState]:
+            plan, source, target = schedule.admit(state.schedule)
+            pool = self._copy(state.pool, source, target)
+            state = dataclasses.replace(state, pool=pool, schedule=plan)
+            state = _repeat(self._of_group(plan.prefilling.sum()) > 0, prefill, state)
+            return jnp.zeros((), bool), state
+
+        plan = state.schedule
+        may_fill = schedule.may_admit(plan) | plan.prefilling.any()
+        state = _repeat(self._of_group(may_fill.astype(jnp.int32)) > 0, fill, state)
+        state = self._decode(prepared, requests, state)
+        return dataclasses.replace(state, turns=state.turns + 1)
 
     def _copy(
         self, pool: tuple[Stored, ...], source: jax.Array, target: jax.Array
     ) -> tuple[Stored, ...]:
         """Copies pages `source` (B,) to pages `target` (B,) in all layers; 0 stands for no page.
 
-        Copies one page at a time: copying all at once would need an extra page for every slot.
+        Copies _COPIES pages at a time: all at once would need an extra page for every slot.
         """
+        pages, count = self.batching.pages, target.shape[0]
+        rounds = -(-count // _COPIES)
+        slots = page_pool.first_true(target != 0, rounds * _COPIES, otherwise=count)
+        source = source.at[slots].get(mode="clip")
+        # Where there is nothing to copy the place is outside the pool, another one for each.
+        nowhere = pages + jnp.arange(rounds * _COPIES)
+        target = jnp.where(slots < count, target.at[slots].get(mode="clip"), nowhere)
 
-        def one(stored, slot: jax.Array):
-            layers = jax.tree.leaves(stored)[0].shape[0] // self.batching.pages
-            first = self.batching.pages * jnp.arange(layers, dtype=jnp.int32)
-            return jax.tree.map(
-                lambda x: x.at[first + target[slot]].set(x[first + source[slot]]), stored
-            )
+        def some(turn: jax.Array, pool: tuple[Stored, ...]) -> tuple[Stored, ...]:
+            def of_turn(x: jax.Array) -> jax.Array:
+                return lax.dynamic_slice_in_dim(x, turn * _COPIES, _COPIES)
 
-        def copy(carried):
-            left, pool = carried
-            slot = jnp.argmax(left)
-            return left.at[slot].set(False), tuple(one(stored, slot) for stored in pool)
+            old, new = of_turn(source), of_turn(target)
 
-        return lax.while_loop(lambda carried: carried[0].any(), copy, (target != 0, pool))[1]
+            def copy(x: jax.Array) -> jax.Array:
+                layers = jnp.arange(x.shape[0] // pages)[:, None]
+                outside = x.shape[0] + layers * _COPIES + new
+                into = jnp.where(new < pages, layers * pages + new, outside)
+                return x.at[into].set(x[layers * pages + old], mode="drop", unique_indices=True)
+
+            return jax.tree.map(copy, pool)
+
+        return lax.fori_loop(0, rounds, some, pool)
 
     # The model.
 
@@ -212,11 +235,12 @@ class ContinuousLoop:
         return out.hidden, out.cache.runs
 
     def _prefill(self, prepared, requests, state: BatchState) -> BatchState:
-        """Prefills the next chunk of the first slot that must prefill."""
+        """Prefills the next chunks of the first slots that must prefill."""
         plan = state.schedule
         prompt_slots = state.tokens.shape[1] - self.loop.sampler.max_new_tokens
         chunk = min(self.batching.prefill_chunk, prompt_slots)
-        slots, counts = schedule.to_prefill(plan, chunk)
+        together = min(self.batching.prefill_chunk // chunk, self.batching.slots)
+        slots, counts = schedule.to_prefill(plan, chunk, together)
         table = jnp.pad(plan.table, ((0, 1), (0, 0)))[slots]
         start = jnp.append(plan.cached, 0)[slots]
         positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
@@ -236,8 +260,7 @@ class ContinuousLoop:
     def _decode(self, prepared, requests: Requests, state: BatchState) -> BatchState:
         """Draws one token for every slot that can decode; results of other slots are dropped."""
         loop = self.loop
-        plan = schedule.make_room(state.schedule)
-        draws = plan.decoding
+        plan, draws = schedule.make_room(state.schedule)
         request, row = jnp.maximum(plan.request, 0), plan.rows(draws)
         position = jnp.where(draws, plan.cached, 0)
         table = jnp.where(draws[:, None], plan.table, 0)
@@ -247,7 +270,7 @@ class ContinuousLoop:
         token, logp, _ = loop.draw(prepared, hidden[:, 0], keys, requests.temperature[request])
         index = position + 1 - plan.prompt_lengths[plan.prompt]
         ended = draws & is_end(token, loop.sampler.eos_ids)
-        plan = schedule.decoded(plan)
+        plan = schedule.decoded(plan, draws)
         plan = schedule.end(plan, ended | (draws & (index + 1 >= requests.limits[request])))
         return dataclasses.replace(
             state,
@@ -330,10 +353,9 @@ class ContinuousSampler:
                 raise ValueError(
                     f"{name} = {getattr(batching, name)} do not divide among {devices} devices"
                 )
-        own = dataclasses.replace(
-            batching, slots=batching.slots // devices, pages=batching.pages // devices
-        )
         static = Loop(model, get_recipe(recipe), sampler, Parallel.on(mesh))
+        chunk = batching.prefill_chunk or default_chunk(static.on_cpu)
+        own = Batching(batching.slots // devices, batching.pages // devices, chunk)
         of_device = static.parallel.within() if devices > 1 else static.parallel
         loop = ContinuousLoop(dataclasses.replace(static, parallel=of_device), own)
         self._part, self._slots, self._most = part, batching.slots, sampler.max_new_tokens

@@ -8,11 +8,12 @@ program; nothing here knows a model.
   prefills the prompt's pages. They stay allocated while siblings, other samples of that prompt,
   wait (`ready`); siblings share the full pages and copy the last, partly filled page before writing
   to it.
-* **Running out.** When a sequence needs a page and none is free, a prompt whose pages no sequence
+* **Running out.** When sequences need more pages than are free, a prompt whose pages no sequence
   reads gives them up; if there is none, the running request with the highest number is preempted:
-  it waits again with its tokens, whose keys and values are recomputed later. Its tokens do not
-  change, because a token's bits depend on its sequence alone. The lowest running request is never
-  preempted, so all requests end, given `models.least_pages`.
+  it waits again with its tokens, whose keys and values are recomputed later. A turn frees one
+  prompt's or request's pages; sequences that still lack one, the highest numbers first, pause until
+  a later turn. Tokens do not change, because a token's bits depend on its sequence alone. The
+  lowest running request is never preempted, so all requests end, given `models.least_pages`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.rollout import page_pool
@@ -177,24 +177,21 @@ def share_prompts(s: Schedule) -> Schedule:
     )
 
 
+def may_admit(s: Schedule) -> jax.Array:
+    """Returns () bool, whether a slot is idle and a request waits."""
+    return (~s.occupied).any() & (s.status == WAITING).any()
+
+
 def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     """Gives idle slots to waiting requests.
-
-    Returns:
-      (schedule, source, target): source and target (B,) int32 are pages to copy; 0 for none.
-    """
-    none = jnp.zeros_like(s.request)
-    may_admit = (~s.occupied).any() & (s.status == WAITING).any()
-    return lax.cond(may_admit | s.ready.any(), _admit, lambda s: (s, none, none), s)
-
-
-def _admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
-    """Admits requests if a slot is idle and a request waits, or prompts keep pages; see `admit`.
 
     Each idle slot considers one of the first waiting requests. The slot stays idle if another slot
     is filling the pages of this request's prompt, or if too few pages are free: it takes the pages
     of the request's tokens, one for each running request, and one for each request admitted before
     it in this turn.
+
+    Returns:
+      (schedule, source, target): source and target (B,) int32 are pages to copy; 0 for none.
     """
     s = share_prompts(s)
     (slots, width), prompts = s.table.shape, s.ready.shape[0]
@@ -246,38 +243,41 @@ def _needs(s: Schedule) -> jax.Array:
     return s.decoding & (jnp.take_along_axis(s.table, page[:, None], axis=1)[:, 0] == 0)
 
 
-def _free_some(s: Schedule) -> Schedule:
-    """Frees the pages of a prompt that no sequence reads; if there is none, those of the running
-    request with the highest number."""
+def _free_some(s: Schedule, short: jax.Array) -> Schedule:
+    """If `short` () bool, frees the pages of a prompt that no sequence reads; if there is none,
+    those of the running request with the highest number."""
     unread = s.ready & ~_mark(s.prompt, s.occupied, s.ready.shape[0])
     number = jnp.arange(s.ready.shape[0])
-    victim = s.occupied & (s.request == s.request.max())
-
-    def evict(s: Schedule) -> Schedule:
-        return _evict(s, number == jnp.max(jnp.where(unread, number, -1)))
-
-    def preempt(s: Schedule) -> Schedule:
-        s = _leave(s, victim, WAITING)
-        return dataclasses.replace(s, preemptions=s.preemptions + 1)
-
-    return lax.cond(unread.any(), evict, preempt, s)
+    evicted = short & (number == jnp.max(jnp.where(unread, number, -1)))
+    victim = short & ~unread.any() & s.occupied & (s.request == s.request.max())
+    s = _leave(_evict(s, evicted), victim, WAITING)
+    return dataclasses.replace(s, preemptions=s.preemptions + victim.any())
 
 
-def make_room(s: Schedule) -> Schedule:
-    """Gives every decoding slot the page for its next token; preempts slots if pages run out."""
+def make_room(s: Schedule) -> tuple[Schedule, jax.Array]:
+    """Gives decoding slots the page for their next token, the lowest requests first.
+
+    Without branches: on a GPU the host would wait for each.
+
+    Returns:
+      The schedule, and (B,) bool, whether a slot decodes now.
+    """
     s = share_prompts(s)  # before a prompt's first sample ends or loses its pages
-    s = lax.while_loop(lambda s: _needs(s).sum() > page_pool.count_free(s.refs), _free_some, s)
+    s = _free_some(s, _needs(s).sum() > page_pool.count_free(s.refs))
     need = _needs(s)
-    refs, pages = page_pool.allocate(s.refs, need)
+    before = (need & (s.request < s.request[:, None])).sum(axis=1)
+    given = need & (before < page_pool.count_free(s.refs))
+    refs, pages = page_pool.allocate(s.refs, given)
     page = s.cached // PAGE
-    here = need[:, None] & (jnp.arange(s.table.shape[1]) == page[:, None])
-    return dataclasses.replace(s, refs=refs, table=jnp.where(here, pages[:, None], s.table))
+    here = given[:, None] & (jnp.arange(s.table.shape[1]) == page[:, None])
+    table = jnp.where(here, pages[:, None], s.table)
+    return dataclasses.replace(s, refs=refs, table=table), s.decoding & (~need | given)
 
 
-def to_prefill(s: Schedule, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the first slot that must prefill, (1,), and the number of tokens of its next chunk,
-    (1,); B and 0 if no slot must prefill."""
-    slots = page_pool.first_true(s.prefilling, 1, otherwise=s.request.shape[0])
+def to_prefill(s: Schedule, chunk: int, count: int = 1) -> tuple[jax.Array, jax.Array]:
+    """Returns the first `count` slots that must prefill, (count,), and the number of tokens of each
+    one's next chunk; B and 0 where there are fewer."""
+    slots = page_pool.first_true(s.prefilling, count, otherwise=s.request.shape[0])
     left = jnp.append(s.known - 1 - s.cached, 0)[slots]
     return slots, jnp.minimum(left, chunk)
 
@@ -287,9 +287,8 @@ def prefilled(s: Schedule, slots: jax.Array, counts: jax.Array) -> Schedule:
     return dataclasses.replace(s, cached=s.cached.at[slots].add(counts, mode="drop"))
 
 
-def decoded(s: Schedule) -> Schedule:
-    """Records that every decoding slot has cached its last token and drawn one more."""
-    drew = s.decoding
+def decoded(s: Schedule, drew: jax.Array) -> Schedule:
+    """Records that the slots `drew` (B,) bool have cached their last token and drawn one more."""
     return dataclasses.replace(
         s, cached=s.cached + drew, lengths=s.lengths.at[s.rows(drew)].add(1, mode="drop")
     )

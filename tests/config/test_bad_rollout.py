@@ -18,7 +18,7 @@ _EXPERTS = ["model.num_experts=4", "model.moe_intermediate_size=32"]
 _REFUSED = {
     "negative slots": (["rollout.slots=-1"], ["rollout.slots is -1", "from 0 "]),
     "negative pages": (["rollout.pages=-1"], ["rollout.pages is -1", "from 0 "]),
-    "no chunk": (["rollout.prefill_chunk=0"], ["rollout.prefill_chunk is 0", "from 1 "]),
+    "no chunk": (["rollout.prefill_chunk=-1"], ["rollout.prefill_chunk is -1", "from 0 "]),
     "slots in words": (["rollout.slots=many"], ["rollout.slots", "'many'", "whole number"]),
     "more slots than responses": (
         ["rollout.slots=5"],

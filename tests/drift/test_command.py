@@ -62,7 +62,7 @@ def test_recipes_that_differ_fail_the_bound(tmp_path, capsys):
     assert "down_proj/input" in captured.out and "Worst tokens" in captured.out
     assert "above --fail-above=0.0001" in captured.err
     page = (tmp_path / "run_drift" / "drift.html").read_text()
-    assert page.count("<img") == 3
+    assert page.count("<img") == 6  # three plots, light and dark
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def _turn(s: schedule.Schedule, targets: jax.Array) -> tuple:
     filled = schedule.prefilled(admitted, slots, counts)
 
     def decode(filled):
-        roomy = schedule.make_room(filled)
-        after = schedule.decoded(roomy)
-        ended = roomy.decoding & (after.known >= targets[jnp.maximum(after.request, 0)])
-        return roomy, schedule.end(after, ended), roomy.decoding
+        roomy, draws = schedule.make_room(filled)
+        after = schedule.decoded(roomy, draws)
+        ended = draws & (after.known >= targets[jnp.maximum(after.request, 0)])
+        return roomy, schedule.end(after, ended), draws
 
     def wait(filled):
         return filled, filled, jnp.zeros_like(filled.decoding)
