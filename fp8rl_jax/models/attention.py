@@ -243,7 +243,7 @@ class Attention(nn.Module):
             gather_or_slice(y, width // sharers).reshape(batch, length, -1, dim)
             for y, width in zip(projections, features.values(), strict=True)
         )
-        reader = None if parallel.inside else recipe.for_module("o_proj")
+        reader = recipe.for_module("o_proj") if parallel.tensor == 1 else None
         if cache is not None and not watched(self) and has_one_kernel(recipe):
             params, gains = self.variables["params"], None
             if config.qk_norm:

@@ -237,7 +237,7 @@ def linears(
     weights = [params[name]["kernel"] for name in names if name in params]
     stacked = [w for w in weights if isinstance(w, StackedLayer)]
     alike = all(own == owns[0] for own in owns) and has_grouped_kernels(owns[0])
-    if len(stacked) == len(names) and alike and not parallel.inside:
+    if len(stacked) == len(names) and alike and parallel.tensor == 1:
         stacks, rows = [w.stack for w in stacked], x.matrix()
         before = None if residual is None else _rows(residual)
         dtype, layer = recipe.compute_dtype, stacked[0].layer

@@ -7,6 +7,7 @@ and rotary tables are arguments; the new cache is part of the result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import kept, resolve
+from fp8rl_jax.kernels import by_platform, gpu_kernels, kept, resolve
 from fp8rl_jax.models.arrays import GAIN, LINEAR, role_of
 from fp8rl_jax.models.attention import KEPT
 from fp8rl_jax.models.config import ModelConfig
@@ -94,7 +95,7 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
         table = self.parallel.replicate(self.param("embed_tokens", init, shape))
-        x = tap(self, "embed", compute_value(_embed(table, tokens), recipe))
+        x = tap(self, "embed", compute_value(_embed(table, tokens, recipe.kernels), recipe))
         stored_runs, auxes = [], []
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             spec = layer_spec(config, run.stack)
@@ -175,29 +176,40 @@ def _join(auxes: list[dict]) -> dict:
     return {n: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) for n, parts in found.items()}
 
 
-@varying_vjp
-def _lookup(value: jax.Array, master: jax.Array, tokens: jax.Array) -> jax.Array:
+@functools.partial(varying_vjp, static=1)
+def _lookup(
+    implementation: str, value: jax.Array, master: jax.Array, tokens: jax.Array
+) -> jax.Array:
     """Returns rows `tokens` of `value`; the gradient goes to `master`, added up in float32."""
-    del master
+    del implementation, master
     return value[tokens]
 
 
-def _lookup_forward(value, master, tokens):
+def _lookup_forward(implementation, value, master, tokens):
+    del implementation
     return value[tokens], (jnp.zeros((0,), master.dtype), master.shape, tokens)
 
 
-def _lookup_backward(residual, cotangent):
+def _lookup_backward(implementation, residual, cotangent):
     like, shape, tokens = residual
-    grad = jnp.zeros(shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32))
+
+    def kernel(tokens, cotangent):
+        rows = cotangent.reshape(-1, shape[1])
+        return gpu_kernels().embedding.embedding_gradient(tokens.reshape(-1), rows, shape[0])
+
+    def plain(tokens, cotangent):
+        return jnp.zeros(shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32))
+
+    grad = by_platform(implementation, kernel, plain, tokens, cotangent)
     return None, grad.astype(like.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def _embed(table: jax.Array | BoundWeight, tokens: jax.Array) -> jax.Array:
+def _embed(table: jax.Array | BoundWeight, tokens: jax.Array, implementation: str) -> jax.Array:
     if isinstance(table, BoundWeight):
-        return _lookup(table.value, table.master, tokens)
+        return _lookup(implementation, table.value, table.master, tokens)
     return table[tokens]
 
 

@@ -8,6 +8,7 @@ from fp8rl_jax.kernels.gpu import (
     attention,
     attention_gradient,
     attention_inputs,
+    embedding,
     fast_attention,
     head,
     matmul,

@@ -1,8 +1,8 @@
-"""What XLA computes itself on both sides has equal bits in the sampler's shapes and the learner's.
+"""What a run computes in several programs has equal bits in the sampler's shapes and the learner's.
 
-The quantiser of keys and values and the rotation run in a decode step for one token of every
-sequence, and in the learner for all tokens of a sequence, within other fusions. Weights are
-quantised in the refit and in the train step.
+Rotation and the quantiser of keys and values run in a decode step for one token of every sequence,
+and in the learner for all tokens of a sequence. XLA quantises weights, in the refit and in the
+train step.
 """
 
 from __future__ import annotations

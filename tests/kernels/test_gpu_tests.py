@@ -18,6 +18,7 @@ import test_gpu_attention as attention
 import test_gpu_attention_gradient as gradient
 import test_gpu_experts as experts
 import test_gpu_head as head
+import test_gpu_layer as layer
 import test_gpu_matmul as products
 import test_gpu_norm as norms
 from gpu_attention import Attention
@@ -27,7 +28,7 @@ from fp8rl_jax.bench import kernel_shapes
 from fp8rl_jax.bench.kernel_shapes import Product
 from fp8rl_jax.bench.kernel_times import Source
 from fp8rl_jax.kernels.gpu import attention as strict_attention
-from fp8rl_jax.kernels.gpu import fast_attention, matmul, norm
+from fp8rl_jax.kernels.gpu import attention_inputs, embedding, fast_attention, matmul, norm
 from fp8rl_jax.kernels.gpu import head as head_logprobs
 
 
@@ -39,7 +40,8 @@ def source() -> Source:
 @pytest.fixture
 def interpreted(monkeypatch, interpreter):
     """The Triton kernels in Triton's interpreter, which adds within FP8 blocks in float32."""
-    for module in (matmul, norm, head_logprobs, strict_attention, fast_attention):
+    attentions = strict_attention, fast_attention, attention_inputs
+    for module in (matmul, norm, head_logprobs, embedding, *attentions):
         monkeypatch.setattr(module, "triton_call", interpreter.triton_call)
 
 
@@ -59,6 +61,8 @@ _GIVEN_WGRAD = functools.partial(experts.test_weight_gradients, _WGRAD)
 _GRADIENTS = functools.partial(gradient.test_float64, _GRADIENT)
 _NORM = functools.partial(norms.test_rows_and_quantisation, "rms_norm", 200, rows=66)
 _HEAD = functools.partial(head.test_log_probabilities, shape=(65, 32, 130))
+_INPUTS = functools.partial(layer.test_attention_inputs, heads=(4, 2), width=32, tokens=16)
+_AT_ONCE = layer.test_products_at_once
 # Every test of tests/gpu that compares, as a function of the random operands.
 _BODIES = [
     _DENSE,
@@ -78,6 +82,11 @@ _BODIES = [
     slow(functools.partial(attention.test_float64, Attention("bf16", 5, (5, 70), 4, 2, 32))),
     slow(functools.partial(attention.test_float64, Attention("float32", 1, (64, 65), 2, 1, 32))),
     slow(functools.partial(attention.test_float64, Attention("fp8", 1, (3, 70), 4, 1, 64, 16))),
+    functools.partial(_INPUTS, quantised=True),
+    slow(functools.partial(_INPUTS, quantised=False)),
+    functools.partial(_AT_ONCE, kind="fp8", rows=3, depth=200, columns=(136, 24, 40)),
+    slow(functools.partial(_AT_ONCE, kind="bf16", rows=70, depth=72, columns=(136, 40, 40))),
+    functools.partial(layer.test_gradient_of_the_embedding, tokens=40, width=30, count=60),
     functools.partial(attention.test_alone_or_among_all, "fp8", 65, heads=(2, 1), width=64),
     _PAGES_OR_PIECE,
     slow(functools.partial(_PIECE, 1, True, "bf16")),

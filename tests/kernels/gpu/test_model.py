@@ -19,7 +19,15 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'
 from random_model import initial_params, quantized
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.kernels.gpu import attention, attention_inputs, fast_attention, head, matmul, norm
+from fp8rl_jax.kernels.gpu import (
+    attention,
+    attention_inputs,
+    embedding,
+    fast_attention,
+    head,
+    matmul,
+    norm,
+)
 from fp8rl_jax.learner import make_batch, response_logprobs
 from fp8rl_jax.models import ModelConfig, forward, init_cache, layers, rope_tables, trainable_params
 from fp8rl_jax.quant import get_recipe
@@ -58,7 +66,7 @@ def interpreted(monkeypatch, interpreter):
         calls.append((kernel.fn.__name__, keywords.get("QUANTIZE", False)))
         return interpreter.triton_call(kernel, *arrays, **keywords)
 
-    for module in (matmul, norm, head, attention, attention_inputs, fast_attention):
+    for module in (matmul, norm, head, attention, attention_inputs, embedding, fast_attention):
         monkeypatch.setattr(module, "triton_call", triton_call)
     return calls
 

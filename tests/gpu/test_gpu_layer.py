@@ -1,0 +1,110 @@
+"""What a decode step runs in one launch has the bits of several, which the learner runs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_checks import assert_bitwise_equal
+
+from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.bench.kernel_times import blocks
+from fp8rl_jax.kernels.gpu import attention_inputs, embedding, matmul
+from fp8rl_jax.kernels.gpu.attention_inputs import Cache, Kept
+
+pytestmark = pytest.mark.gpu
+_EPS = 1e-6
+
+
+@pytest.mark.parametrize("quantised", [True, False], ids=["fp8", "bf16"])
+def test_attention_inputs(source, quantised, heads=(32, 8), width=128, tokens=512):
+    """Norm, rotation and quantiser, one after another for all tokens of a sequence; then at once
+    for every eighth token, as a decode step writes it to a page."""
+    q, k, v = (source.take(jnp.bfloat16, 1, tokens, n, width) for n in (*heads, heads[1]))
+    rope = tuple(source.take(jnp.float32, 1, tokens, width // 2) for _ in "cs")
+    gains = tuple(source.take(jnp.float32, width) for _ in "qk")
+
+    @exact_jit
+    def one_by_one(q, k, v, rope, gains):
+        q, k = (
+            attention_inputs.rotate(attention_inputs.rms_norm(x, gain, _EPS), *rope)
+            for x, gain in zip((q, k), gains, strict=True)
+        )
+        if not quantised:
+            return q, k, (k, None), (v, None)
+        return q, k, *(attention_inputs.quantize(x, None, False) for x in (k, v))
+
+    @exact_jit
+    def at_once(q, k, v, rope, gains):
+        batch, bits = q.shape[0], jnp.uint8 if quantised else jnp.uint16
+        pool = jnp.zeros((3 * batch, 64, heads[1], width), bits)
+        scale = jnp.zeros(pool.shape[:3]) if quantised else None
+        table = jnp.arange(3 * batch, dtype=jnp.int32).reshape(3, batch, 1)
+        place = Cache((pool, pool, scale, scale), jnp.int32(1), jnp.full((batch, 1), 5), table)
+        stack = tuple(jnp.stack([-gain, gain, gain]) for gain in gains)
+        kept = Kept(kv="row" if quantised else "none")
+        run = attention_inputs.attention_inputs
+        q, k, _, _, *stored = run(q, k, v, rope, stack, kept, eps=_EPS, cache=place)
+        return q, k, *(x if x is None else x[batch : 2 * batch, 5:6] for x in stored)
+
+    q_whole, k_whole, (k8, k_scale), (v8, v_scale) = one_by_one(q, k, v, rope, gains)
+    some = np.arange(0, tokens, 8)
+    rows = [x[0, some][:, None] for x in (q, k, v)]
+    found = at_once(*rows, tuple(x[0, some][:, None] for x in rope), gains)
+    bits = jnp.uint8 if quantised else jnp.uint16
+    wanted = [q_whole, k_whole, *(jax.lax.bitcast_convert_type(x, bits) for x in (k8, v8))]
+    wanted += [k_scale, v_scale] if quantised else []
+    wanted = [x[0, some][:, None] for x in wanted]
+    assert_bitwise_equal("attention's inputs", [x for x in found if x is not None], wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_products_at_once(source, kind, rows, depth=4096, columns=(4096, 1024, 1024)):
+    """Three products in one launch, from the second layer of a stack; and one with a residual."""
+    dtype = {"fp8": jnp.float8_e4m3fn, "bf16": jnp.bfloat16}[kind]
+    x = source.take(dtype, rows, depth)
+    weights = [source.take(dtype, 2, n, depth).swapaxes(1, 2) for n in columns]
+    x_scale = source.scales(rows, blocks(depth)) if kind == "fp8" else None
+    scales = None
+    if kind == "fp8":
+        scales = [source.scales(2, blocks(depth), blocks(n)) for n in columns]
+    residual = source.take(jnp.bfloat16, rows, columns[0])
+    layer = jnp.int32(1)
+
+    @exact_jit
+    def at_once(x, weights, layer, x_scale, scales):
+        return matmul.layer_matmuls(x, weights, layer, x_scale, scales, jnp.bfloat16)
+
+    @exact_jit
+    def added(x, weight, layer, x_scale, scales, residual):
+        run = matmul.layer_matmuls
+        return run(x, [weight], layer, x_scale, scales, jnp.bfloat16, residual)[0]
+
+    @exact_jit
+    def alone(x, weights, x_scale, scales, residual):
+        scales = [None] * len(weights) if scales is None else [s[1] for s in scales]
+        pairs = zip(weights, scales, strict=True)
+        found = [matmul.matmul(x, w[1], x_scale, s, jnp.bfloat16) for w, s in pairs]
+        total = residual.astype(jnp.float32) + found[0].astype(jnp.float32)
+        return found, total.astype(jnp.bfloat16)
+
+    found, total = alone(x, weights, x_scale, scales, residual)
+    assert_bitwise_equal("at once", at_once(x, weights, layer, x_scale, scales), found)
+    first = None if scales is None else scales[:1]
+    sums = added(x, weights[0], layer, x_scale, first, residual)
+    assert_bitwise_equal("with a residual", sums, total)
+
+
+def test_gradient_of_the_embedding(source, tokens=4096, width=4096, count=151_936):
+    """Against numpy's sum in the order of the tokens, a third of which are one token."""
+    rows = source.take(jnp.bfloat16, tokens, width)
+    ids = np.random.default_rng(0).integers(0, count, tokens).astype(np.int32)
+    ids[::3] = 11
+    add = exact_jit(embedding.embedding_gradient, static_argnums=2)
+    found = add(jnp.asarray(ids), rows, count)
+    wanted = np.zeros((count, width), np.float32)
+    for token, row in zip(ids, np.asarray(rows, np.float32), strict=True):
+        wanted[token] += row
+    assert_bitwise_equal("gradient of the embedding", found, wanted)
