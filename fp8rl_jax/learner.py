@@ -47,6 +47,7 @@ from fp8rl_jax.models import (
     update_scaling,
     with_kv_scales,
 )
+from fp8rl_jax.models.logprobs import consecutive_rows
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
@@ -206,32 +207,6 @@ def _hidden(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _consecutive(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
-    """Returns rows first[b], first[b] + 1, ... of each x[b]: (B, T, D), (B,) to (B, count, D).
-
-    Its derivative reads rows, too, where that of a gather adds them to zeros, which XLA:GPU does in
-    no fixed order or by a sort.
-    """
-    index = first[:, None] + jnp.arange(count)
-    return jnp.take_along_axis(x, index[:, :, None], axis=1)
-
-
-def _consecutive_forward(x, first, count):
-    return _consecutive(x, first, count), (first, jnp.arange(x.shape[1]))
-
-
-def _consecutive_backward(count, residual, cotangent):
-    first, rows = residual
-    index = rows - first[:, None]
-    read = jnp.take_along_axis(cotangent, index[:, :, None].clip(0, count - 1), axis=1)
-    inside = (index >= 0) & (index < count)
-    return jnp.where(inside[:, :, None], read, 0), None
-
-
-_consecutive.defvjp(_consecutive_forward, _consecutive_backward)
-
-
 def response_logprobs(
     params,
     batch: Batch,
@@ -254,7 +229,7 @@ def response_logprobs(
     more = {"remat": remat, "collect": collect, "taps": taps, "swaps": {**(swaps or {}), **routing}}
     out = _hidden(params, batch, model, recipe, rope, kv_scales, parallel, **more)
     slots = batch.targets.shape[1]
-    hidden = _consecutive(out.hidden, batch.prompt_lengths - 1, slots)
+    hidden = consecutive_rows(out.hidden, batch.prompt_lengths - 1, slots)
     head = output_head(params, model, parallel)
     logp, entropy = token_logprobs(hidden, head, batch.targets, batch.temperature, recipe, parallel)
     if LOGITS in taps:

@@ -150,7 +150,8 @@ _SOURCES = _sources()
 
 # Lines of Python: of the library without its users `study` and `bench`, with them, of a package, of
 # a file. A change that needs more pays by deleting, or raises the number and says why.
-_MOST_LINES = {"library": 41_000, "with users": 47_200, "package": 7_000, "file": 520}
+# (Raised by 1,100 for kernels: attention's inputs, products at once, the embedding's gradient.)
+_MOST_LINES = {"library": 42_100, "with users": 48_300, "package": 7_000, "file": 520}
 
 
 def test_size_stays_within_the_budget():

@@ -37,9 +37,9 @@ def _residuals_as_numbers() -> None:
 
 
 def _gradients_in_blocks() -> None:
-    from fp8rl_jax.quant import rule
+    from fp8rl_jax.quant import products
 
-    _replace("_multiply_for_gradient", rule._multiply)
+    _replace("_multiply_for_gradient", products._multiply)
 
 
 def _reductions_by_xla() -> None:

@@ -19,7 +19,7 @@ from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.stacks import LayerSpec
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, as_activation, kv_health, quantize_kv
-from fp8rl_jax.quant.rule import plus
+from fp8rl_jax.quant.products import plus
 from fp8rl_jax.quant.scaling import find_amax
 
 

@@ -62,7 +62,7 @@ from fp8rl_jax.quant.operands import (
     quantize_activation,
     quantize_operand,
 )
-from fp8rl_jax.quant.rule import has_grouped_kernels, layer_matmuls, plus
+from fp8rl_jax.quant.products import has_grouped_kernels, layer_matmuls, plus
 from fp8rl_jax.quant.varying import varying_vjp
 
 

@@ -277,3 +277,29 @@ def drawn_logprobs(
     run = functools.partial(by_platform, recipe.kernels, kernel, plain)
     inverse = inverse_temperature(temperature)
     return parallel.by_own_rows(run, logits, scaled, tokens, inverse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def consecutive_rows(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
+    """Returns rows first[b], first[b] + 1, ... of each x[b]: (B, T, D), (B,) to (B, count, D).
+
+    Its derivative reads rows, too, where that of a gather adds them to zeros, which XLA:GPU does in
+    no fixed order or by a sort.
+    """
+    index = first[:, None] + jnp.arange(count)
+    return jnp.take_along_axis(x, index[:, :, None], axis=1)
+
+
+def _consecutive_rows_forward(x, first, count):
+    return consecutive_rows(x, first, count), (first, jnp.arange(x.shape[1]))
+
+
+def _consecutive_rows_backward(count, residual, cotangent):
+    first, rows = residual
+    index = rows - first[:, None]
+    read = jnp.take_along_axis(cotangent, index[:, :, None].clip(0, count - 1), axis=1)
+    inside = (index >= 0) & (index < count)
+    return jnp.where(inside[:, :, None], read, 0), None
+
+
+consecutive_rows.defvjp(_consecutive_rows_forward, _consecutive_rows_backward)

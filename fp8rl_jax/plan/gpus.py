@@ -34,6 +34,11 @@ class Gpu:
         )
 
 
+def of_kind(kind: str) -> Gpu | None:
+    """Returns the GPU of JAX's `device_kind` ('NVIDIA H100 80GB HBM3'), or None for another."""
+    return next((gpu for gpu in GPUS.values() if gpu.name in kind.split()), None)
+
+
 GPUS = {"h100": Gpu("H100", 80.0, hbm=3.35e12), "h200": Gpu("H200", 141.0)}
 NVLINK = 450e9  # bytes/s a GPU receives within a host (NVLink 4: 900 GB/s, both directions)
 HOST_LINK = 64e9  # bytes/s between a GPU and its host's memory, each way (PCIe 5.0 x16)

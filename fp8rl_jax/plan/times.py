@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax.models import PAGE, ModelConfig
@@ -100,6 +101,22 @@ def step_flops(model: ModelConfig, work: Workload, tensor: int = 1) -> dict[str,
         "attention": 2 * attended * (again + 1 + work.counts + _ATTENTION_BACKWARD) / tensor,
         "output head": 2 * head * 4 * work.response_tokens * work.micro_batches / tensor,
     }
+
+
+def useful_flops(model: ModelConfig, lengths: np.ndarray, responses: float) -> float:
+    """Returns the FLOPs that an update needs, without padding and what is recomputed: the numerator
+    of MFU (Chowdhery et al., arXiv:2204.02311, appendix B), three times the forward pass.
+
+    Args:
+      model: shapes of the model.
+      lengths: (B,), tokens of each sequence.
+      responses: tokens of all responses; only these pass through the output head.
+    """
+    counts, lengths = parameter_counts(model), np.asarray(lengths, np.float64)
+    linear = (counts.active - counts.tables) * lengths.sum()
+    pairs = (lengths * (lengths + 1) / 2).sum() * model.num_hidden_layers
+    head = model.vocab_size * model.hidden_size * responses
+    return 3 * 2 * float(linear + pairs * attention_features(model) + head)
 
 
 def same_host(mesh: Mesh | AbstractMesh, axis: str, hosts: int) -> int:

@@ -5,6 +5,7 @@
     recipe.py               which format, block and policy each operand gets: data
       |
     rule.py                 fprop, dgrad and wgrad of a linear layer, as one custom VJP
+    products.py             those products, by kernels or in jnp
       |-- operands.py       an operand: quantise, observe, state
       |-- qarray.py         bytes with scales, one for each block, and their product
       |     `-- scaling.py  amax -> scale

@@ -175,6 +175,15 @@ _TIME = (
         "rollout {:.0f} tok/s",
     ),
     Metric("tokens_per_s_learner", "tokens/s", "response tokens over time_learner", _RATES),
+    Metric("tokens_per_s_device_rollout", "tokens/s", "tokens_per_s_rollout over the devices"),
+    Metric("tokens_per_s_device_learner", "tokens/s", "tokens_per_s_learner over the devices"),
+    Metric(
+        "mfu_learner",
+        "share",
+        "FLOPs that the updates need, without padding and recomputing, over time_learner, the "
+        "devices and their peak in bf16",
+        when="H100 and H200",
+    ),
 )
 
 _CLIPS = "a loss that clips"

@@ -32,6 +32,8 @@ from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.data import Stream
 from fp8rl_jax.learner import Batch, TrainState, policy_of
+from fp8rl_jax.plan import gpus
+from fp8rl_jax.plan.times import useful_flops
 from fp8rl_jax.report import summarise, write_report
 from fp8rl_jax.report.metrics import DRIFT_MAX
 from fp8rl_jax.rl import mismatch_metrics, prepare
@@ -207,7 +209,11 @@ def _updates(
                 raise NonFiniteError(non_finite_message("RL", record["step"], metrics, index == 0))
             updates.append(metrics | {"counts": part.weights != 0})
             first = processes.fetch(logp) if first is None else first
-    record.add_updates(updates, float(batch.mask.sum()), rt.model, rt.learner_recipe)
+    responses, mesh = float(batch.mask.sum()), rt.layout.mesh
+    record.add_updates(updates, responses, rt.model, rt.learner_recipe)
+    gpu = gpus.of_kind(mesh.devices.flat[0].device_kind)
+    needed = algo.epochs * useful_flops(rt.model, batch.lengths, responses)
+    record.add_rates(needed, mesh.size, None if gpu is None else gpu.bf16)
     assert first is not None
     return state, first, updates[0]["checksum"]
 

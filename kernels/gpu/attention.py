@@ -48,15 +48,22 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, fp8_max
+from fp8rl_jax.kernels.arrays import KV_CHUNK, fp8_max
+from fp8rl_jax.kernels.gpu import attention_operands as operands
+from fp8rl_jax.kernels.gpu.attention_operands import (
+    check_operands,
+    head_width,
+    in_float32,
+    takes_one_split,
+    warps_and_stages,
+)
 from fp8rl_jax.kernels.gpu.quantiser import Quantisation, block_scales, magnitude_bits
-from fp8rl_jax.kernels.gpu.tiles import MULTIPROCESSORS
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import exponent, load_pairs, query_pairs, store_vectors, vectors
 
-ROWS = tl.constexpr(16)
+ROWS = tl.constexpr(operands.ROWS)
 BLOCK = tl.constexpr(KV_CHUNK)
-SPLIT = tl.constexpr(512)
+SPLIT = tl.constexpr(operands.SPLIT)
 LOWEST = tl.constexpr(-3.4e38)
 
 
@@ -401,91 +408,6 @@ def join_kernel(
         FP8_MAX,
         POWER_OF_TWO,
     )
-
-
-_TYPES = (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32)
-# Most programs for which each split gets its own program: four on each multiprocessor.
-_FEW_PROGRAMS = 4 * MULTIPROCESSORS
-
-
-def head_width(features: int, dtype=jnp.bfloat16) -> int:
-    """Returns the width of a tile for `features`: the next power of two, 16 or more; 32 or more in
-    E4M3, whose products are of half the features."""
-    fewest = 32 if dtype == jnp.float8_e4m3fn else 16
-    return max(fewest, 1 << (features - 1).bit_length())
-
-
-def warps_and_stages(widest: int, dtype) -> tuple[int, int]:
-    """Returns a program's warps and stages, by the widest vector of a head and the keys' dtype.
-    Warps decide bits.
-
-    Float32 gets more warps, because its operands take twice the registers. E4M3 gets fewer: what
-    every warp does for itself is the larger part. Keys and values of two stages must fit into 227
-    KiB of shared memory together.
-    """
-    if dtype == jnp.float32:
-        return (8, 3) if widest <= 64 else (16, 2)
-    if dtype == jnp.float8_e4m3fn and widest <= 128:
-        return 2, 3
-    return (4 if widest <= 128 else 8), (3 if widest <= 256 else 2)
-
-
-def in_float32(*operands: jax.Array | None) -> bool:
-    return any(x is not None and x.dtype == jnp.float32 for x in operands)
-
-
-def check_operands(
-    q, k, v, positions, scales, ropes=(None, None), table=None, layers: bool = False
-) -> None:
-    """Raises ValueError for shapes that do not fit and for unsupported dtypes.
-
-    `scales` are those of q, k and v, `ropes` q_rope and k_rope; all as for `attention`, or None.
-    With `layers` keys and values are those of several layers.
-    """
-
-    def check(fits: bool, sentence: str) -> None:
-        if not fits:
-            raise ValueError(f"attention: {sentence}")
-
-    (batch, queries, heads, features), (sequences, slots, kv_heads, _) = q.shape, k.shape
-    if table is not None:
-        found, sequences = f"table {table.dtype}{table.shape}", batch
-        fits = table.ndim == 2 + layers and table.shape[-2] == batch and table.dtype == jnp.int32
-        check(fits, f"{found} must be int32 of ({batch}, pages of a sequence)")
-        check(slots == KV_CHUNK, f"pages of keys {k.shape} must have {KV_CHUNK} slots")
-    fits = not sequences % batch if layers else sequences == batch
-    fits = fits and heads % kv_heads == 0 and k.shape[3] == features
-    check(fits, f"queries {q.shape} do not fit keys {k.shape}")
-    check(v.shape[:3] == k.shape[:3], f"values {v.shape} do not fit keys {k.shape}")
-    if ropes[1] is not None:
-        fits = ropes[1].shape[:3] == k.shape[:3]
-        check(fits, f"k_rope {ropes[1].shape} does not fit keys {k.shape}")
-    fits = positions.shape == (batch, queries)
-    check(fits, f"positions {positions.shape} do not fit queries {q.shape}")
-    for x in (q, k, v, *(x for x in ropes if x is not None)):
-        check(x.dtype in _TYPES, f"operands are E4M3, bf16 or float32, got {x.dtype}")
-    check(v.dtype == k.dtype, f"values are {v.dtype} and keys {k.dtype}: make them one type")
-    even = k.dtype != jnp.float8_e4m3fn or not (features % 2 or v.shape[3] % 2)
-    check(even, f"E4M3 heads of {features} and {v.shape[3]} features: write even numbers")
-    widest, most = max(features, v.shape[3]), 256 if in_float32(q, k, v, *ropes) else 512
-    check(widest <= most, f"heads of {widest} features; the kernel takes 512, and 256 in float32")
-    fits = slots * kv_heads * widest < 2**31  # the kernel counts in 32 bits
-    check(fits, f"a sequence's keys {k.shape[1:]} must be fewer than 2**31 numbers")
-    for name, scale, like in zip(("q_scale", "k_scale", "v_scale"), scales, (q, k, v), strict=True):
-        fits = scale is None or not scale.ndim or scale.shape == like.shape[:3]
-        shape = None if scale is None else scale.shape
-        check(fits, f"{name} {shape} must be () or {like.shape[:3]}")
-
-
-def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:
-    """Returns whether each split of the keys gets its own program: few tiles and long caches."""
-    tiles = -(-queries * heads // kv_heads // ROWS.value)
-    return slots > SPLIT.value and tiles * kv_heads * batch <= _FEW_PROGRAMS
-
-
-def quantises(v_features: int) -> bool:
-    """Returns whether the kernels can quantise their result: each head is a block of a scale."""
-    return v_features == K_BLOCK
 
 
 def _kind(scale: jax.Array | None) -> int:

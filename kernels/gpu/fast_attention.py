@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.gpu.attention import LOWEST, check_operands, head_width, in_float32, multiply
+from fp8rl_jax.kernels.gpu.attention import LOWEST, multiply
+from fp8rl_jax.kernels.gpu.attention_operands import check_operands, head_width, in_float32
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from planned import mesh_of, resolved_as
 
 from fp8rl_jax import models
 from fp8rl_jax.models.presets import preset
-from fp8rl_jax.plan import times
+from fp8rl_jax.plan import gpus, times
 from fp8rl_jax.plan.bytes import learner_weight_bytes
 from fp8rl_jax.plan.gpus import GPUS
 from fp8rl_jax.plan.learner import Workload, plan_learner
@@ -51,6 +52,21 @@ def test_flops():
     assert counting["output head"] == found["output head"]
     halves = times.step_flops(_DENSE, _WORK, tensor=2)
     assert halves["linear layers"] == found["linear layers"] / 2
+
+
+def test_useful_flops():
+    """Every token once, whatever pads its row, and each pair of a token and one up to it."""
+    linear = _L * (_D * (4 + 2 + 2) * 32 + 4 * 32 * _D + 3 * _D * _F)
+    norms = _L * (2 * _D + 2 * 32) + _D
+    pairs = (3 * 4 / 2 + 10 * 11 / 2) * _L * 2 * 4 * 32
+    forward = 2 * ((linear + norms) * 13 + pairs + _V * _D * 5)
+    assert times.useful_flops(_DENSE, np.array([3, 10]), 5) == 3 * forward
+
+
+def test_gpus_by_their_kind():
+    assert gpus.of_kind("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    assert gpus.of_kind("NVIDIA H200") is GPUS["h200"]
+    assert gpus.of_kind("NVIDIA H20") is gpus.of_kind("cpu") is None
 
 
 def test_only_a_tokens_experts_count():

@@ -26,6 +26,7 @@ from fp8rl_jax.quant import (
     update_site,
 )
 from fp8rl_jax.training.counters import age_metrics, loss_metrics
+from fp8rl_jax.training.step_record import StepRecord
 
 KEYS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
 
@@ -250,3 +251,14 @@ def test_age_of_calibrated_scales():
 def test_age_of_scales_that_were_never_calibrated():
     """Older than any step."""
     assert age_metrics({}, missing_scales(2), 0)["scale_age/kv"] > 0
+
+
+def test_rates_of_a_device():
+    """MFU only where the peak of a device is known."""
+    record = StepRecord(1) | {"tokens_per_s_rollout": 80.0, "tokens_per_s_learner": 16.0}
+    for peak, more in ((None, {}), (5.0, {"mfu_learner": 0.25})):
+        found = StepRecord(1)
+        found |= record | {"time_learner": 4.0}
+        found.add_rates(flops=40.0, devices=8, peak=peak)
+        rates = {"tokens_per_s_device_rollout": 10.0, "tokens_per_s_device_learner": 2.0}
+        assert found == record | {"time_learner": 4.0} | rates | more

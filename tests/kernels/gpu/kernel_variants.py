@@ -16,6 +16,7 @@ from fp8rl_jax.kernels.gpu import (
     attention,
     attention_gradient,
     attention_inputs,
+    attention_operands,
     fast_attention,
     norm,
     tiles,
@@ -272,7 +273,7 @@ class AttentionVariant:
             "ONE_SPLIT": self.use == "decode",
             "PAGED": self.paged,
             "LAYERS": self.use != "learner",
-            "QUANTIZE": self.use == "join" and attention.quantises(self.width),
+            "QUANTIZE": self.use == "join" and attention_operands.quantises(self.width),
             "FP8_MAX": 448.0,
             "POWER_OF_TWO": False,
         }

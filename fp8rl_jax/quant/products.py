@@ -1,0 +1,237 @@
+"""The products of a linear layer, by kernels or in jnp: forward and both gradients.
+
+See rule.py for what the operands are, and for products of experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fp8rl_jax.kernels import (
+    K_BLOCK,
+    block_matmul,
+    by_platform,
+    gpu_kernels,
+    matmul_at_once,
+    round_bf16,
+    scan_in_bits,
+    varying_as,
+)
+from fp8rl_jax.quant.operands import (
+    Activation,
+    compute_value,
+    plain_value,
+    quantize_activation,
+    quantize_weight,
+    take_layer,
+)
+from fp8rl_jax.quant.qarray import QArray, scaled_matmul
+from fp8rl_jax.quant.recipe import Recipe
+
+Matrix = QArray | jax.Array  # a product's operand: quantised, or in the compute dtype
+Experts = jax.Array | None  # (tiles,) int32, each tile's expert; None for one matrix of rows
+
+
+def _values(recipe: Recipe, *operands: Matrix) -> list[jax.Array]:
+    """Dequantises operands; under a `fake` recipe also rounds them to bf16."""
+    values = [plain_value(operand) for operand in operands]
+    return [round_bf16(value) for value in values] if recipe.fake else values
+
+
+def _multiply(
+    recipe: Recipe, x: Matrix, w: Matrix, dtype=jnp.float32, devices: int = 1
+) -> jax.Array:
+    """Multiplies (M, K) by (K, N) in canonical order; returns (M, N) in `dtype`."""
+    if isinstance(x, QArray) and isinstance(w, QArray) and not recipe.fake:
+        return scaled_matmul(x, w, recipe.kernels, dtype, devices)
+    return block_matmul(
+        *_values(recipe, x, w), implementation=recipe.kernels, dtype=dtype, devices=devices
+    )
+
+
+def _multiply_for_gradient(recipe: Recipe, x: Matrix, w: Matrix, dtype=jnp.float32) -> jax.Array:
+    """Multiplies (M, K) by (K, N) in the fastest order; returns (M, N) in `dtype`."""
+
+    def plain(x, w):
+        return matmul_at_once(*_values(recipe, x, w), recipe.kernels).astype(dtype)
+
+    kernel = functools.partial(_multiply, recipe, dtype=dtype)
+    return by_platform(recipe.kernels, kernel, plain, x, w)
+
+
+def has_grouped_kernels(recipe: Recipe) -> bool:
+    """Returns whether the grouped GPU kernels support a recipe's operands: values in the compute
+    dtype, or DeepSeek-V3's blocks."""
+    blocks = {"weight": (K_BLOCK, K_BLOCK), "activation": (1, K_BLOCK), "gradient": (1, K_BLOCK)}
+    operands = recipe.operands.items()
+    return not recipe.quantized or all(x.block == blocks[name] for name, x in operands)
+
+
+def _by_kernel(name: str, recipe: Recipe, x: Matrix, w: Matrix, *others, **keywords):
+    """Calls a kernel of kernels/gpu/matmul.py: ``name(x, w, *others, x_scale, w_scale)``."""
+    kernel = getattr(gpu_kernels().matmul, name)
+    if isinstance(x, QArray) and isinstance(w, QArray) and not recipe.fake:
+        return kernel(x.qvalue, w.qvalue, *others, x.scale, w.scale, **keywords)
+    return kernel(*_values(recipe, x, w), *others, **keywords)
+
+
+def _of_experts(
+    recipe: Recipe,
+    at_once: Callable,
+    product: Callable,
+    x: Matrix,
+    w: Matrix,
+    experts: jax.Array,
+    columns: int,
+    dtype,
+) -> jax.Array:
+    """Multiplies tiles by their experts' matrices: by ``at_once(x, w, experts)``, a grouped kernel,
+    where supported, else by ``product(tile, matrix)`` tile by tile; (tiles, R, columns)."""
+
+    def by_tile(x, w, experts):
+        nothing = varying_as(jnp.zeros((x.shape[1], columns), dtype), *jax.tree.leaves(x))
+
+        def one(_, tile):
+            rows, expert = tile
+
+            def multiply():
+                return product(rows, take_layer(w, expert))
+
+            return (), lax.cond(expert < w.shape[0], multiply, lambda: nothing)
+
+        return scan_in_bits(one, (), (x, experts))[1]
+
+    if not has_grouped_kernels(recipe):
+        return by_tile(x, w, experts)
+    return by_platform(recipe.kernels, at_once, by_tile, x, w, experts)
+
+
+def fprop(
+    recipe: Recipe,
+    x: Matrix,
+    w: Matrix,
+    experts: Experts = None,
+    dtype=jnp.float32,
+    devices: int = 1,
+) -> jax.Array:
+    """Returns ``x w``, summed in float32 in canonical order and rounded once.
+
+    Args:
+      recipe: recipe of the operands.
+      x: (M, K); (tiles, R, K) with experts.
+      w: (K, N); (E, K, N) with experts.
+      experts: (tiles,) int32, or None.
+      dtype: dtype of the result, float32 or bf16.
+      devices: number of devices over which XLA divides the rows.
+
+    Returns:
+      (M, N); (tiles, R, N) with experts.
+    """
+    multiply = functools.partial(_multiply, recipe, dtype=dtype, devices=devices)
+
+    def at_once(x, w, experts):
+        return _by_kernel("grouped_matmul", recipe, x, w, experts, dtype=dtype)
+
+    if experts is None:
+        return multiply(x, w)
+    return _of_experts(recipe, at_once, multiply, x, w, experts, w.shape[-1], dtype)
+
+
+def dgrad(recipe: Recipe, dy: Matrix, w: Matrix, experts: Experts, dtype) -> jax.Array:
+    """Returns ``dy w^T`` in `dtype`: (M, N) and (K, N) -> (M, K); experts as for `fprop`."""
+
+    def multiply(dy, w):
+        return _multiply_for_gradient(recipe, dy, w.mT, dtype)
+
+    def at_once(dy, w, experts):
+        return _by_kernel("grouped_matmul", recipe, dy, w.mT, experts, dtype=dtype)
+
+    if experts is None:
+        return multiply(dy, w)
+    return _of_experts(recipe, at_once, multiply, dy, w, experts, w.shape[-2], dtype)
+
+
+def wgrad(recipe: Recipe, x: Matrix, dy: Matrix, experts: Experts, count: int) -> jax.Array:
+    """Returns ``x^T dy`` in float32: (M, K) and (M, N) -> (K, N).
+
+    With experts (tiles, R, K) and (tiles, R, N) -> (count, K, N), the tiles of every expert added
+    in ascending order; zeros for an expert without tiles.
+    """
+    if experts is None:
+        return _multiply_for_gradient(recipe, x.mT, dy)
+
+    def at_once(x, dy, experts):
+        return _by_kernel("grouped_wgrad", recipe, x, dy, experts, count)
+
+    def by_tile(x, dy, experts):
+        def add(total, tile):
+            x, dy, expert = tile
+
+            def more():
+                return total.at[expert].add(_multiply_for_gradient(recipe, x.mT, dy))
+
+            return lax.cond(expert < count, more, lambda: total), None
+
+        zeros = jnp.zeros((count, x.shape[-1], dy.shape[-1]))
+        zeros = varying_as(zeros, *jax.tree.leaves((x, dy)))
+        return scan_in_bits(add, zeros, (x, dy, experts))[0]
+
+    if not has_grouped_kernels(recipe) or x.shape[1] % K_BLOCK:
+        return by_tile(x, dy, experts)
+    return by_platform(recipe.kernels, at_once, by_tile, x, dy, experts)
+
+
+def layer_matmuls(
+    recipe: Recipe,
+    x: Activation,
+    stacks: Sequence[QArray | jax.Array],
+    layer: jax.Array,
+    dtype=jnp.float32,
+    residual: jax.Array | None = None,
+) -> list[jax.Array]:
+    """Multiplies (M, K) by one layer of each stack (L, K, N), without a copy of it.
+
+    A kernel takes all in one launch. For forward passes, under recipes that `has_grouped_kernels`.
+
+    Args:
+      recipe, x, dtype: as for `matmul`.
+      stacks: up to three.
+      layer: () int32.
+      residual: (M, N) in the compute dtype, added to the rounded product of a single stack, or
+        None. The sum is rounded, too.
+
+    Returns:
+      (M, N) of each stack, with the bits of `matmul`.
+    """
+    value = compute_value(x.value, recipe)
+    if recipe.activation is None:
+        left: Matrix = value
+        weights: list[Matrix] = [compute_value(plain_value(w), recipe) for w in stacks]
+    else:
+        left = x.q or quantize_activation(value, recipe.activation, None, recipe.kernels)[0]
+        weights = [w if isinstance(w, QArray) else quantize_weight(w, recipe)[0] for w in stacks]
+
+    def kernel(left, weights, layer, residual):
+        run = gpu_kernels().matmul.layer_matmuls
+        quantised = [w for w in weights if isinstance(w, QArray)]
+        if isinstance(left, QArray) and quantised and not recipe.fake:
+            values, scales = [w.qvalue for w in quantised], [w.scale for w in quantised]
+            return run(left.qvalue, values, layer, left.scale, scales, dtype, residual)
+        left, *values = _values(recipe, left, *weights)
+        return run(left, values, layer, None, None, dtype, residual)
+
+    def plain(left, weights, layer, residual):
+        found = [_multiply(recipe, left, take_layer(w, layer), dtype) for w in weights]
+        return found if residual is None else [plus(residual, found[0], recipe)]
+
+    return by_platform(recipe.kernels, kernel, plain, left, weights, layer, residual)
+
+
+def plus(residual: jax.Array, update: jax.Array, recipe: Recipe) -> jax.Array:
+    """Returns their sum in float32, in the compute dtype."""
+    return compute_value(residual.astype(jnp.float32) + update.astype(jnp.float32), recipe)
