@@ -277,7 +277,7 @@ def _rows_times(
         STAGES=tile.stages,
         **tile.constants(kind),
     )
-    return found[: len(weights)]
+    return list(found[: len(weights)])
 
 
 def matmul(

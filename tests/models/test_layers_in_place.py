@@ -1,6 +1,7 @@
 """Layers that stay in their stack (`StackedLayer`) give the bits of layers cut out of it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,19 @@ import pytest
 from random_model import initial_params, quantized
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, forward, init_cache, transformer
+from fp8rl_jax.kernels import dispatch
+from fp8rl_jax.models import (
+    ModelConfig,
+    forward,
+    init_cache,
+    init_paged_cache,
+    init_params,
+    quantize_params,
+    transformer,
+)
 from fp8rl_jax.models.layers import StackedLayer, multiply, multiply_experts
 from fp8rl_jax.models.stacks import layer_stacks
-from fp8rl_jax.quant import Activation, Rows, get_recipe, quantize, take_layer
+from fp8rl_jax.quant import Activation, Rows, get_recipe, missing_scales, quantize, take_layer
 
 _DENSE = ModelConfig(
     vocab_size=96,
@@ -97,3 +107,32 @@ def test_products():
     got = exact_jit(lambda x, stack: both(x, stack, lambda layer: layer))(x, stack)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [({}, {}), (dict(kv="calibrated", fp8_attention=True), {}), ({}, _LATENT), (None, _EXPERTS)],
+    ids=["fp8", "calibrated", "latent", "bf16 experts"],
+)
+def test_both_platforms_give_the_same_tree(monkeypatch, changes, more):
+    """On a machine with a GPU one program has the kernels' branches and jnp's: over rows of slots
+    and over pages, which JAX compares while it traces."""
+    pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
+    monkeypatch.setattr(dispatch, "backend", lambda: "gpu")
+    config = dataclasses.replace(_DENSE, **more)
+    recipe = get_recipe("bf16" if changes is None else "fp8")
+    recipe = dataclasses.replace(recipe, **(changes or {}))
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    scales = missing_scales(config.num_hidden_layers) if recipe.kv == "calibrated" else None
+    table = jnp.asarray([[1], [2]], jnp.int32)
+
+    def step(params, tokens):
+        weights = quantize_params(params, recipe)
+        caches = init_cache(config, recipe, 2, 64), init_paged_cache(config, recipe, 3, table)
+        run = functools.partial(forward, weights, tokens, config, recipe, kv_scales=scales)
+        return [run(cache=cache).cache for cache in caches]
+
+    for length in (1, 5):
+        tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
+        traced = jax.make_jaxpr(step)(params, tokens)
+        assert "triton_kernel_call" in str(traced) and "platform_index" in str(traced)
