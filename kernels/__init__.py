@@ -6,9 +6,10 @@
                           |
           +---------------+----------------+
     gpu/ (CUDA)                      reference/ (elsewhere)
-    attention, fast_attention,       attention, attention_gradient, matmul: jnp with a
-    attention_gradient, matmul,      fixed order of summation, by a way of multiplying that
-    head, norm: Triton;              probe.py has tested on this machine
+    attention, attention_inputs,     attention, attention_gradient, matmul: jnp with a
+    fast_attention,                  fixed order of summation, by a way of multiplying that
+    attention_gradient, matmul,      probe.py has tested on this machine
+    embedding, head, norm: Triton;
     mosaic_matmul: Mosaic GPU
 
 Read first: dispatch.py, then reference/attention.py and gpu/attention.py, which compute the same.

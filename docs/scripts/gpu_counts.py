@@ -38,7 +38,7 @@ import aot_h200  # noqa: E402
 from kernel_variants import AttentionVariant  # noqa: E402
 
 from fp8rl_jax.bench.kernel_times import DTYPES  # noqa: E402
-from fp8rl_jax.kernels.gpu import attention  # noqa: E402
+from fp8rl_jax.kernels.gpu import attention_operands  # noqa: E402
 from fp8rl_jax.plan import h200  # noqa: E402
 
 LAYERS = 6  # as no other loop of these programs takes so many turns
@@ -58,7 +58,7 @@ def kernel_of(launch: tuple[str, str]) -> str:
 def instructions() -> dict[str, float]:
     """Of the loop of FP8 attention in decoding: a warp's, warps, and in units of four warps."""
     variant = AttentionVariant("decode", "fp8", 128, paged=True)
-    warps, _ = attention.warps_and_stages(128, DTYPES["fp8"])
+    warps, _ = attention_operands.warps_and_stages(128, DTYPES["fp8"])
     machine = variant.compile()
     return {
         "of_a_warp": machine.loop,

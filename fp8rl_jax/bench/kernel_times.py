@@ -34,7 +34,8 @@ from jax import lax
 
 from fp8rl_jax.bench.kernel_shapes import HEADS, KV_HEADS, WIDTH, Attention, Product, calls, groups
 from fp8rl_jax.kernels import K_BLOCK, KV_CHUNK, block_matmul
-from fp8rl_jax.kernels.gpu.attention import attention, takes_one_split
+from fp8rl_jax.kernels.gpu.attention import attention
+from fp8rl_jax.kernels.gpu.attention_operands import takes_one_split
 from fp8rl_jax.kernels.gpu.matmul import grouped_matmul, grouped_wgrad, matmul
 
 _REPEATS = 7

@@ -152,6 +152,13 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
 
 
+def _rotated(config: ModelConfig, recipe: Recipe, q: jax.Array, k: jax.Array, rope):
+    """Returns q and k (B, T, heads, Dh) after RoPE by the tables `rope`, cos and sin."""
+    if config.rope_interleave:
+        q, k = deinterleave(q), deinterleave(k)
+    return tuple(apply_rope(recipe, x, *rope) for x in (q, k))
+
+
 def has_one_kernel(recipe: Recipe) -> bool:
     """Returns whether one kernel may make attention's inputs from the projections and write to the
     cache. It gives the bits of a kernel for each step."""
@@ -200,9 +207,7 @@ def _inputs_by_kernel(
         if gains is not None:
             norm = functools.partial(rms_norm, recipe, config.rms_norm_eps, False, ONE_DEVICE)
             q, k = (norm(x, gain).value for x, gain in zip((q, k), gains, strict=True))
-        if config.rope_interleave:
-            q, k = deinterleave(q), deinterleave(k)
-        q, k = (apply_rope(recipe, x, *rope) for x in (q, k))
+        q, k = _rotated(config, recipe, q, k, rope)
         cache = cache.write(_store(k, v, recipe, scales), positions)
         return q, k, _query(q, recipe, scales), cache
 
@@ -256,9 +261,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             q = RMSNorm(config.rms_norm_eps, recipe, parallel, name="q_norm")(q).value
             k = RMSNorm(config.rms_norm_eps, recipe, parallel, name="k_norm")(k).value
-        if config.rope_interleave:
-            q, k = deinterleave(q), deinterleave(k)
-        q, k = (apply_rope(recipe, y, cos, sin) for y in (q, k))
+        q, k = _rotated(config, recipe, q, k, (cos, sin))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
         q, k, v = (
             tap(self, f"{name}_read", y, functools.partial(_as_read, recipe, name, scales))

@@ -7,7 +7,6 @@ from collections.abc import Collection
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import gated_silu, linears, tap_activation
@@ -24,7 +23,8 @@ from fp8rl_jax.models.router import (
     sum_probability,
 )
 from fp8rl_jax.models.taps import tap
-from fp8rl_jax.quant import Activation, Recipe, compute_value
+from fp8rl_jax.quant import Activation, Recipe
+from fp8rl_jax.quant.products import plus
 
 
 def gated_mlp(
@@ -115,8 +115,7 @@ def sparse_mlp(
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
         shared_experts = SharedExperts(config, recipe, parallel, name="shared_experts")
-        shared = shared_experts(x)
-        y = compute_value(y.astype(jnp.float32) + shared.astype(jnp.float32), recipe)
+        y = plus(y, shared_experts(x), recipe)
     aux = {"expert_tokens": expert_tokens(config, chosen, valid)}
     if "expert_probability" in collect:
         aux["expert_probability"] = sum_probability(config, logits, valid)

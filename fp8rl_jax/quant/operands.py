@@ -336,9 +336,14 @@ def quantize_weight(
     return quantize_operand(w, recipe.weight, None if scaling is None else scaling.weight)
 
 
+def kernel_policies() -> dict[scaling.ScalingPolicy, bool]:
+    """Returns {policy that the kernels have: whether its scales are powers of two}."""
+    return {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
+
+
 def kernel_settings(operand: Operand) -> dict[str, Any] | None:
     """Returns {'dtype', 'power_of_two'} for the kernels; None if no kernel supports the operand."""
-    powers = {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
+    powers = kernel_policies()
     if operand.policy not in powers or operand.block not in (_ROW, _COLUMN):
         return None
     return {"dtype": operand.dtype, "power_of_two": powers[operand.policy]}

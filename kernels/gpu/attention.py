@@ -48,15 +48,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import KV_CHUNK, fp8_max
+from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, fp8_max
 from fp8rl_jax.kernels.gpu import attention_operands as operands
-from fp8rl_jax.kernels.gpu.attention_operands import (
-    check_operands,
-    head_width,
-    in_float32,
-    takes_one_split,
-    warps_and_stages,
-)
 from fp8rl_jax.kernels.gpu.quantiser import Quantisation, block_scales, magnitude_bits
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import exponent, load_pairs, query_pairs, store_vectors, vectors
@@ -443,7 +436,7 @@ def attention(
         of all layers, (L, B, N). Or None.
       dtype: dtype of the result.
       quantisation: how to also quantise the rounded result, as `norm.quantize_rows` would the rows
-        of all heads; for heads of 128 features (`quantises`). Or None.
+        of all heads; for heads of 128 features, each a block of a scale. Or None.
       one_split: whether a program runs one split of the keys; None chooses by shape. Never changes
         a bit.
 
@@ -456,15 +449,15 @@ def attention(
     """
     ropes: tuple[jax.Array | None, ...] = (q_rope, k_rope)
     scales = q_scale, k_scale, v_scale
-    check_operands(q, k, v, positions, scales, ropes, table, layer is not None)
+    operands.check_operands(q, k, v, positions, scales, ropes, table, layer is not None)
     (batch, queries, heads, features), (slots, kv_heads, v_features) = q.shape, v.shape[1:]
     if table is not None:
         slots *= table.shape[-1]
-    tiles = -(-queries * heads // kv_heads // ROWS.value)
-    splits = -(-slots // SPLIT.value)
+    tiles = -(-queries * heads // kv_heads // operands.ROWS)
+    splits = -(-slots // operands.SPLIT)
     if one_split is None:
-        one_split = takes_one_split(batch, queries, heads, kv_heads, slots)
-    float32 = in_float32(q, k, v, *ropes)
+        one_split = operands.takes_one_split(batch, queries, heads, kv_heads, slots)
+    float32 = operands.in_float32(q, k, v, *ropes)
     if float32:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         ropes = tuple(None if x is None else x.astype(jnp.float32) for x in ropes)
@@ -474,6 +467,7 @@ def attention(
     others = [unused if x is None else x for x in (*scales, *ropes, table)]
     others.append(unused if layer is None else layer.reshape(1))
     rows = batch, queries, heads
+    assert quantisation is None or v_features == K_BLOCK
     given = quantisation or Quantisation()
     results = (
         jax.ShapeDtypeStruct((*rows, v_features), dtype),
@@ -489,11 +483,11 @@ def attention(
         "H": heads,
         "HKV": kv_heads,
         "DV": v_features,
-        "V_WIDTH": head_width(v_features, k.dtype),
+        "V_WIDTH": operands.head_width(v_features, k.dtype),
         "FP8_MAX": fp8_max(given.dtype),
         "POWER_OF_TWO": given.power_of_two,
     }
-    warps, stages = warps_and_stages(max(features, v_features), k.dtype)
+    warps, stages = operands.warps_and_stages(max(features, v_features), k.dtype)
     found = triton_call(
         attention_kernel,
         q,
@@ -507,8 +501,8 @@ def attention(
         stages=stages,
         D=features,
         DR=rope_features,
-        WIDTH=head_width(features, k.dtype),
-        R_WIDTH=head_width(rope_features or 1),
+        WIDTH=operands.head_width(features, k.dtype),
+        R_WIDTH=operands.head_width(rope_features or 1),
         SCALE=scale / math.log(2),
         Q_SCALES=_kind(q_scale),
         K_SCALES=_kind(k_scale),

@@ -1,8 +1,8 @@
 """What stands between the projections of attention and attention, in one Triton kernel.
 
-QK-norm, RoPE, quantisation of queries, keys and values, and writing keys and values to where
-attention reads them: a cache, in place, or arrays of their own (the learner). A row is a head of a
-token; it is held as the two halves that RoPE turns against each other.
+QK-norm, RoPE, quantisation of queries, keys and values, and writing keys and values to the cache in
+place; or single steps of one array, for the learner. A row is a head of a token; it is held as the
+two halves that RoPE turns against each other.
 
 Invariants:
   * a row's result depends on the row alone;
@@ -13,7 +13,8 @@ Invariants:
   * quantisation is that of quant/kv.py: of the value as bf16, with one scale a row (quantiser.py)
     or with a given one.
 
-Not done: gradients (models/attention_inputs.py); partial rotary embeddings.
+Not done: gradients (of `rms_norm` in models/layers.py, of `apply_rope` in models/rope.py); partial
+rotary embeddings.
 """
 
 from __future__ import annotations
@@ -26,12 +27,11 @@ import triton
 import triton.language as tl
 
 from fp8rl_jax.kernels.arrays import KV_CHUNK, fp8_max
-from fp8rl_jax.kernels.gpu.quantiser import E4M3, block_scales, magnitude_bits
+from fp8rl_jax.kernels.gpu.quantiser import E4M3, INF_BITS, block_scales, magnitude_bits
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 _FP8_MAX = tl.constexpr(fp8_max(E4M3))
 _PAGE = tl.constexpr(KV_CHUNK)
-_INF_BITS = tl.constexpr(0x7F800000)
 # Scales of what is stored: none, one that is given, or one a row.
 _GIVEN, _OF_ROW = tl.constexpr(1), tl.constexpr(2)
 
@@ -131,8 +131,8 @@ def _store_as_read(
             first, second = first * s[:, None], second * s[:, None]
         else:
             s = tl.div_rn(1.0, tl.load(given))
-            first = tl.where(bits < _INF_BITS, first * s, float("nan"))
-            second = tl.where(more_bits < _INF_BITS, second * s, float("nan"))
+            first = tl.where(bits < INF_BITS, first * s, float("nan"))
+            second = tl.where(more_bits < INF_BITS, second * s, float("nan"))
         first, second = first.to(tl.float8e4nv), second.to(tl.float8e4nv)
     _store(out, first, second, row, exists, D, False)
 
@@ -140,7 +140,7 @@ def _store_as_read(
 @triton.jit
 def attention_inputs_kernel(
     q,  # (B, T, H, D)
-    k,  # (B, T, HKV, D)
+    k,  # (B, T, HKV, D); this and all of keys and values is unused if HKV is 0
     v,  # (B, T, HKV, D)
     cos,  # (B, T, D / 2) float32, unused without ROPE
     sin,
@@ -150,24 +150,20 @@ def attention_inputs_kernel(
     q_given,  # (1,) float32, scales of SCALES 1
     k_given,
     v_given,
-    positions,  # (B, T) int32, unused without CACHE
+    positions,  # (B, T) int32
     table,  # (L, B, SLOTS / 64) int32, unused without PAGED
-    k_stored,  # (L * B, SLOTS, HKV, D), or pages, unused without CACHE
-    v_stored,
     k_scale,  # (L * B, SLOTS, HKV) float32, or of pages, unused unless KV_SCALES is 2
     v_scale,
+    k_stored,  # (L * B, SLOTS, HKV, D), or pages
+    v_stored,
     q_out,  # (B, T, H, D)
     k_out,  # (B, T, HKV, D)
     q_stored,  # (B, T, H, D) E4M3, unused without Q_SCALES
     q_scale,  # (B, T, H) float32, unused unless Q_SCALES is 2
-    k_new,  # (B, T, HKV, D), unused with CACHE
-    v_new,
-    k_new_scale,  # (B, T, HKV) float32
-    v_new_scale,
-    k_same,  # the arrays k_stored, v_stored, k_scale and v_scale again, as results
-    v_same,
-    k_scale_same,
+    k_scale_same,  # the cache's arrays again, as results
     v_scale_same,
+    k_same,
+    v_same,
     B: tl.constexpr,
     T: tl.constexpr,
     H: tl.constexpr,
@@ -181,14 +177,12 @@ def attention_inputs_kernel(
     Q_SCALES: tl.constexpr,
     KV_SCALES: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    CACHE: tl.constexpr,
     SLOTS: tl.constexpr,  # of a sequence
     PAGED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     Q_TILES: tl.constexpr = (B * T * H + ROWS - 1) // ROWS
     KV_TILES: tl.constexpr = (B * T * HKV + ROWS - 1) // ROWS
-    KV_HEADS: tl.constexpr = HKV if HKV > 0 else 1
     PAIRED: tl.constexpr = INTERLEAVED and not ROPE
     number = tl.load(layer)
     tile = tl.program_id(0)
@@ -202,26 +196,24 @@ def attention_inputs_kernel(
         _store(q_out, first, second, place, exists, D, PAIRED)
         if Q_SCALES > 0:
             _store_as_read(
-                q_stored, q_scale, q_given, first, second, row, exists, D, Q_SCALES, POWER_OF_TWO
+                q_stored, q_scale, q_given, first, second, place, exists, D, Q_SCALES, POWER_OF_TWO
             )
-    else:
+    elif HKV > 0:
         tile -= Q_TILES
         row = tile * ROWS + tl.arange(0, ROWS)
         if tile >= KV_TILES:
             row -= KV_TILES * ROWS
-        exists, token = row < B * T * KV_HEADS, row // KV_HEADS
-        place, there = tl.cast(row, tl.int64), exists
-        if CACHE:
-            position = tl.load(positions + token, mask=exists, other=-1)
-            there = (position >= 0) & (position < SLOTS)
-            sequence = tl.cast(number * B + token // T, tl.int64)
-            if PAGED:
-                page_at = table + sequence * (SLOTS // _PAGE) + position // _PAGE
-                page = tl.load(page_at, mask=there, other=0)
-                slot = tl.cast(page, tl.int64) * _PAGE + position % _PAGE
-            else:
-                slot = sequence * SLOTS + position
-            place = slot * KV_HEADS + row % KV_HEADS
+        exists, token = row < B * T * HKV, row // HKV
+        position = tl.load(positions + token, mask=exists, other=-1)
+        there = (position >= 0) & (position < SLOTS)
+        sequence = tl.cast(number * B + token // T, tl.int64)
+        if PAGED:
+            page_at = table + sequence * (SLOTS // _PAGE) + position // _PAGE
+            page = tl.load(page_at, mask=there, other=0)
+            slot = tl.cast(page, tl.int64) * _PAGE + position % _PAGE
+        else:
+            slot = sequence * SLOTS + position
+        place = slot * HKV + row % HKV
         if tile < KV_TILES:
             first, second = _halves(
                 k,
@@ -241,32 +233,14 @@ def attention_inputs_kernel(
             )
             _store(k_out, first, second, tl.cast(row, tl.int64), exists, D, PAIRED)
             _store_as_read(
-                k_stored if CACHE else k_new,
-                k_scale if CACHE else k_new_scale,
-                k_given,
-                first,
-                second,
-                place,
-                there,
-                D,
-                KV_SCALES,
-                POWER_OF_TWO,
+                k_stored, k_scale, k_given, first, second, place, there, D, KV_SCALES, POWER_OF_TWO
             )
         else:
             first, second = _halves(
                 v, v, number, cos, sin, row, exists, token, D, WIDTH, EPS, False, False, False
             )
             _store_as_read(
-                v_stored if CACHE else v_new,
-                v_scale if CACHE else v_new_scale,
-                v_given,
-                first,
-                second,
-                place,
-                there,
-                D,
-                KV_SCALES,
-                POWER_OF_TWO,
+                v_stored, v_scale, v_given, first, second, place, there, D, KV_SCALES, POWER_OF_TWO
             )
 
 
@@ -322,7 +296,7 @@ def attention_inputs(
     """Applies QK-norm and RoPE to queries and keys, and stores what attention reads.
 
     Args:
-      q, k, v: (B, T, H, D), (B, T, Hkv, D) twice, bf16 or float32; D even. Or q alone.
+      q, k, v: (B, T, H, D), (B, T, Hkv, D) twice, bf16 or float32; D even. Or q alone, and None.
       rope: cos and sin (B, T, D / 2) float32, or None.
       gains: of the norms of q and k, (D,), or (L, D) with `layer`; or None.
       kept: how to store.
@@ -330,16 +304,16 @@ def attention_inputs(
       eps: of the norm.
       interleaved: whether RoPE turns neighbours (`rope.deinterleave`) and not halves.
       layer: () int32, the row of `gains`, or None.
-      cache: where to write keys and values, or None for arrays of their own.
+      cache: where to write keys and values; None for q alone.
 
     Returns:
       (q, k, stored q, its scale, stored k, stored v, their scales): q and k in their dtype, after
-      norm and RoPE. Stored q is None unless `kept.q`; stored k and v are (B, T, Hkv, D), or the
-      arrays of `cache`, written in place. Scales are float32 (B, T, H) and (B, T, Hkv), or the
-      cache's; None unless 'row'.
+      norm and RoPE. Stored q is None unless `kept.q`, its scale float32 (B, T, H), None unless
+      'row'. The others are the arrays of `cache`, written in place; scales None unless 'row'.
     """
     (batch, queries, heads, features), kv_heads = q.shape, 0 if k is None else k.shape[2]
-    if k is None or v is None:
+    if k is None or v is None or cache is None:
+        assert k is v is cache is None, "keys, values and their cache go together"
         k = v = jnp.zeros((1, 1, 1, features), q.dtype)
     elif features % 2 or k.shape != v.shape or k.shape[::3] != q.shape[::3]:
         raise ValueError(f"attention: heads of q {q.shape}, k {k.shape} and v {v.shape} do not fit")
@@ -352,14 +326,14 @@ def attention_inputs(
     def shape(of: tuple[int, ...], dtype, wanted: bool) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(of if wanted else (1,), dtype)
 
-    arrays = (None,) * 4 if cache is None else cache.arrays
-    held = tuple(map(given, arrays))
+    k_stored, v_stored, *of_rows = (None,) * 4 if cache is None else cache.arrays
     number = layer if cache is None else cache.layer
     slots = 0
     if cache is not None:
-        slots = KV_CHUNK * cache.table.shape[-1] if cache.table is not None else held[0].shape[1]
-    stored = E4M3 if kept.kv != "none" else k.dtype
-    fresh = cache is None
+        slots = KV_CHUNK * cache.table.shape[-1] if cache.table is not None else k_stored.shape[1]
+    # An array that is not there is no result in place: XLA would copy its stand-in every time.
+    held = *of_rows, k_stored, v_stored
+    in_place = sum(x is not None for x in held)
     found = triton_call(
         attention_inputs_kernel,
         q,
@@ -371,16 +345,15 @@ def attention_inputs(
         *map(given, scales),
         given(None if cache is None else cache.positions),
         given(None if cache is None else cache.table),
-        *held,
+        *map(given, held),
         out=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(k.shape, k.dtype),
             shape(q.shape, E4M3, kept.q != "none"),
             shape(q.shape[:3], jnp.float32, kept.q == "row"),
-            *[shape(k.shape, stored, fresh)] * 2,
-            *[shape(k.shape[:3], jnp.float32, fresh and kept.kv == "row")] * 2,
+            *[jax.ShapeDtypeStruct((1,), jnp.float32)] * (len(held) - in_place),
         ),
-        in_place=len(held),
+        in_place=in_place,
         grid=(-(-batch * queries * heads // ROWS) + 2 * -(-batch * queries * kv_heads // ROWS),),
         warps=4,
         stages=1,
@@ -397,21 +370,21 @@ def attention_inputs(
         Q_SCALES=kinds[kept.q],
         KV_SCALES=kinds[kept.kv],
         POWER_OF_TWO=kept.power_of_two,
-        CACHE=cache is not None,
         SLOTS=slots,
         PAGED=cache is not None and cache.table is not None,
         ROWS=ROWS,
     )
-    q, k, q_stored, q_scale, *new = found[:8]
-    result = new if cache is None else found[8:]
-    by_row = kept.kv == "row"
+    q, k, q_stored, q_scale, k_scale, v_scale, k_stored, v_stored = found
+    by_row = cache is not None and kept.kv == "row"
     return (
         q,
         k,
         None if kept.q == "none" else q_stored,
         q_scale if kept.q == "row" else None,
-        *result[:2],
-        *(x if by_row else None for x in result[2:]),
+        k_stored,
+        v_stored,
+        k_scale if by_row else None,
+        v_scale if by_row else None,
     )
 
 

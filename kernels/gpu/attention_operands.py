@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK
+from fp8rl_jax.kernels.arrays import KV_CHUNK
 from fp8rl_jax.kernels.gpu.tiles import MULTIPROCESSORS
 
 ROWS = 16  # of a tile: queries of one sequence and heads of one group
@@ -88,8 +88,3 @@ def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: 
     """Returns whether each split of the keys gets its own program: few tiles and long caches."""
     tiles = -(-queries * heads // kv_heads // ROWS)
     return slots > SPLIT and tiles * kv_heads * batch <= _FEW_PROGRAMS
-
-
-def quantises(v_features: int) -> bool:
-    """Returns whether the kernels can quantise their result: each head is a block of a scale."""
-    return v_features == K_BLOCK

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 E4M3 = jnp.float8_e4m3fn
-_INF_BITS = tl.constexpr(0x7F800000)
+INF_BITS = tl.constexpr(0x7F800000)  # `magnitude_bits` of infinity
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _EXPONENT = tl.constexpr(-0x800000)  # sign and exponent, as int32
 _LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -40,5 +40,5 @@ def block_scales(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     s = tl.where(zero, 1.0, tl.minimum(s, _LARGEST))
     if POWER_OF_TWO:
         s = (s.to(tl.int32, bitcast=True) & _EXPONENT).to(tl.float32, bitcast=True)
-    s = tl.where(amax_bits < _INF_BITS, s, float("nan"))
+    s = tl.where(amax_bits < INF_BITS, s, float("nan"))
     return s, tl.div_rn(1.0, s)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from sass import Machine, compile_kernel
 
 from fp8rl_jax.bench.kernel_times import DTYPES
+from fp8rl_jax.kernels.arrays import K_BLOCK
 from fp8rl_jax.kernels.gpu import (
-    attention,
     attention_gradient,
     attention_inputs,
     attention_operands,
@@ -247,7 +247,7 @@ class AttentionVariant:
         return f"attention {self.use}, {self.keys}{q}, {self.width}{rope}{scales}{pages}"
 
     def compile(self) -> Machine:
-        warps, stages = attention.warps_and_stages(self.width, DTYPES[self.keys])
+        warps, stages = attention_operands.warps_and_stages(self.width, DTYPES[self.keys])
         types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "top", "total"), "*fp32")
         types |= {"parts": "*fp32", "positions": "*i32", "q": _POINTERS[self.queries]}
         types["table"] = "*i32" if self.paged else "*fp32"
@@ -263,7 +263,7 @@ class AttentionVariant:
             "H": 128 if self.rope else 32,
             "HKV": 1 if self.rope else 8,
             "D": self.width,
-            "WIDTH": attention.head_width(self.width, DTYPES[self.keys]),
+            "WIDTH": attention_operands.head_width(self.width, DTYPES[self.keys]),
             "DR": self.rope,
             "R_WIDTH": self.rope or 16,
             "SCALE": 0.1,
@@ -273,7 +273,7 @@ class AttentionVariant:
             "ONE_SPLIT": self.use == "decode",
             "PAGED": self.paged,
             "LAYERS": self.use != "learner",
-            "QUANTIZE": self.use == "join" and attention_operands.quantises(self.width),
+            "QUANTIZE": self.use == "join" and self.width == K_BLOCK,
             "FP8_MAX": 448.0,
             "POWER_OF_TWO": False,
         }
@@ -304,7 +304,7 @@ class InputsVariant:
         stored = {"fp8": "*u8", "bf16": "*u16"}[self.keys]
         names = attention_inputs_kernel.arg_names
         types = dict.fromkeys(names[: names.index("B")], "*fp32")
-        types |= dict.fromkeys(("q", "k", "v", "q_out", "k_out", "k_new", "v_new"), "*bf16")
+        types |= dict.fromkeys(("q", "k", "v", "q_out", "k_out"), "*bf16")
         types |= dict.fromkeys(("layer", "positions", "table"), "*i32")
         types |= {"q_stored": "*fp8e4nv"}
         types |= dict.fromkeys(("k_stored", "v_stored", "k_same", "v_same"), stored)
@@ -323,7 +323,6 @@ class InputsVariant:
             "Q_SCALES": 2 if self.step == "quantise" else 0,
             "KV_SCALES": 2 if self.keys == "fp8" else 0,
             "POWER_OF_TWO": False,
-            "CACHE": cached,
             "SLOTS": 4096 if cached else 0,
             "PAGED": self.paged,
             "ROWS": attention_inputs.ROWS,

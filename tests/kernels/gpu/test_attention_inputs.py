@@ -44,6 +44,25 @@ def _inputs(features: int, dtype=jnp.bfloat16, batch: int = 2, tokens: int = 3):
     return (q, k, v), (jnp.cos(angle), jnp.sin(angle)), gains
 
 
+def _single(q, k, v, rope, gains, kept, scales=(None,) * 3, **more):
+    """What `attention_inputs` returns for a cache of these tokens, by calls of one array each."""
+
+    def call(x, rope, gain, kind, scale):
+        gains = gain if gain is None else (gain, gain)
+        how = Kept(q=kind, power_of_two=kept.power_of_two)
+        given = (scale, None, None)
+        return kernels.attention_inputs(x, None, None, rope, gains, how, given, **more)[:4]
+
+    q_gain, k_gain = gains or (None, None)
+    q, _, q_stored, q_scale = call(q, rope, q_gain, kept.q, scales[0])
+    k, _, k_stored, k_scale = call(k, rope, k_gain, kept.kv, scales[1])
+    more.pop("interleaved", None)  # values have no pairs
+    v, _, v_stored, v_scale = call(v, None, None, kept.kv, scales[2])
+    if kept.kv == "none":
+        k_stored, v_stored = k, v
+    return q, k, q_stored, q_scale, k_stored, v_stored, k_scale, v_scale
+
+
 def _assert_same(found, wanted):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
@@ -81,7 +100,7 @@ def test_rope_and_quantisation_are_the_models(features, recipe, interleaved):
 
     by = _BY[recipe.kv]
     kept = Kept(by if recipe.fp8_attention else "none", by)
-    found = kernels.attention_inputs(q, k, v, rope, None, kept, scales, interleaved=interleaved)
+    found = _single(q, k, v, rope, None, kept, scales, interleaved=interleaved)
     wanted = jax.jit(model)(q, k, v)
     if by == "given":  # the model hands these scales on
         wanted = (*wanted[:3], None, *wanted[4:6], None, None)
@@ -103,7 +122,7 @@ def _assert_finite_same(found, wanted):
 def test_steps_at_once_or_one_by_one(interleaved):
     """What a run that watches values does gives the bits of one that does not."""
     (q, k, v), rope, gains = _inputs(96)
-    call = functools.partial(kernels.attention_inputs, eps=_EPS, interleaved=interleaved)
+    call = functools.partial(_single, eps=_EPS, interleaved=interleaved)
     at_once = call(q, k, v, rope, gains, Kept("row", "row"))
     normed_q, normed_k, *_ = call(q, k, v, None, gains, Kept())
     turned_q, turned_k, *_ = call(normed_q, normed_k, v, rope, None, Kept())
@@ -116,9 +135,7 @@ def test_steps_at_once_or_one_by_one(interleaved):
 def test_norm_is_within_three_ulp_of_float64(features):
     (q, k, v), _, gains = _inputs(features, jnp.float32)
     stack = [jnp.stack([jnp.zeros_like(g), g]) for g in gains]
-    found = kernels.attention_inputs(
-        q, k, v, None, tuple(stack), Kept(kv="none"), eps=_EPS, layer=jnp.int32(1)
-    )
+    found = _single(q, k, v, None, tuple(stack), Kept(kv="none"), eps=_EPS, layer=jnp.int32(1))
     for x, gain, got in zip((q, k), gains, found, strict=False):
         x, gain, got = (np.asarray(y, np.float64) for y in (x, gain, got))
         want = x / np.sqrt((x * x).mean(-1, keepdims=True) + _EPS) * gain
@@ -144,21 +161,16 @@ def test_cache_in_place(recipe, paged):
     positions = jnp.asarray([[0, 63, 64], [1, 127, 200]], jnp.int32)
     array = jnp.full((*first, 2, 64), 7, bits)
     scale = jnp.full((*first, 2), 7.0) if recipe.kv == "dynamic" else None
-    call = functools.partial(
-        kernels.attention_inputs,
+    operands = {"rope": rope, "kept": Kept(kv=_BY[recipe.kv]), "scales": scales, "eps": _EPS}
+    found = kernels.attention_inputs(
         q,
         k,
         v,
-        rope,
-        kept=Kept(kv=_BY[recipe.kv]),
-        scales=scales,
-        eps=_EPS,
-    )
-    found = call(
-        tuple(jnp.stack([g + 1, g, g - 1]) for g in gains),
+        gains=tuple(jnp.stack([g + 1, g, g - 1]) for g in gains),
         cache=Cache((array, array, scale, scale), jnp.int32(1), positions, table),
+        **operands,
     )
-    fresh = call(gains)
+    fresh = _single(q, k, v, gains=gains, **operands)
     _assert_same(found[:2], fresh[:2])
     whole = (lambda x: x) if paged else lambda x: x.reshape(layers, 2, *x.shape[1:])
     stored = StoredKV(*(None if x is None else whole(x) for x in (array, array, scale, scale)))
