@@ -63,7 +63,7 @@ def triton_call(
         arrays written in place once more, then of the constants by name.
       arrays: row-major operands.
       in_place: how many of the last arrays the kernel writes in place; they are results, too,
-        behind those of `out`, which is then a tuple.
+        behind those of `out`.
       out: shape and dtype of the result, or a tuple for several results.
       grid: number of programs along up to three axes.
       warps, stages: warps of a program, and stages of its software pipeline.
@@ -77,9 +77,10 @@ def triton_call(
     keywords: dict[str, Any] = {}
     if in_place:
         written = arrays[-in_place:]
-        first, count = len(arrays) - in_place, len(out)
+        others = out if isinstance(out, tuple) else (out,)
+        first, count = len(arrays) - in_place, len(others)
         keywords["input_output_aliases"] = {first + i: count + i for i in range(in_place)}
-        out = (*out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written))
+        out = (*others, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written))
     if version >= (0, 4):
         options = {"enable_fp_fusion": False, "ptx_version": _PTX}
         keywords |= {"out_type": out, "backend_options": options}
