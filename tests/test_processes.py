@@ -291,7 +291,7 @@ def test_refused_before_anything_is_written(tmp_path):
     error = _finished(
         _train(tmp_path, 2, 1, "--config.run.dir=run", program=["-c", begin + own_disk + end]), 2
     )
-    assert error.count("run.dir: process 1 does not see what process 0 writes in run") == 1
+    assert error.count("run.dir: process 1 does not see what process 0 writes in ") == 1
     two = (
         "from fp8rl_jax.base import meeting\nmeeting.JOIN_SECONDS = 10\n"
         "if mine == '1': os.environ['FP8RL_COORDINATOR'] = 'localhost:1'\n"

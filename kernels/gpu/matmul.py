@@ -364,9 +364,8 @@ def layer_matmuls(
     """
     stacks = [w.swapaxes(1, 2) for w in stacks]
     x_scale = None if x_scale is None else x_scale.T
-    w_scales = scales or [None] * len(stacks)
     return _rows_times(
-        x, stacks, x_scale, w_scales, layer.reshape(1), x.shape[0], dtype, None, residual
+        x, stacks, x_scale, scales, layer.reshape(1), x.shape[0], dtype, None, residual
     )
 
 
