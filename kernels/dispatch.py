@@ -16,6 +16,7 @@ Kernels and reference give different bits; rollout and learner must use the same
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 
@@ -33,8 +34,17 @@ IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton")
 
 
 def triton_installed() -> bool:
-    """Returns whether Triton and jax-triton are installed. Imports neither."""
-    return all(importlib.util.find_spec(name) is not None for name in ("triton", "jax_triton"))
+    """Returns whether a GPU's kernels can run: Triton is installed, and jax-triton 0.4 or later.
+    Imports neither.
+
+    XLA captures no kernel of an older jax-triton into CUDA graphs, and the PTX of one needs a newer
+    CUDA than the drivers of CUDA 13.0 have.
+    """
+    try:
+        version = importlib.metadata.version("jax-triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return [int(part) for part in version] >= [0, 4] and bool(importlib.util.find_spec("triton"))
 
 
 def gpu_kernels():

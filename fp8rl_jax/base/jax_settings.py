@@ -26,6 +26,10 @@ import jax
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.kernels.machine import COMPILER_SETTINGS, VARIABLES
 
+# Share of a device's memory that a run may fill. The rest is for the driver, NCCL's buffers, CUDA
+# graphs and other programs.
+USABLE = 0.92
+
 HELD: dict[str, Any] = {
     # Random bits.
     "jax_default_prng_impl": "threefry2x32",

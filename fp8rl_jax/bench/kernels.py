@@ -33,7 +33,7 @@ def require_gpu(command: str) -> None:
     """Checks that the Triton kernels can run here.
 
     Raises:
-      UserError: JAX finds no GPU, or jax-triton or Triton is missing.
+      UserError: JAX finds no GPU, or jax-triton 0.4 or Triton is missing.
     """
     if backend() != "gpu":
         raise UserError(
@@ -42,8 +42,8 @@ def require_gpu(command: str) -> None:
         )
     if not triton_installed():
         raise UserError(
-            f"{command}: this machine has a GPU, and its kernels need jax-triton and Triton, of "
-            "which one is not installed: pip install 'fp8rl_jax[cuda]'"
+            f"{command}: this machine has a GPU, and its kernels need Triton and jax-triton 0.4 "
+            "or later, of which one is not installed: pip install 'fp8rl_jax[cuda]' on Python 3.12"
         )
 
 

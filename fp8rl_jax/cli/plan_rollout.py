@@ -41,7 +41,7 @@ def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPla
     rows = [(name, *map(figure, plans.values())) for name, figure in figures.items()]
     return "\n".join(
         [
-            f"{count} device{'s' * (count > 1)} of {gib(own.memory or 0)} (mesh: "
+            f"{count} device{'s' * (count > 1)} of {gib(planned.memory)}, 92% of it usable (mesh: "
             f"{planned.mesh_text}); figures of each.",
             f"A sequence: {own.tokens} tokens at most, {pages_of(own.tokens)} pages of {PAGE}. A "
             f"step: {planned.samples} samples, of which {own.slots} decode at a time.",

@@ -6,6 +6,7 @@ Not used for help, --version and errors in the command line, so they answer at o
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import threading
@@ -33,9 +34,11 @@ def prepare(command: Command) -> None:
     """
     _load_jax()
     from fp8rl_jax.base import processes
-    from fp8rl_jax.base.jax_settings import hold_settings
+    from fp8rl_jax.base.jax_settings import USABLE, hold_settings
 
     hold_settings()
+    # JAX alone would take 75% of a GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(USABLE))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if command.config and most < _OPEN_FILES:  # checkpoints would fail half-way
         raise UserError(

@@ -112,9 +112,9 @@ def _check_kernels(resolved: Resolved) -> None:
         )
     if kernels != "reference" and platform == "gpu" and not triton_installed():
         raise UserError(
-            f"precision.kernels is {kernels!r}, and jax-triton is not installed: install it with "
-            "pip install 'fp8rl_jax[cuda]', or set precision.kernels='reference', which is slow "
-            "and drifts"
+            f"precision.kernels is {kernels!r}, which needs Triton and jax-triton 0.4 or later: "
+            "pip install 'fp8rl_jax[cuda]' on Python 3.12, or set precision.kernels='reference', "
+            "which is slow and drifts"
         )
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
+from fp8rl_jax.base.jax_settings import USABLE
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import (
     ModelConfig,
@@ -26,8 +27,6 @@ from fp8rl_jax.models.arrays import EXPERTS, TABLE, array_in
 from fp8rl_jax.models.stacks import RUNS
 from fp8rl_jax.quant import Recipe
 
-USABLE = 0.92  # share of a device's memory; the rest is for fragments, driver and other programs
-
 
 def gib(size: float) -> str:
     """Returns bytes as text in GiB."""
@@ -35,11 +34,12 @@ def gib(size: float) -> str:
 
 
 def device_memory() -> int | None:
-    """Returns the bytes of the first device's memory (of a CPU device, its share of the machine's);
-    None if unknown."""
+    """Returns the bytes of the first device that a run may fill: JAX's share of a GPU, USABLE of a
+    CPU device's part of the machine's memory; None if unknown."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(USABLE * machine) // jax.local_device_count()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 

@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh
 
 from fp8rl_jax import sharding
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.jax_settings import USABLE
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import load_tokenizer
-from fp8rl_jax.plan.bytes import USABLE
 from fp8rl_jax.plan.gpus import GPUS, HOST_DEVICES, Gpu
 
 

@@ -21,7 +21,7 @@ from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import PAGE, least_pages, pages_of, param_shapes
 from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.models.stacks import RUNS
-from fp8rl_jax.plan.bytes import USABLE, gib, page_bytes, part_sizes, state_bytes, weight_shapes
+from fp8rl_jax.plan.bytes import gib, page_bytes, part_sizes, state_bytes, weight_shapes
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, SamplerConfig
@@ -40,7 +40,7 @@ class RolloutPlan:
       train_state: masters, optimiser moments, and states of scaling policies.
       workspace: estimate of the temporary arrays of an iteration of the sampling loop.
       page: one page of 64 tokens, keys and values of all layers.
-      memory: memory of the device; None if unknown.
+      memory: bytes of the device that a run may fill; None if unknown.
       tokens: most tokens of a sequence, prompt and response.
       slots: number of sequences that decode at a time.
     """
@@ -63,7 +63,7 @@ class RolloutPlan:
         """Pages that fit besides everything else; None if the memory is unknown."""
         if self.memory is None:
             return None
-        left = self.memory * USABLE - self.weights - self.train_state - self.workspace
+        left = self.memory - self.weights - self.train_state - self.workspace
         return max(int(left) // self.page, 0)
 
     @property
@@ -79,10 +79,11 @@ class RolloutPlan:
         if self.fitting < least:
             raise UserError(
                 f"beside {gib(self.weights)} of weights, {gib(self.train_state)} of train state "
-                f"and {gib(self.workspace)} of workspace a device of {gib(self.memory or 0)} has "
-                f"room for {self.fitting} pages of 64 tokens, and one sequence of {self.tokens} "
-                f"tokens (rollout.max_prompt_tokens + max_new_tokens) needs {least}: lower these "
-                "or rollout.slots, or raise mesh.fsdp (train state) or mesh.expert (experts)"
+                f"and {gib(self.workspace)} of workspace a device, of which a run may fill "
+                f"{gib(self.memory or 0)}, has room for {self.fitting} pages of 64 tokens, and one "
+                f"sequence of {self.tokens} tokens (rollout.max_prompt_tokens + max_new_tokens) "
+                f"needs {least}: lower these or rollout.slots, or raise mesh.fsdp (train state) or "
+                "mesh.expert (experts)"
             )
         return self.fitting
 
@@ -148,7 +149,7 @@ def plan_rollout(
     Args:
       resolved: sizes, model and recipes; `rollout.slots` 0 stands for all samples of a step.
       mesh: a Mesh, or an AbstractMesh of devices that need not exist.
-      memory: bytes of a device; None if unknown.
+      memory: bytes of a device that a run may fill; None if unknown.
     """
     rollout, model = resolved.config.rollout, resolved.model
     settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
@@ -180,7 +181,7 @@ def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
         on_gpu = dataclasses.replace(recipe, kernels="gpu")
         changed = dataclasses.replace(resolved, rollout_recipe=on_gpu, learner_recipe=learner)
-        return plan_rollout(changed, planned.mesh, planned.memory)
+        return plan_rollout(changed, planned.mesh, int(planned.usable))
 
     recipes = {name: make() for name, make in CASES.items()}
     cases = {name: plan(recipe, recipe) for name, recipe in recipes.items()}

@@ -1,11 +1,14 @@
 """Which implementation a product takes."""
 
+import importlib.metadata
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fp8rl_jax.kernels import block_matmul, by_platform, resolve
+from fp8rl_jax.kernels import block_matmul, by_platform, resolve, triton_installed
 from fp8rl_jax.kernels.dispatch import IMPLEMENTATIONS
 from fp8rl_jax.kernels.reference.matmul import block_matmul as reference
 
@@ -57,6 +60,18 @@ def test_without_jax_triton_auto_is_the_reference(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("fp8rl_jax.kernels.dispatch.triton_installed", lambda: False)
     assert resolve("auto") == "reference"
+
+
+@pytest.mark.parametrize(
+    ("version", "runs"), [("0.3.1", False), ("0.4.0", True), ("0.10.0.dev1", True), ("1.0", True)]
+)
+def test_jax_triton_is_new_enough(version, runs, monkeypatch):
+    """XLA captures kernels into CUDA graphs from 0.4 on."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert triton_installed() is runs
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert triton_installed() is False
 
 
 @pytest.mark.parametrize(

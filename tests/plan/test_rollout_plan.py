@@ -149,12 +149,12 @@ def test_pages_follow_the_memory():
     """As many as the slots can fill; if these do not fit, as many as fit; else an error."""
     assert _plan().pages == _plan(memory=80 * _GIB).pages == _plan().wanted == 8 * 4 + 4
     for megabytes in (10, 20, 30):
-        plan = _plan(memory=int((4 * _GIB + megabytes * 2**20 + 100) / 0.92))
+        plan = _plan(memory=4 * _GIB + megabytes * 2**20 + 100)
         assert plan.pages == plan.fitting == megabytes
         assert plan.slots_of(200) == (megabytes - 4) // 4
         assert plan.slots_of(100) == (megabytes - 4) // 2
     least = models.least_pages(200)
-    tight = _plan(memory=int((4 * _GIB + least * 2**20 + 100) / 0.92))
+    tight = _plan(memory=4 * _GIB + least * 2**20 + 100)
     assert tight.pages == least
     for memory in (tight.memory - 2**20, _GIB):
         with pytest.raises(UserError, match=r"rollout\.max_prompt_tokens.*rollout\.slots.*fsdp"):
@@ -190,7 +190,7 @@ def test_a_run_allocates_the_plan(tiny, monkeypatch):
     for spare in (100, 5):
         bare = plan_rollout(tiny, tiny.mesh)
         used = bare.weights + bare.train_state + bare.workspace
-        memory = int((used + spare * bare.page + 10) / 0.92)
+        memory = used + spare * bare.page + 10
         monkeypatch.setattr(engine, "device_memory", lambda memory=memory: memory)
         tiny.engine.make_sampler(8, 0, 1.0)
         assert made[-1].pages == plan_rollout(tiny, tiny.mesh, memory).pages == min(spare, 8)
@@ -199,5 +199,5 @@ def test_a_run_allocates_the_plan(tiny, monkeypatch):
     monkeypatch.setattr(engine, "device_memory", lambda: _GIB)
     assert spread.engine._batching().pages == 4 * plan_rollout(tiny, many, _GIB).pages == 4 * 5
     monkeypatch.setattr(engine, "device_memory", lambda: 2**20)
-    with pytest.raises(UserError, match="a device of"):
+    with pytest.raises(UserError, match="a device, of which a run may fill"):
         tiny.engine.make_sampler(8, 0, 1.0)
