@@ -220,7 +220,7 @@ _COMMANDS = (
             argument(
                 "--cases",
                 f"what is in FP8: nothing, linear layers, the KV cache, both {_DEFAULT}",
-                default="bf16,fp8_linears,fp8_kv,fp8",
+                default="bf16,fp8_linear,fp8_kv,fp8",
             ),
             _slots("--batch", "8,32", "sequences decoded at once"),
             _slots("--prompt", "64", "tokens of a prompt"),

@@ -95,7 +95,7 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
                 *_decode_rows(planned, half, "sequences that fit", fitting),
             ),
             "",
-            "fp8_linears: weights and activations of linear layers in FP8 (W8A8); fp8_kv: the KV "
+            "fp8_linear: weights and activations of linear layers in FP8 (W8A8); fp8_kv: the KV "
             "cache alone; fp8: both.",
             f"Constants ({gpu.name}'s data sheet): {gpu.speed}; assumed to be reached: {reached}.",
         ]

@@ -68,7 +68,9 @@ def _convert(values: argparse.Namespace) -> int:
     source, written = values.paths
     if os.path.isdir(os.path.join(source, "checkpoints")) and pretrained_config(source) is None:
         settings = values.dtype, values.max_shard_gb, values.allow_import
-        print(export_run(source, written, *settings, note))
+        print(export_run(source, written, *settings, note, values.average_last))
+    elif values.average_last:
+        raise UserError(f"fp8rl convert: --average-last goes with a run, and {source} is none")
     else:
         print(hf.convert(source, written, values.dtype, values.max_shard_gb))
     return 0
@@ -120,6 +122,13 @@ CONVERT = Command(
             "X",
             type=float,
             default=5.0,
+        ),
+        argument(
+            "--average-last",
+            "export the mean weights of a run's newest N checkpoints (default: its "
+            "eval.average_last)",
+            "N",
+            type=int,
         ),
         ALLOW_IMPORT,
     ),

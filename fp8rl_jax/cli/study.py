@@ -1,4 +1,5 @@
-"""`fp8rl study` and its subcommands: layers, cases, kv, scale, training, accuracy, all."""
+"""`fp8rl study` and its subcommands: layers, cases, kv, scale, training, accuracy, recipes,
+all."""
 
 from __future__ import annotations
 
@@ -214,7 +215,8 @@ _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 COMMANDS = (
     Command(
         "study",
-        "tests hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, all",
+        "tests hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, "
+        "recipes, all",
     ),
     _command(
         "layers",
@@ -254,6 +256,12 @@ COMMANDS = (
     _command(
         "accuracy",
         "accuracy after RL in bf16, with an FP8 rollout, with TIS, in FP8; and under stress",
+        _FEW_STEPS,
+        _RL_STEPS,
+    ),
+    _command(
+        "recipes",
+        "which FP8 recipe learns as much as bf16: with an FP8 KV cache, without, exact gradients",
         _FEW_STEPS,
         _RL_STEPS,
     ),

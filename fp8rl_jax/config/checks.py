@@ -13,7 +13,7 @@ from fp8rl_jax.base.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.config.combinations import check_combinations
 from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
-from fp8rl_jax.config.resolved import Resolved, check_top_k
+from fp8rl_jax.config.resolved import Resolved, check_top_k, rl_updates
 from fp8rl_jax.envs import is_generated
 from fp8rl_jax.kernels import backend, triton_installed
 from fp8rl_jax.models import least_pages, proven
@@ -51,6 +51,7 @@ def check(resolved: Resolved) -> None:
     _check_experts(config.mesh.expert, resolved.model.num_experts)
     _check_precision(resolved)
     _check_rollout(resolved)
+    _check_schedules(config)
     _check_batches(config)
     _check_policies(resolved)
 
@@ -209,13 +210,27 @@ def _check_functions(algorithm: Algorithm, algo) -> None:
             )
 
 
-def _check_batches(config) -> None:
-    sft = config.sft
-    if sft.steps and sft.end_fraction < 1 and sft.warmup_steps >= sft.steps:
+def _check_schedules(config) -> None:
+    updates = {
+        "sft": (config.sft.steps, "sft.steps"),
+        "optimizer": (rl_updates(config), "run.steps x algo.epochs x algo.num_minibatches"),
+    }
+    for section, (count, said) in updates.items():
+        rate = config[section]
+        if count and rate.end_fraction < 1 and rate.warmup_steps >= count:
+            raise UserError(
+                f"{section}.warmup_steps is {rate.warmup_steps}, which leaves nothing of {said} = "
+                f"{count} updates for the decay to {section}.end_fraction: lower it, or set "
+                "end_fraction=1"
+            )
+    if config.eval.average_last > config.run.keep_checkpoints:
         raise UserError(
-            f"sft.warmup_steps is {sft.warmup_steps}, which leaves nothing of sft.steps = "
-            f"{sft.steps} for the decay to sft.end_fraction: lower it, or set end_fraction=1"
+            f"eval.average_last is {config.eval.average_last}, and run.keep_checkpoints keeps "
+            f"{config.run.keep_checkpoints}: raise the latter, and train with it"
         )
+
+
+def _check_batches(config) -> None:
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     rounds = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     if rows * rounds >= 2**31:

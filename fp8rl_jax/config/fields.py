@@ -14,6 +14,7 @@ import ml_collections
 from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.models import REMAT, ModelConfig
+from fp8rl_jax.quant.recipe import BACKWARDS
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
 from fp8rl_jax.rl.aggregation import AGGREGATIONS
 from fp8rl_jax.rl.kl import ESTIMATORS
@@ -116,6 +117,12 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "gradient_policy": Field(
             "", "scaling policy of output gradients, with the values of precision.weight_policy"
+        ),
+        "backward": Field(
+            "recipe",
+            "products of the backward pass: fp8; dequantized: in bf16, of the bytes of the forward "
+            "pass; bf16: of what these were made from; recipe: as the recipe says",
+            choices=("recipe", *BACKWARDS),
         ),
         "reference": Field(
             "learner", "recipe that scores the reference policy: learner, or a recipe's name"
@@ -364,6 +371,10 @@ FIELDS: dict[str, dict[str, Field]] = {
     "optimizer": {
         "learning_rate": Field(1e-4, "peak learning rate of RL, after warm-up"),
         "warmup_steps": Field(5, "updates of linear warm-up of RL"),
+        "end_fraction": Field(
+            1.0,
+            "cosine decay over all updates of run.steps to this share of the peak learning rate",
+        ),
         "b1": Field(0.9, "AdamW's decay of the first moment"),
         "b2": Field(0.99, "AdamW's decay of the second moment"),
         "weight_decay": Field(0.0, "AdamW's decoupled weight decay"),
@@ -393,6 +404,11 @@ FIELDS: dict[str, dict[str, Field]] = {
             "probability; 1.0 for all",
         ),
         "every": Field(25, "RL steps between evaluations; the last step is always evaluated"),
+        "average_last": Field(
+            1,
+            "newest checkpoints whose mean weights fp8rl eval, sample and convert take; "
+            "run.keep_checkpoints must keep as many",
+        ),
     },
 }
 

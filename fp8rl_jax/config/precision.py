@@ -10,7 +10,7 @@ import ml_collections
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import LINEAR_LAYERS
-from fp8rl_jax.quant import Recipe, get_recipe, get_scaling_policy
+from fp8rl_jax.quant import Operand, Recipe, get_recipe, get_scaling_policy
 
 SIDES = ("rollout", "learner")
 _KV = {"bf16": "none", "fp8": "dynamic", "fp8_calibrated": "calibrated"}
@@ -57,6 +57,9 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
 
 def _change_layers(recipe: Recipe, precision, layers: int) -> Recipe:
     """Returns a quantising recipe with the section's policies, and layers and modules in bf16."""
+    if precision.backward != "recipe":
+        gradient = recipe.gradient or Operand()
+        recipe = dataclasses.replace(recipe, backward=precision.backward, gradient=gradient)
     for name in recipe.operands:
         policy = precision[f"{name}_policy"]
         if policy:

@@ -99,6 +99,11 @@ class Resolved:
         return dataclasses.replace(self, model=model)
 
 
+def rl_updates(config: ml_collections.ConfigDict) -> int:
+    """Returns the number of updates of a run's RL phase, if none is skipped."""
+    return config.run.steps * config.algo.epochs * config.algo.num_minibatches
+
+
 def check_top_k(config: ml_collections.ConfigDict, vocabulary: int) -> None:
     """Raises UserError if `rollout.top_k` is larger than the vocabulary."""
     if config.rollout.top_k > vocabulary:

@@ -208,7 +208,7 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     fp8 = recipe.quantized and not recipe.fake
     # fprop and remat in FP8; dgrad and wgrad too, if gradients are quantised.
     peak = gpu.fp8 if fp8 else gpu.bf16
-    share = 1.0 if recipe.gradient is not None or not fp8 else 0.5
+    share = 1.0 if recipe.backward == "fp8" or not fp8 else 0.5
     linear = flops["linear layers"] * (share / peak + (1 - share) / gpu.bf16)
     others = flops["attention"] + flops["output head"]
     reads = (2 + work.counts) * (own.dense + own.experts)  # in a micro-batch

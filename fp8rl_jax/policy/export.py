@@ -31,8 +31,10 @@ def export_run(
     max_shard_gb: float,
     permitted: Collection[str],
     note: Callable[[str], None],
+    average_last: int | None = None,
 ) -> pathlib.Path:
-    """Writes the parameters of a run's newest checkpoint, and the run's tokenizer.
+    """Writes the parameters of a run's newest checkpoint, or the mean of several, and the run's
+    tokenizer.
 
     Holds one array of parameters in memory at a time, and nothing of the optimiser. With dtype
     'fp8' the file has the bytes that the sampler uses under the recipe `fp8`.
@@ -42,6 +44,8 @@ def export_run(
       target, dtype, max_shard_gb: as for `hf.convert`.
       permitted: functions or modules that the run's configuration may name (`run_config`).
       note: called with a line on the weights, and on what the export lacks.
+      average_last: number of newest checkpoints whose mean weights to write; by default the run's
+        `eval.average_last`.
 
     Returns:
       The path of the written directory.
@@ -53,10 +57,12 @@ def export_run(
     check_target(target, max_shard_gb)
     config = run_config(path, permitted)
     config.run.dir, config.mesh = str(path), default_config().mesh
+    if average_last is not None:
+        config.eval.average_last = average_last
     found = open_trained(make_runtime(config, with_questions=False), path)
     runtime = found.runtime
-    read = found.checkpoints.read_params(found.number, runtime.layout.state_shapes(found.optimizer))
-    note(f"weights of {path} after {found.phase} step {found.step}")
+    read = found.read_params()
+    note(found.text)
     begun = config.model.checkpoint
     fields = pretrained_config(begun) if begun else None
     tokenizer = tokenizer_path(config.data.tokenizer, begun)

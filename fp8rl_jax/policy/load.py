@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
 import numpy as np
 import optax
@@ -17,6 +18,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.learner import TrainState
+from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.policy.source import is_released
 from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.sharding import batch_divisor
@@ -90,31 +92,55 @@ def load_policy(
 
 
 class Trained(NamedTuple):
-    """The newest checkpoint of a run.
+    """The newest checkpoints of a run.
 
     Attributes:
+      directory: the run's directory.
       runtime: Runtime of the run's saved configuration, on the requested mesh.
       checkpoints: the run's checkpoints; the caller closes them.
-      number: number of the newest checkpoint.
-      phase, step: training phase and step of that checkpoint.
+      numbers: numbers of the checkpoints whose mean weights were asked for, the newest last.
+      phase, step: training phase and step of the newest.
     """
 
+    directory: pathlib.Path
     runtime: Runtime
     checkpoints: Checkpoints
-    number: int
+    numbers: list[int]
     phase: str
     step: int
 
     @property
-    def optimizer(self):
-        return optimizer_of_phase(self.runtime.config, self.phase)[0]
+    def shapes(self) -> TrainState:
+        """Shapes of a checkpoint's state."""
+        optimizer = optimizer_of_phase(self.runtime.config, self.phase)[0]
+        return self.runtime.layout.state_shapes(optimizer)
+
+    @property
+    def text(self) -> str:
+        """The source of the weights, as a line of progress."""
+        of = f", the mean of {len(self.numbers)} checkpoints, the last" if self.numbers[1:] else ""
+        return f"weights of {self.directory}{of} after {self.phase} step {self.step}"
+
+    def read_params(self) -> Callable[[Path], np.ndarray]:
+        """Returns `Checkpoints.read_params` of the newest checkpoint, or of the mean of several,
+        which is summed in float64."""
+        reads = [self.checkpoints.read_params(number, self.shapes) for number in self.numbers]
+
+        def mean(path: Path) -> np.ndarray:
+            total = reads[0](path).astype(np.float64)
+            for read in reads[1:]:
+                total += read(path)
+            return (total / len(reads)).astype(np.float32)
+
+        return mean if reads[1:] else reads[0]
 
 
 def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
-    """Opens the newest checkpoint of a run, without reading its arrays.
+    """Opens the newest checkpoints of a run, `eval.average_last` of them, without reading arrays.
 
     Raises:
-      UserError: there is no checkpoint, or model or data settings differ from `runtime`'s.
+      UserError: there are not as many checkpoints of the newest's phase, or model or data settings
+        differ from `runtime`'s.
     """
     if not os.path.isdir(directory / "checkpoints"):
         raise UserError(
@@ -134,15 +160,24 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
     saved_as.mesh = ml_collections.ConfigDict(config.mesh.to_dict())
     saved = make_runtime(saved_as, with_questions=False)
     checkpoints = Checkpoints(directory / "checkpoints", saved_as.run.keep_checkpoints)
-    number = checkpoints.latest()
-    if number is None:
+    wanted = config.eval.average_last
+    numbers = checkpoints.newest(wanted)
+    if not numbers:
         raise UserError(f"{directory / 'checkpoints'} holds no complete checkpoint: train first")
-    meta = checkpoints.read_meta(number)
-    return Trained(saved, checkpoints, number, meta["phase"], meta["step"])
+    metas = [checkpoints.read_meta(number) for number in numbers]
+    newest = metas[-1]
+    there = sum(meta["phase"] == newest["phase"] for meta in metas)
+    if there < wanted:
+        raise UserError(
+            f"eval.average_last is {wanted}, and {directory / 'checkpoints'} holds {there} of "
+            f"phase {newest['phase']}: write {there}, or train with run.keep_checkpoints={wanted}"
+        )
+    return Trained(directory, saved, checkpoints, numbers, newest["phase"], newest["step"])
 
 
 def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple[TrainState, str]:
-    """Returns the state in a run's newest checkpoint, without the optimiser's, and its phase.
+    """Returns the state in a run's newest checkpoint, without the optimiser's, and its phase. The
+    weights are the mean of `eval.average_last` checkpoints.
 
     `runtime` may have other recipes and another mesh than the run. With another recipe, scaling
     states begin anew and calibrated KV scales are left out.
@@ -152,15 +187,21 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     """
     found = open_trained(runtime, directory)
     saved = found.runtime
-    state = found.checkpoints.restore(found.number, saved.layout.state_shapes(found.optimizer))
+    state = found.checkpoints.restore(found.numbers[-1], found.shapes)
+    if averaged := len(found.numbers) > 1:
+        read = found.read_params()
+        params = jax.tree_util.tree_map_with_path(
+            lambda keys, x: jax.device_put(read(path_of(keys)), x.sharding), state.params
+        )
+        state = dataclasses.replace(state, params=params)
     found.checkpoints.close()
-    note(f"weights of {directory} after {found.phase} step {found.step}")
+    note(found.text)
     same = runtime.learner_recipe == saved.learner_recipe
     scaling_state = state.scaling_state if same else None
     loaded = runtime.engine.new_state(state.params, optax.identity(), scaling_state)
     kept = {"step": state.step}
     # Fine-tuning calibrates KV scales at evaluations only; between them the scales are outdated.
-    same = runtime.rollout_recipe == saved.rollout_recipe
+    same = runtime.rollout_recipe == saved.rollout_recipe and not averaged
     if same and state.kv_scales is not None and is_fresh(state.kv_scales, int(state.step)):
         kept["kv_scales"] = state.kv_scales
     return dataclasses.replace(loaded, **kept), found.phase

@@ -31,6 +31,7 @@ from fp8rl_jax.quant.table import text_of
 BF16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 DYNAMIC = scaling.dynamic()
 KV_KINDS = ("none", "dynamic", "calibrated")
+BACKWARDS = ("fp8", "dequantized", "bf16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Recipe:
     `print(recipe)` shows what it does to every GEMM. To make your own, call `Recipe` with other
     operands, or replace fields of a named recipe::
 
-        mine = Recipe("mine", activation=Operand(block=(1, 64)), gradient=None)
+        mine = Recipe("mine", activation=Operand(block=(1, 64)), backward="bf16")
         headroom = get_recipe("fp8_delayed").with_policies(gradient=delayed(history=16, margin=1))
         headroom = dataclasses.replace(headroom, name="headroom", first_layers=1)
 
@@ -91,8 +92,11 @@ class Recipe:
       compute_dtype: dtype of activations between operations, bf16 or float32.
       weight, activation: how the forward pass quantises its two operands; None for both disables
         quantisation.
-      gradient: how the backward pass quantises output gradients; None: the backward GEMMs run in
-        bf16, on the operands as they were before quantisation.
+      backward: how the backward GEMMs multiply: 'fp8', with output gradients quantised;
+        'dequantized', in bf16 on the bytes of the forward pass, so that gradients are those of
+        what was computed; 'bf16', in bf16 on the operands as they were before quantisation.
+        (TransformerEngine has the last two as NVTE_BACKWARD_OVERRIDE.)
+      gradient: how output gradients are quantised; None unless `backward` is 'fp8'.
       fake: quantise, dequantise to bf16, and multiply in bf16, instead of an FP8 product.
       kv: 'none' stores K and V in the compute dtype; 'dynamic' in E4M3 with one scale per (token,
         kv head); 'calibrated' in E4M3 with one scale per layer and tensor, measured beforehand.
@@ -111,6 +115,7 @@ class Recipe:
     compute_dtype: jnp.dtype = BF16
     weight: Operand | None = Operand(block=(128, 128))
     activation: Operand | None = Operand()
+    backward: str = "fp8"
     gradient: Operand | None = Operand()
     fake: bool = False
     kv: str = "dynamic"
@@ -124,10 +129,18 @@ class Recipe:
     def __post_init__(self):
         for fault in self._faults():
             raise UserError(f"recipe {self.name!r}: {fault}")
+        if not self.quantized:
+            object.__setattr__(self, "backward", "bf16")
+        if self.backward != "fp8":
+            object.__setattr__(self, "gradient", None)
 
     def _faults(self) -> Iterator[str]:
         if (self.weight is None) != (self.activation is None):
             yield "quantise weights and activations, or neither"
+        if self.backward not in BACKWARDS:
+            yield f"backward is {self.backward!r}; write one of {', '.join(BACKWARDS)}"
+        if self.quantized and self.backward == "fp8" and self.gradient is None:
+            yield "gradient is None; write how gradients are quantised, or backward='bf16'"
         if self.kv not in KV_KINDS:
             yield f"kv is {self.kv!r}; write one of {', '.join(KV_KINDS)}"
         if self.kernels not in IMPLEMENTATIONS:
@@ -223,7 +236,7 @@ class Recipe:
 
     def unquantized(self) -> Recipe:
         """Returns the recipe with linear layers in the compute dtype."""
-        return dataclasses.replace(self, weight=None, activation=None, gradient=None, fake=False)
+        return dataclasses.replace(self, weight=None, activation=None, fake=False)
 
     def for_module(self, name: str) -> Recipe:
         """Returns the recipe of the linear layer `name`: this one, or `unquantized`."""
@@ -257,16 +270,19 @@ class Recipe:
 
 def same_forward(one: Recipe, other: Recipe) -> bool:
     """Returns whether two recipes have the same forward pass; their backward passes may differ."""
-    return one == dataclasses.replace(other, name=one.name, gradient=one.gradient)
+    return one == dataclasses.replace(
+        other, name=one.name, backward=one.backward, gradient=one.gradient
+    )
 
 
 _POW2 = scaling.power_of_two(DYNAMIC)
 _TENSOR = (-1, -1)
-_UNQUANTIZED = {"weight": None, "activation": None, "gradient": None, "kv": "none"}
+_UNQUANTIZED = {"weight": None, "activation": None, "kv": "none"}
 _RECIPES = {
     recipe.name: recipe
     for recipe in (
         Recipe("fp8_blockwise"),
+        Recipe("fp8_linear", kv="none"),
         Recipe(
             "fp8_blockwise_pow2",
             weight=Operand(block=(128, 128), policy=_POW2),
@@ -293,7 +309,7 @@ _RECIPES = {
             gradient=Operand(block=(1, 32), policy=_POW2),
             kv_policy=_POW2,
         ),
-        Recipe("fake_forward", gradient=None, fake=True),
+        Recipe("fake_forward", backward="bf16", fake=True),
         Recipe("fake", fake=True),
         Recipe("bf16", **_UNQUANTIZED),  # type: ignore[arg-type]
         Recipe("f32", compute_dtype=FLOAT32, **_UNQUANTIZED),  # type: ignore[arg-type]
@@ -303,6 +319,7 @@ _ALIASES = {"fp8": "fp8_blockwise"}
 # A line of at most 78 characters for each of `recipe_names`.
 DESCRIPTIONS = {
     "fp8_blockwise": "DeepSeek-V3: weights 128x128, activations and gradients 1x128, E4M3",
+    "fp8_linear": "fp8_blockwise with K and V in bf16, as NVIDIA's NeMo RL",
     "fp8_blockwise_pow2": "fp8_blockwise with scales that are powers of two",
     "fp8_tensorwise": "one dynamic scale per tensor, E4M3",
     "fp8_delayed": "one scale per tensor from earlier steps (TransformerEngine's HYBRID)",
@@ -382,8 +399,15 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
     add("fprop", "x", x, product)
     add("fprop", "w", w, "once per update" if w else "")
     if x is None or w is None or dy is None:
-        for gemm, name in (("dgrad", "dy"), ("dgrad", "w"), ("wgrad", "x"), ("wgrad", "dy")):
-            add(gemm, name, None)
+        again = recipe.backward == "dequantized"
+        for gemm, name, operand in (
+            ("dgrad", "dy", None),
+            ("dgrad", "w", w),
+            ("wgrad", "x", x),
+            ("wgrad", "dy", None),
+        ):
+            bytes_of_fprop = operand if again else None
+            add(gemm, name, bytes_of_fprop, "the bytes of fprop, in bf16" if bytes_of_fprop else "")
     else:
         add("dgrad", "dy", dy, product)
         if w.has_square_blocks:
@@ -412,7 +436,9 @@ def _facts(recipe: Recipe) -> dict[str, str]:
     product = "real: FP8 operands, a float32 partial sum per 128 of the contraction"
     if recipe.fake:
         product = "fake: operands are quantised, dequantised to bf16 and multiplied in bf16"
-    if recipe.gradient is None:
+    if recipe.backward == "dequantized":
+        product += f"; backward in {compute} on the bytes of the forward pass"
+    elif recipe.backward == "bf16":
         product += f"; forward only, the backward GEMMs run in {compute}"
     ends = {"first": recipe.first_layers, "last": recipe.last_layers}
     layers = " and ".join(f"the {end} {count}" for end, count in ends.items() if count)

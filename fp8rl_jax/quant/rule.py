@@ -257,8 +257,10 @@ def _forward(
         seen = _observe_forward(recipe, w.value, w.probe, value, quantized, weights, experts)
     left: Matrix
     weight: Matrix = parameter if recipe.quantized else w.value
-    if quantized is None or weights is None or recipe.gradient is None:
+    if quantized is None or weights is None or recipe.backward == "bf16":
         left = compute_value(x.value, recipe)
+    elif recipe.backward == "dequantized":
+        left, weight = quantized[0], w.value if isinstance(w.value, QArray) else weights[0]
     else:
         assert recipe.activation is not None and recipe.weight is not None
         by_columns = recipe.activation.transposed
@@ -305,6 +307,7 @@ def _backward(
     columns: Matrix
     if recipe.gradient is None or recipe.weight is None:
         weight = compute_value(plain_value(weight), recipe)
+        x = compute_value(x.dequantize(), recipe) if isinstance(x, QArray) else x
         rows = columns = dy
     else:
         state, probe = residual.gradient

@@ -18,7 +18,8 @@ import numpy as np
 
 from fp8rl_jax.config import default_config
 from fp8rl_jax.models import hf
-from fp8rl_jax.policy.load import load_trained
+from fp8rl_jax.models.stacks import path_of
+from fp8rl_jax.policy.load import load_trained, open_trained
 from fp8rl_jax.study.cells import Cell
 from fp8rl_jax.study.frame import Numbers, Plan
 from fp8rl_jax.study.progress import Note
@@ -53,11 +54,14 @@ class After(NamedTuple):
 
     Attributes:
       key: everything that the numbers depend on besides the weights; JSON.
-      measure: function of float32 parameters on the host that returns the numbers, JSON.
+      measure: function of the float32 parameters of the newest checkpoints, on the host, the last
+        ones last; returns the numbers, JSON.
+      last: number of these checkpoints.
     """
 
     key: dict[str, Any]
-    measure: Callable[[Any], dict[str, Any]]
+    measure: Callable[[list[Any]], dict[str, Any]]
+    last: int = 1
 
 
 def arm_cells(
@@ -152,9 +156,18 @@ def _of_last_weights(config: ml_collections.ConfigDict, note: Note, after: After
     state, phase = load_trained(runtime, pathlib.Path(config.run.dir), note)
     weights = runtime.engine.refit(state).weights
     record = evaluate(runtime, weights, phase, int(state.step))[0].record
-    params = jax.device_get(state.params) if after else None
     found = {"bf16": _kept(record)}
-    return found | {"after": after.measure(params)} if after else found
+    if not after:
+        return found
+    opened = open_trained(runtime, pathlib.Path(config.run.dir))
+
+    def weights_of(number: int) -> Any:
+        read = opened.checkpoints.read_params(number, opened.shapes)
+        return jax.tree_util.tree_map_with_path(lambda keys, _: read(path_of(keys)), state.params)
+
+    weights = [weights_of(number) for number in opened.checkpoints.newest(after.last)]
+    opened.checkpoints.close()
+    return found | {"after": after.measure(weights)}
 
 
 def _kept(record: dict[str, Any]) -> dict[str, Any]:

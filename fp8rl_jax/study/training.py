@@ -25,7 +25,6 @@ of a rollout, when the policy has changed.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -127,7 +126,11 @@ def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
         "rollout": _SIDES[0],
         "views": {name: described(view.recipe) for name, view in _VIEWS.items()},
     }
-    after = After(key, functools.partial(scoring.numbers, subject.runtime, note=plan.note))
+
+    def measure(weights: list) -> Numbers:
+        return scoring.numbers(subject.runtime, weights[-1], note=plan.note)
+
+    after = After(key, measure)
     before = {"before RL": scoring.cell("training", subject, plan.note)}
     return before | arm_cells("training", subject, plan, ARMS, after)
 

@@ -87,6 +87,10 @@ class Checkpoints:
         """Returns the number of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
+    def newest(self, count: int) -> list[int]:
+        """Returns the numbers of the `count` newest complete checkpoints, or of all, ascending."""
+        return sorted(self._manager.all_steps())[-count:]
+
     def save(self, number: int, state: Any, meta: dict[str, Any]) -> None:
         """Writes a checkpoint, unless one of that number exists.
 

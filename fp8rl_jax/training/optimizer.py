@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
+from fp8rl_jax.config.resolved import rl_updates
 from fp8rl_jax.learner import norm_of_gradients
 from fp8rl_jax.models.arrays import is_matrix
 from fp8rl_jax.models.stacks import Path, path_of
@@ -115,7 +116,8 @@ def optimizer_of_phase(
     """Returns the optimiser and the schedule of phase 'sft' or 'rl'."""
     rl, sft = config.optimizer, config.sft
     own, decay = (sft if phase == "sft" else rl), {}
-    if phase == "sft" and sft.end_fraction < 1:
-        decay = {"decay_steps": sft.steps, "end_fraction": sft.end_fraction}
+    if own.end_fraction < 1:
+        updates = sft.steps if phase == "sft" else rl_updates(config)
+        decay = {"decay_steps": updates, "end_fraction": own.end_fraction}
     rates = own.learning_rate, own.warmup_steps, rl.b1, own.b2, own.weight_decay, rl.clip_norm
     return make_optimizer(*rates, **decay, norm=norm_of_gradients(config.precision.cpu_products))

@@ -128,6 +128,7 @@ def rl_step(
         served.release()
         monitor.keep(state, run.drifted)
         state, logp, checksum = _updates(run, state, batch, record)
+        _add_rates(rt, batch, record)
 
         # 5. Compare log-probabilities on the first update's rows, and the weights that both read.
         first = slice(0, len(logp))
@@ -209,13 +210,17 @@ def _updates(
                 raise NonFiniteError(non_finite_message("RL", record["step"], metrics, index == 0))
             updates.append(metrics | {"counts": part.weights != 0})
             first = processes.fetch(logp) if first is None else first
-    responses, mesh = float(batch.mask.sum()), rt.layout.mesh
-    record.add_updates(updates, responses, rt.model, rt.learner_recipe)
-    gpu = gpus.of_kind(mesh.devices.flat[0].device_kind)
-    needed = algo.epochs * useful_flops(rt.model, batch.lengths, responses)
-    record.add_rates(needed, mesh.size, None if gpu is None else gpu.bf16)
+    record.add_updates(updates, float(batch.mask.sum()), rt.model, rt.learner_recipe)
     assert first is not None
     return state, first, updates[0]["checksum"]
+
+
+def _add_rates(rt: Runtime, batch: Batch, record: StepRecord) -> None:
+    """Adds tokens per second of a device, and MFU on a known GPU, to the record of a step."""
+    mesh = rt.layout.mesh
+    gpu = gpus.of_kind(mesh.devices.flat[0].device_kind)
+    needed = rt.config.algo.epochs * useful_flops(rt.model, batch.lengths, float(batch.mask.sum()))
+    record.add_rates(needed, mesh.size, None if gpu is None else gpu.bf16)
 
 
 def _refit(rt: Runtime, state: TrainState, batch: Batch, record: StepRecord):

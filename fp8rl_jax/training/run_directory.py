@@ -56,6 +56,7 @@ _MAY_CHANGE = (
     "run.cache_dir",
     "run.compilation_cache",
     "run.keep_checkpoints",
+    "eval.average_last",
     "run.loggers",
     "run.project",
     "model.check_finite",
@@ -230,9 +231,12 @@ def differences(theirs: dict, ours: dict) -> dict[str, tuple[Any, Any]]:
     """
     defaults = flatten(default_config())
     before, now = (defaults | flatten(sections_config(c)) for c in (theirs, ours))
+    same = {*before, *now} - set(_MAY_CHANGE)
+    if now.get("optimizer.end_fraction", 1.0) < 1:  # the decay ends at the last step
+        same.add("run.steps")
     return {
         name: (before.get(name), now.get(name))
-        for name in sorted({*before, *now} - set(_MAY_CHANGE))
+        for name in sorted(same)
         if before.get(name) != now.get(name)
     }
 

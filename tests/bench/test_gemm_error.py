@@ -25,7 +25,7 @@ from fp8rl_jax.quant import Operand, Recipe, delayed, power_of_two
 def mine():
     policy = power_of_two(delayed(history=4))
     tensor = Operand(block=(-1, -1), policy=policy)
-    return Recipe("mine", weight=tensor, activation=tensor, gradient=None)
+    return Recipe("mine", weight=tensor, activation=tensor, backward="bf16")
 """
 
 
@@ -74,6 +74,7 @@ _TENSOR, _E5M2 = (6.6e-4, 7.5e-4), (1.6e-3, 1.85e-3)
 _ROUNDED, _SUMS = (1.2e-6, 1.6e-6), (1e-16, 1e-13)
 _EXPECTED = {
     "fp8_blockwise": [_FP32_SCALES] * 3,
+    "fp8_linear": [_FP32_SCALES] * 3,
     "fp8_blockwise_pow2": [_POW2] * 3,
     "fp8_tensorwise": [_TENSOR] * 3,
     "fp8_delayed": [_TENSOR, _E5M2, _E5M2],

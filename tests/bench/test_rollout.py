@@ -31,7 +31,7 @@ def test_small_models_have_the_stated_sizes():
 def test_cases_are_in_fp8_where_they_say():
     assert {name: (r().quantized, r().kv_quantized) for name, r in CASES.items()} == {
         "bf16": (False, False),
-        "fp8_linears": (True, False),
+        "fp8_linear": (True, False),
         "fp8_kv": (False, True),
         "fp8": (True, True),
     }

@@ -20,7 +20,7 @@ def mine():
     policy = dataclasses.replace(dynamic(), name="a_policy_with_a_long_name_" + "x" * 40)
     return Recipe(
         "mine", activation=Operand(block=(1, -1), policy=policy), weight=Operand(block=(-1, 1)),
-        gradient=None, kv="calibrated", fp8_attention=True, first_layers=2, last_layers=1,
+        backward="bf16", kv="calibrated", fp8_attention=True, first_layers=2, last_layers=1,
         bf16_modules=("[qkv]_proj", "[bold]down_proj"),
     )
 

@@ -10,12 +10,16 @@ import subprocess
 import sys
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny_checkpoint
+from safetensors.numpy import load_file
 
 from fp8rl_jax import cli
+from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy import generate, load, source
+from fp8rl_jax.policy.load import load_trained, open_trained
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -313,3 +317,32 @@ def test_eval_of_a_runs_own_file_asks_what_it_has_held_out(task, tmp_path, monke
     assert env.eval_task == "" and env.task_options.to_dict() == {"x": 1}
     values = main.COMMANDS["eval"].parse(parser, ["--checkpoint=.", "--task=others.jsonl"])
     assert sample_eval._policy_config("eval", values).env.eval_task == "others.jsonl"
+
+
+def test_mean_of_checkpoints(run_dir, tmp_path, capsys):
+    """Every command that reads a run takes the mean of its newest checkpoints: those of steps 4
+    and 6."""
+    config = source.directory_config(str(run_dir))
+    one, two = (open_trained(make_runtime(config, False), run_dir) for _ in range(2))
+    reads = [
+        found.checkpoints.read_params(number, found.shapes)
+        for found, number in ((one, one.checkpoints.newest(2)[0]), (two, two.numbers[-1]))
+    ]
+    config.eval.average_last = 2
+    runtime, said = make_runtime(config, False), []
+    state, phase = load_trained(runtime, run_dir, said.append)
+    assert (phase, int(state.step), state.kv_scales) == ("rl", 6, None)
+    assert said == [f"weights of {run_dir}, the mean of 2 checkpoints, the last after rl step 6"]
+    differ = 0
+    for keys, found in jax.tree_util.tree_leaves_with_path(state.params):
+        before, last = (read(path_of(keys)).astype(np.float64) for read in reads)
+        np.testing.assert_array_equal(found, ((before + last) / 2).astype(np.float32))
+        differ += (before != last).sum()
+    assert differ > 1000
+    _run(capsys, "convert", run_dir, tmp_path / "out", "--dtype=bf16", "--average-last=2")
+    table = load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"]
+    mean = (reads[0](("norm", "weight")) + reads[1](("norm", "weight"))) / 2
+    np.testing.assert_array_equal(table, mean.astype(ml_dtypes.bfloat16))
+    more = ["convert", str(run_dir), str(tmp_path / "x"), "--dtype=bf16", "--average-last=3"]
+    assert cli.run(more) == 2
+    assert "eval.average_last is 3, and run.keep_checkpoints keeps 2" in capsys.readouterr().err

@@ -98,6 +98,8 @@ _FIELDS = {
     "sft.b2=1.5": ["sft.b2"],
     "sft.weight_decay=-1": ["sft.weight_decay"],
     "sft.end_fraction=-1": ["sft.end_fraction"],
+    "optimizer.end_fraction=2": ["optimizer.end_fraction"],
+    "eval.average_last=0": ["eval.average_last"],
     "run.seed=-1": ["run.seed"],
     # model
     "model.hidden_size=0": ["model.hidden_size", "from 1 to 16777216"],
@@ -213,6 +215,14 @@ _SEVERAL = {
     "cosine shorter than its warm-up": (
         ["sft.end_fraction=0.5", "sft.steps=10", "sft.warmup_steps=30"],
         ["sft.warmup_steps", "sft.steps"],
+    ),
+    "cosine of RL shorter than its warm-up": (
+        ["optimizer.end_fraction=0.5", "run.steps=2", "algo.epochs=2", "algo.num_minibatches=1"],
+        ["optimizer.warmup_steps", "run.steps x algo.epochs", "4 updates"],
+    ),
+    "a mean of more checkpoints than are kept": (
+        ["eval.average_last=3"],
+        ["eval.average_last is 3", "run.keep_checkpoints"],
     ),
 }
 

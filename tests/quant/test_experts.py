@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,10 @@ def _gradients(recipe, x, w, dy):
     return exact_jit(run)(x, w, dy)
 
 
-@pytest.mark.parametrize("name", ["fp8", *map(slow, ("bf16", "mxfp8", "fake"))])
+_BYTES = dataclasses.replace(get_recipe("fp8_linear"), name="exact", backward="dequantized")
+
+
+@pytest.mark.parametrize("name", ["fp8", *map(slow, ("bf16", "mxfp8", "fake", _BYTES))])
 def test_each_tile_is_a_matmul_of_its_expert(name):
     recipe, (x, w, dy) = get_recipe(name), _operands()
     y, dx, dw = _gradients(recipe, x, w, dy)
