@@ -12,25 +12,31 @@ host waits in continuous batching; sorts. The last line is JSON:
     decode_launches_per_layer, with_deterministic_ops   the latter with
                               --xla_gpu_deterministic_ops, which launch/environment.sh sets
     decode_foreign_kernels_per_layer   of those, XLA's
+    decode_host_launches_per_layer     what the host starts: CUDA graphs, and kernels outside them
     continuous_unknown_loops  loops of unknown length, and conditionals
     sorts                     in decode with that flag, in continuous decode and in the train step
     strict_attention_in_backward   of a layer's backward pass with remat
     kernels                   each of a decode layer by name
     stack                     versions of Python, jax, jax-triton and Triton
 
-Where XLA compiles on a CPU, the library chooses a CPU's way of converting and of keeping small
-arrays: up to four kernels of a decode layer are reductions here that are slices on a GPU.
+Where XLA compiles on a CPU, the library chooses a CPU's way of converting to E4M3: here the train
+step quantises weights by integer operations, on a GPU by one conversion.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import platform
 import re
 import sys
+import tempfile
 from importlib.metadata import version
 
+_DUMP = tempfile.TemporaryDirectory()
+_FLAGS = f"--xla_dump_to={_DUMP.name} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_step"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"  # before XLA reads it
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_ROOT / "docs" / "scripts"), str(_ROOT / "tests" / "kernels" / "gpu")]
 
@@ -68,6 +74,15 @@ def instructions() -> dict[str, float]:
     }
 
 
+def host_launches() -> int:
+    """Counts what the host starts in the layers' loop of the program that was compiled last."""
+    files = pathlib.Path(_DUMP.name).glob("*.thunk_sequence_after_thunk_passes.txt")
+    text = max(files, key=os.path.getmtime).read_text()
+    body = re.search(r"^  body:\n((?: {4}.*\n)+)", text, re.M)
+    assert body, "the program has no loop"
+    return len(re.findall(r"^ {4}\d+: ", body.group(1), re.M))
+
+
 def main() -> None:
     name = sys.argv[1]
     loop = instructions()  # before jax-triton leaves Triton's compiler without a cache
@@ -75,6 +90,7 @@ def main() -> None:
     programs = aot_h200.Programs(name, mesh, layers=LAYERS)
     decode = programs.decode()
     text = decode.compile().as_text()
+    by_host = host_launches()
     flagged = decode.compile(compiler_options=_FLAG).as_text()
     continuous = programs.continuous().compile().as_text()
     train = programs.train(aot_h200.SEQUENCES["train"])
@@ -89,6 +105,7 @@ def main() -> None:
         "decode_launches_per_layer": len(kernels),
         "with_deterministic_ops": len(h200.launches(flagged, LAYERS)),
         "decode_foreign_kernels_per_layer": sum(kernel.startswith("XLA") for kernel in kernels),
+        "decode_host_launches_per_layer": by_host,
         "continuous_unknown_loops": h200.unknown_loops(continuous),
         "sorts": sum(map(h200.sorts, (flagged, continuous, trained))),
         "strict_attention_in_backward": strict - 1,

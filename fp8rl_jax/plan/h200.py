@@ -18,7 +18,8 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.sharding import MESH_AXES
 
 # An H200 (SXM) in the terms of XLA's GpuTargetConfigProto. Sources: NVIDIA's H200 datasheet, the
-# CUDA programming guide's table for compute capability 9.0.
+# CUDA programming guide's table for compute capability 9.0. With a driver's version XLA puts
+# kernels into CUDA graphs, as on a machine that has one.
 H200 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -39,6 +40,9 @@ gpu_device_info {
   memory_bandwidth: 4800000000000
   clock_rate_ghz: 1.98
   device_memory_size: 150754820096
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200"
