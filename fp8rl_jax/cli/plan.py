@@ -51,8 +51,8 @@ def _describe_step(planned: Planned, rollout: RolloutPlan, cost: StepCost) -> st
         f"update{'s' * (updates > 1)}.\n"
         f"The run's {steps:,} steps take {least * steps / 3600:.3g} to {most * steps / 3600:.3g} "
         "hours.\n"
-        "Predicted from bytes and FLOPs, not measured; left out: prefill, scores of old or "
-        "reference log-probabilities, rewards, evaluations, checkpoints, compilation."
+        "Predicted from bytes, FLOPs and launches, not measured; left out: prefill, scores of old "
+        "or reference log-probabilities, rewards, evaluations, checkpoints, compilation."
     )
 
 

@@ -13,7 +13,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.plan.bytes import gib
-from fp8rl_jax.plan.gpus import EFFICIENCY
+from fp8rl_jax.plan.gpus import EFFICIENCY, LAUNCH
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.plan.rollout import RolloutPlan
 from fp8rl_jax.plan.times import decode_seconds
@@ -71,6 +71,9 @@ def _decode_rows(
     for part in steps[0]:
         yield row(part, (1e3 * step[part] for step in steps), "{:.3g} ms")
     totals = [sum(step.values()) for step in steps]
+    launches = (step["launches"] for step in steps)
+    alone = (1e3 * (total - x) for total, x in zip(totals, launches, strict=True))
+    yield row("a step without launches", alone, "{:.3g} ms")
     yield row("a step", (1e3 * total for total in totals), "{:.3g} ms")
     rates = [count / total for count, total in zip(sequences, totals, strict=True)]
     if rates[0]:
@@ -83,11 +86,12 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
     """Returns the predicted times of decoding equal numbers of sequences, and as many as fit."""
     gpu, half = planned.gpu, own.half
     fitting = [plan.slots_of(half) or 0 for plan in cases.values()]
-    reached = ", ".join(f"{n} {EFFICIENCY[n]:.0%}" for n in ("memory", "products", "attention"))
+    names = [name for name in EFFICIENCY if name != "links"]
+    reached = ", ".join(f"{name} {EFFICIENCY[name]:.0%}" for name in names)
     return "\n".join(
         [
             f"Decoding on each {gpu.name}, sequences of {half} tokens on average: a "
-            "prediction from bytes and FLOPs, not a measurement.",
+            "prediction from bytes, FLOPs and launches, not a measurement.",
             "",
             *text_table(
                 ("", *cases),
@@ -97,7 +101,8 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
             "",
             "fp8_linear: weights and activations of linear layers in FP8 (W8A8); fp8_kv: the KV "
             "cache alone; fp8: both.",
-            f"Constants ({gpu.name}'s data sheet): {gpu.speed}; assumed to be reached: {reached}.",
+            f"Constants ({gpu.name}'s data sheet): {gpu.speed}; reached, as on one H200: "
+            f"{reached}; {1e6 * LAUNCH:g} us for a launch.",
         ]
     )
 

@@ -1,6 +1,9 @@
-"""Figures of GPUs and links from their data sheets, and the share of each assumed to be reached.
+"""Figures of GPUs and links from their data sheets, the share of each that is reached, and what is
+known of this library's programs on a GPU: launches, instructions, bytes.
 
-Nothing here was measured on a GPU.
+Shares of products, attention and memory, and the times of launches, are those of Qwen3-8B on one
+H200 (docs/kernels.md); shares of links are assumed. Launches and instructions are counted in
+compiled programs (docs/scripts/gpu_counts.py).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ class Gpu:
       memory: GB on the data sheet; plans take it for GiB, as `--memory-gb`.
       bf16, fp8: FLOP/s of dense products.
       hbm: memory bandwidth, bytes/s.
+      clock: boost clock, 1/s, of its 132 multiprocessors.
     """
 
     name: str
@@ -24,6 +28,7 @@ class Gpu:
     bf16: float = 989e12
     fp8: float = 1979e12
     hbm: float = 4.8e12
+    clock: float = 1.98e9
 
     @property
     def speed(self) -> str:
@@ -39,9 +44,32 @@ def of_kind(kind: str) -> Gpu | None:
     return next((gpu for gpu in GPUS.values() if gpu.name in kind.split()), None)
 
 
+MULTIPROCESSORS = 132
 GPUS = {"h100": Gpu("H100", 80.0, hbm=3.35e12), "h200": Gpu("H200", 141.0)}
 NVLINK = 450e9  # bytes/s a GPU receives within a host (NVLink 4: 900 GB/s, both directions)
 HOST_LINK = 64e9  # bytes/s between a GPU and its host's memory, each way (PCIe 5.0 x16)
 NETWORK = 50e9  # bytes/s a GPU receives from other hosts (one 400 Gb/s adapter for each, as a DGX)
 HOST_DEVICES = 8  # most GPUs of a host
-EFFICIENCY = {"products": 0.4, "attention": 0.4, "memory": 0.8, "links": 0.8}  # assumed
+# Shares of data sheets. Products and attention: of a layer's train step of 4,096 tokens, where they
+# were 0.52, 0.77 and 0.21.
+EFFICIENCY = {
+    "FP8 products": 0.5,
+    "bf16 products": 0.75,
+    "attention": 0.2,
+    "memory": 0.8,
+    "links": 0.8,
+}
+# Seconds that a kernel takes besides its work: four decode steps took 1.7 to 3.8 us more for each
+# of their launches than their bytes explain.
+LAUNCH = 3e-6
+# Kernels of a layer, by the kind of model: a decode step, and a train step's forward and backward.
+DECODE_LAUNCHES = {"dense": 11, "experts": 14, "latent": 20}
+TRAIN_LAUNCHES = {"dense": 256, "experts": 256, "latent": 256}
+STEP_LAUNCHES = 41  # of a decode step outside its layers
+# Instructions that each of a multiprocessor's four schedulers issues for 64 keys of 128 features,
+# by bytes of a key's number, and the share of the clock at which it does.
+INSTRUCTIONS = {1: 366, 2: 338}
+ISSUED = 0.45
+# Bytes of a token, layer and feature that kernels between products move in a train step: 2.1 MB for
+# the 55,296 features of a layer of Qwen3-8B.
+BETWEEN = 37

@@ -1,14 +1,15 @@
-"""Predicts the times of a train step and a decode step by rooflines.
+"""Predicts the times of a train step and a decode step by rooflines, and by what compiled programs
+do besides: launches, instructions, and bytes between products.
 
 FLOPs and bytes are counted by formulas (`cost_analysis` of a compiled program does not see our
-kernels) and divided by the figures of gpus.py. Work on a device and its transfers may overlap or
-not, so a train step takes between the largest of its times and their sum. Left out: waiting for the
-slowest device, kernel launches, rewards.
+kernels) and divided by the figures of gpus.py. A device's kernels follow each other; its transfers
+may overlap with them or not. Left out: waiting for the slowest device, rewards.
 
 Train step: for a token of a layer, a linear layer of P parameters takes 2 P FLOPs in the forward
 pass, as much again where the layer is recomputed, and 2 P each for the gradients of its input and
 its weight (Kaplan et al., arXiv:2001.08361, 2.1). Attention of T tokens with H heads of Dh takes
-2 * 2 * H * Dh * T / 2 forward, and 2.5 times that backward (Dao, arXiv:2307.08691, 4.1).
+2 * 2 * H * Dh * T / 2 forward, and 3.5 times that backward: 2.5 for the gradients (Dao,
+arXiv:2307.08691, 4.1), and another forward pass, by a faster kernel.
 
 Decode step: each of B sequences gets a token. The step reads, once each, the weights of layers and
 output head, the keys and values of B sequences, and the routed experts that some token chose: the
@@ -16,7 +17,8 @@ share ``1 - (1 - k / E)^tokens`` of E experts, if each token chooses k of them e
 FLOPs for each parameter that a token uses, and attention over what is in the cache. Layers,
 attention and head follow each other; each takes the longer of its bytes over the memory's bandwidth
 and its FLOPs over the peak (Williams et al., "Roofline", 2009). Left out as well: prefill,
-sampling, activations and their quantisation, the exchange of experts' rows.
+sampling, activations and their quantisation, the exchange of experts' rows. Attention is bound by
+the instructions of its loop, too, and each launch costs LAUNCH.
 """
 
 from __future__ import annotations
@@ -31,13 +33,27 @@ from fp8rl_jax.models import PAGE, ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.plan.bytes import learner_weight_bytes, page_bytes, weight_bytes, weight_shapes
-from fp8rl_jax.plan.gpus import EFFICIENCY, HOST_LINK, NETWORK, NVLINK, Gpu
+from fp8rl_jax.plan.gpus import (
+    BETWEEN,
+    DECODE_LAUNCHES,
+    EFFICIENCY,
+    HOST_LINK,
+    INSTRUCTIONS,
+    ISSUED,
+    LAUNCH,
+    MULTIPROCESSORS,
+    NETWORK,
+    NVLINK,
+    STEP_LAUNCHES,
+    TRAIN_LAUNCHES,
+    Gpu,
+)
 from fp8rl_jax.plan.learner import LearnerPlan, Workload
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import MESH_AXES
 
-_ATTENTION_BACKWARD = 2.5  # FLOPs over those of the forward pass
+_ATTENTION_BACKWARD = 3.5  # FLOPs over those of the forward pass
 _ADAM_BYTES = 28  # per parameter: reads master, two moments, gradient; writes the first three
 
 
@@ -49,29 +65,26 @@ class StepCost:
       flops: {part of the model: FLOPs}.
       transfers: {'mesh axis: what a device receives over it': (bytes from devices of its host,
         bytes from other hosts)}.
-      seconds: {part of the work: seconds}.
+      seconds: {part of the device's own work: seconds}.
+      moving: {transfer: seconds}.
       tokens: number of the update's tokens, on all devices.
     """
 
     flops: dict[str, float]
     transfers: dict[str, tuple[float, float]]
     seconds: dict[str, float]
+    moving: dict[str, float]
     tokens: int
 
     @property
-    def bound(self) -> str:
-        """The part of the work that takes longest."""
-        return max(self.seconds, key=lambda name: self.seconds[name])
-
-    @property
     def least_seconds(self) -> float:
-        """Seconds if everything overlaps with the longest part."""
-        return self.seconds[self.bound]
+        """Seconds if transfers overlap with the device's work."""
+        return max(sum(self.seconds.values()), *self.moving.values())
 
     @property
     def most_seconds(self) -> float:
         """Seconds if nothing overlaps."""
-        return sum(self.seconds.values())
+        return sum(self.seconds.values()) + sum(self.moving.values())
 
 
 def attention_features(model: ModelConfig) -> int:
@@ -193,6 +206,25 @@ def step_transfers(
     return found
 
 
+def _kind(model: ModelConfig) -> str:
+    return "latent" if model.latent else "experts" if model.num_experts else "dense"
+
+
+def layer_features(model: ModelConfig) -> int:
+    """Counts the features that a layer's operations between products read or write: residuals and
+    norms, queries, keys and values, attention's result, gate, up and their product."""
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    width = model.intermediate_size
+    if model.num_experts:
+        width = model.moe_intermediate_size * model.num_experts_per_tok
+    return 2 * model.hidden_size + heads * model.head_dim + 3 * width
+
+
+def _rate(gpu: Gpu, fp8: bool) -> float:
+    """Returns the FLOP/s of products of linear layers."""
+    return EFFICIENCY["FP8 products"] * gpu.fp8 if fp8 else EFFICIENCY["bf16 products"] * gpu.bf16
+
+
 def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     """Returns the cost of a train step on each device.
 
@@ -207,26 +239,33 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     masters, own = learner_weight_bytes(model, recipe, mesh)
     fp8 = recipe.quantized and not recipe.fake
     # fprop and remat in FP8; dgrad and wgrad too, if gradients are quantised.
-    peak = gpu.fp8 if fp8 else gpu.bf16
-    share = 1.0 if recipe.backward == "fp8" or not fp8 else 0.5
-    linear = flops["linear layers"] * (share / peak + (1 - share) / gpu.bf16)
-    others = flops["attention"] + flops["output head"]
+    share = fp8 * (1.0 if recipe.backward == "fp8" else 0.5)
+    slow = EFFICIENCY["bf16 products"] * gpu.bf16
+    linear = flops["linear layers"] * (share / _rate(gpu, fp8) + (1 - share) / slow)
+    layers = work.micro_batches * model.num_hidden_layers
+    features = BETWEEN * layer_features(model) / mesh.shape["tensor"]
     reads = (2 + work.counts) * (own.dense + own.experts)  # in a micro-batch
     reads += masters.dense + masters.experts
     moved = _ADAM_BYTES // 4 * masters.stored + work.micro_batches * (2 * reads + masters.stored)
     inside, between = map(sum, zip((0, 0), *transfers.values(), strict=True))
+    memory = EFFICIENCY["memory"] * gpu.hbm
     seconds = {
-        "linear layers": linear / EFFICIENCY["products"],
-        "attention and head": others / (EFFICIENCY["attention"] * gpu.bf16),
-        "weights and state in memory": moved / (EFFICIENCY["memory"] * gpu.hbm),
+        "linear layers": linear,
+        "attention": flops["attention"] / (EFFICIENCY["attention"] * gpu.bf16),
+        "output head": flops["output head"] / slow,
+        "weights and state in memory": moved / memory,
+        "norms, gates, quantisation": layers * work.tokens * features / memory,
+        "kernel launches": layers * TRAIN_LAUNCHES[_kind(model)] * LAUNCH,
+    }
+    moving = {
         "links inside hosts": inside / (EFFICIENCY["links"] * NVLINK),
         "network between hosts": between / (EFFICIENCY["links"] * NETWORK),
     }
     if plan.host_moments:  # they come and go array by array: neither way overlaps with the other
         away = 2 * plan.host_moments / (EFFICIENCY["links"] * HOST_LINK)
-        seconds["moments from the host and back"] = away
+        moving["moments from the host and back"] = away
     tokens = work.tokens * work.micro_batches * mesh.size // mesh.shape["tensor"]
-    return StepCost(flops, transfers, seconds, tokens)
+    return StepCost(flops, transfers, seconds, moving, tokens)
 
 
 def decode_seconds(
@@ -237,7 +276,7 @@ def decode_seconds(
     length: int,
     gpu: Gpu,
 ) -> dict[str, float]:
-    """Returns {part of the model: seconds of a decode step} on each device, which add up.
+    """Returns {part of the work: seconds of a decode step} on each device, which add up.
 
     Args:
       model, recipe: the sampler's model and recipe.
@@ -255,15 +294,27 @@ def decode_seconds(
     layers = own.dense + experts
     head = own.tables if model.tie_word_embeddings else own.tables / 2  # no row of the embedding
     cache = sequences * length * page_bytes(model, recipe) / PAGE
-    peak = gpu.fp8 if recipe.quantized and not recipe.fake else gpu.bf16
-    attended = sequences * length * model.num_hidden_layers * attention_features(model)
+    pairs = sequences * length * model.num_hidden_layers  # of a query and a key
+    # 16 query heads of one key head, 64 keys and 128 features at a time; latents are one key head.
+    keys = 1 if model.latent else model.num_key_value_heads
+    tiles = keys * math.ceil(model.num_attention_heads / keys / 16)
+    loops = pairs * tiles / 64 * attention_features(model) / (2 * model.num_attention_heads * 128)
+    slots = MULTIPROCESSORS * ISSUED * gpu.clock
 
-    def longer(size: float, products: float, peak: float) -> float:
-        return max(size / (EFFICIENCY["memory"] * gpu.hbm), 2 * products / peak)
+    def longer(size: float, products: float, rate: float) -> float:
+        return max(size / (EFFICIENCY["memory"] * gpu.hbm), 2 * products / rate)
 
-    rate = EFFICIENCY["products"]
+    products = pairs * attention_features(model)
+    attention = longer(cache, products, EFFICIENCY["attention"] * gpu.bf16)
+    table = model.vocab_size * model.hidden_size * sequences
+    launches = model.num_hidden_layers * DECODE_LAUNCHES[_kind(model)] + STEP_LAUNCHES
     return {
-        "layers": longer(layers, (counts.active - counts.tables) * sequences, rate * peak),
-        "attention": longer(cache, attended, EFFICIENCY["attention"] * gpu.bf16),
-        "head": longer(head, model.vocab_size * model.hidden_size * sequences, rate * gpu.bf16),
+        "layers": longer(
+            layers,
+            (counts.active - counts.tables) * sequences,
+            _rate(gpu, recipe.quantized and not recipe.fake),
+        ),
+        "attention": max(attention, loops * INSTRUCTIONS[1 if recipe.kv_quantized else 2] / slots),
+        "head": longer(head, table, _rate(gpu, False)),
+        "launches": launches * LAUNCH,
     }

@@ -11,6 +11,7 @@ import pytest
 from fp8rl_jax import cli, models
 from fp8rl_jax.config import load_config
 from fp8rl_jax.models.presets import preset
+from fp8rl_jax.plan.gpus import DECODE_LAUNCHES, STEP_LAUNCHES
 from fp8rl_jax.plan.planned import read_planned
 from fp8rl_jax.plan.rollout import plan_rollouts
 
@@ -72,7 +73,7 @@ def test_predicted_decode_times(plan):
     status, output, _ = plan("--rollout", "--config", moe, "--config.model.name=qwen3_30b_a3b")
     assert status == 0
     assert "H200, sequences of 1280 tokens on average: a prediction from bytes" in output
-    assert "not a measurement" in output and "memory 80%, products 40%" in output
+    assert "not a measurement" in output and "memory 80%; 3 us for a launch" in output
     plans, decode = output.split("Decoding on each")
     equal, fit = decode.split("sequences that fit")
     # 48 layers of 4 heads, k and v; gate, up and down of 32 experts, 2048 x 768; 32 x 4 tokens.
@@ -83,11 +84,14 @@ def test_predicted_decode_times(plan):
         weight * layers + kv * cache + head
         for weight, kv in ((2, 2), (1, 2), (2, 132 / 128), (1, 132 / 128))
     ]
-    times = [step / (0.8 * 4.8e12) * 1e3 for step in steps]
+    alone = [step / (0.8 * 4.8e12) * 1e3 for step in steps]
+    assert _milliseconds(equal, "a step without launches") == pytest.approx(alone, rel=0.01)
+    launches = (48 * DECODE_LAUNCHES["experts"] + STEP_LAUNCHES) * 3e-3
+    times = [time + launches for time in alone]
     assert _milliseconds(equal, "a step") == pytest.approx(times, rel=0.01)
     found = _row(equal, "  time of a token")
-    assert found == pytest.approx([step / steps[0] for step in steps], abs=0.01)
-    assert _row(equal, "  tokens/s") == pytest.approx([steps[0] / x for x in steps], abs=0.02)
+    assert found == pytest.approx([time / times[0] for time in times], abs=0.01)
+    assert _row(equal, "  tokens/s") == pytest.approx([times[0] / x for x in times], abs=0.02)
     counts = [float(text.replace(",", "")) for text in fit.splitlines()[0].split()]
     both, bf16 = _row(plans, "slots of 1280")
     assert (counts[0], counts[3]) == (bf16, both)
@@ -97,7 +101,7 @@ def test_predicted_decode_times(plan):
 
 
 def _milliseconds(output: str, name: str) -> list[float]:
-    (line,) = (line for line in output.splitlines() if line.startswith(f"  {name} "))
+    (line,) = (line for line in output.splitlines() if line.startswith(f"  {name}  "))
     return [float(x) for x in re.findall(r"([\d.]+) ms", line)]
 
 
@@ -179,7 +183,7 @@ def test_every_config_fits_its_own_mesh(plan, path):
 def _check_times(output: str) -> None:
     """Of the step and the run: the sums of what the plan says of decoding and of an update."""
     number = r"([\d.e+-]+)"
-    (update,) = re.findall(rf"An update takes {number} s .*, and {number} s if nothing", output)
+    (update,) = re.findall(rf"An update takes {number} s .*, and {number} s if they", output)
     ((*step, decoding, count),) = re.findall(
         rf"An RL step takes {number} to {number} s: {number} s for ([\d,]+) decode steps", output
     )

@@ -41,14 +41,14 @@ def test_flops():
     found = times.step_flops(_DENSE, _WORK)
     assert found["linear layers"] == 4 * 2 * (linear + norms) * _TOKENS
     pairs = _TOKENS * 128 / 2 * 4 * 32 * _L
-    assert found["attention"] == pytest.approx(2 * 2 * pairs * (1 + 2.5))
+    assert found["attention"] == pytest.approx(2 * 2 * pairs * (1 + 3.5))
     assert found["output head"] == 4 * 2 * _V * _D * _TOKENS / 2
     plain = times.step_flops(_DENSE, dataclasses.replace(_WORK, remat="none"))
     assert plain["linear layers"] == found["linear layers"] * 3 / 4
-    assert plain["attention"] == pytest.approx(2 * 2 * pairs * (1 + 2.5))
+    assert plain["attention"] == pytest.approx(2 * 2 * pairs * (1 + 3.5))
     counting = times.step_flops(_DENSE, dataclasses.replace(_WORK, counts=True))
     assert counting["linear layers"] == found["linear layers"] * 5 / 4
-    assert counting["attention"] == pytest.approx(2 * 2 * pairs * (2 + 2.5))
+    assert counting["attention"] == pytest.approx(2 * 2 * pairs * (2 + 3.5))
     assert counting["output head"] == found["output head"]
     halves = times.step_flops(_DENSE, _WORK, tensor=2)
     assert halves["linear layers"] == found["linear layers"] / 2
@@ -147,21 +147,31 @@ def test_times():
 
     found = cost(_FP8)
     assert found.tokens == 16 * _TOKENS
-    linear = found.flops["linear layers"] / (0.4 * 1979e12)
+    linear = found.flops["linear layers"] / (0.5 * 1979e12)
     assert found.seconds["linear layers"] == pytest.approx(linear)
-    both = found.flops["attention"] + found.flops["output head"]
-    assert found.seconds["attention and head"] == pytest.approx(both / (0.4 * 989e12))
-    between = sum(size for _, size in found.transfers.values())
-    assert found.seconds["network between hosts"] == pytest.approx(between / (0.8 * 50e9))
-    assert found.least_seconds == max(found.seconds.values()) == found.seconds[found.bound]
-    assert found.most_seconds == sum(found.seconds.values())
+    attention = found.flops["attention"] / (0.2 * 989e12)
+    assert found.seconds["attention"] == pytest.approx(attention)
+    head = found.flops["output head"] / (0.75 * 989e12)
+    assert found.seconds["output head"] == pytest.approx(head)
+    features = 2 * _D + (4 + 4 + 2 + 2) * 32 + 3 * _F
+    moved = 37 * features * _L * _TOKENS
+    between = found.seconds["norms, gates, quantisation"]
+    assert between == pytest.approx(moved / (0.8 * 3.35e12))
+    assert found.seconds["kernel launches"] == pytest.approx(
+        3e-6 * _L * _WORK.micro_batches * gpus.TRAIN_LAUNCHES["dense"]
+    )
+    sent = sum(size for _, size in found.transfers.values())
+    assert found.moving["network between hosts"] == pytest.approx(sent / (0.8 * 50e9))
+    own = sum(found.seconds.values())
+    assert found.least_seconds == max(own, *found.moving.values())
+    assert found.most_seconds == pytest.approx(own + sum(found.moving.values()))
     away = cost(_FP8, learner={"offload": "moments"})
     moments = 2 * learner_weight_bytes(_DENSE, _FP8, mesh)[0].stored
-    extra = {name: s for name, s in away.seconds.items() if name not in found.seconds}
+    extra = {name: s for name, s in away.moving.items() if name not in found.moving}
     assert [*extra.values()] == [pytest.approx(2 * moments / (0.8 * 64e9))], "moments come and go"
     bf16 = cost(get_recipe("bf16"))
     ratio = bf16.seconds["linear layers"] / found.seconds["linear layers"]
-    assert ratio == pytest.approx(1979 / 989)
+    assert ratio == pytest.approx(0.5 * 1979 / (0.75 * 989))
     forward_only = get_recipe("fp8_blockwise")
     forward_only = dataclasses.replace(forward_only, backward="bf16")
     half = cost(forward_only)
@@ -169,7 +179,8 @@ def test_times():
     assert half.seconds["linear layers"] < bf16.seconds["linear layers"]
 
 
-_MEMORY, _PRODUCTS = 0.8 * 4.8e12, 0.4 * 989e12  # of an H200: bytes/s, FLOP/s in bf16
+_MEMORY, _PRODUCTS = 0.8 * 4.8e12, 0.75 * 989e12  # of an H200: bytes/s, FLOP/s in bf16
+_FASTER = 0.5 * 1979 / (0.75 * 989)  # products in FP8
 
 
 def _seconds(model, recipe, sequences, length, gpu="h200", **axes):
@@ -196,20 +207,23 @@ def test_few_sequences_are_bound_by_bytes(case):
 def test_many_sequences_are_bound_by_products(case):
     """2,000 of them: layers in FP8 at FP8's peak, the head in bf16; attention stays with bytes."""
     found = _seconds(preset("qwen3_8b"), CASES[case](), 2000, 2304)
-    peak = 1979 / 989 if _WEIGHT[case] < 2 else 1
+    peak = _FASTER if _WEIGHT[case] < 2 else 1
     assert found["layers"] == pytest.approx(2 * _LINEAR * 2000 / _PRODUCTS / peak, rel=1e-3)
     assert found["head"] == pytest.approx(2 * 151936 * 4096 * 2000 / _PRODUCTS, rel=1e-9)
     few = _seconds(preset("qwen3_8b"), CASES[case](), 64, 2304)
     assert found["attention"] == pytest.approx(few["attention"] * 2000 / 64, rel=1e-9)
 
 
-def test_latents_are_bound_by_products():
-    """DeepSeek's 128 heads read one latent of a token: 2 x 512 + 64 products a head and key."""
+def test_latents_are_bound_by_instructions():
+    """DeepSeek's 128 heads read one latent of a token: 2 x 512 + 64 products a head and key, in
+    eight tiles of 16 heads."""
     model = preset("deepseek_v3")
     found = _seconds(model, get_recipe("bf16"), 4, 1000, expert=16)
     products = 4 * 1000 * 61 * 128 * (2 * 512 + 64)
-    assert found["attention"] == pytest.approx(2 * products / _PRODUCTS, rel=1e-9)
-    assert 2 * products / _PRODUCTS > 4 * 1000 * 61 * 2 * (512 + 64) / _MEMORY
+    loops = 4 * 1000 * 61 * 8 / 64 * (2 * 512 + 64) / 256
+    expected = loops * 338 / (132 * 0.45 * 1.98e9)
+    assert found["attention"] == pytest.approx(expected, rel=1e-9)
+    assert expected > 2 * products / (0.2 * 989e12) > 4 * 1000 * 61 * 2 * (512 + 64) / _MEMORY
 
 
 @pytest.mark.parametrize(("sequences", "devices"), [(1, 1), (32, 4), (4000, 4)])
@@ -233,10 +247,42 @@ def test_other_constants_and_tables():
     """An H100's memory is slower; a tied table is read as the head; `fake` multiplies in bf16."""
     model = preset("qwen3_8b")
     ours, slower = (_seconds(model, get_recipe("fp8"), 8, 100, gpu) for gpu in ("h200", "h100"))
-    assert all(slower[part] / ours[part] == pytest.approx(4.8 / 3.35) for part in ours)
+    parts = ("layers", "attention", "head")
+    assert all(slower[part] / ours[part] == pytest.approx(4.8 / 3.35) for part in parts)
+    assert slower["launches"] == ours["launches"] == 3e-6 * (36 * 11 + 41)
     small = models.ModelConfig(512, 128, 256, 2, 4, 2, 32)
     tied = dataclasses.replace(small, tie_word_embeddings=True)
     heads = [_seconds(m, get_recipe("bf16"), 1, 8)["head"] for m in (small, tied)]
     assert heads == pytest.approx([2 * 512 * 128 / _MEMORY] * 2)
     layers = [_seconds(small, get_recipe(r), 4000, 8)["layers"] for r in ("fake", "bf16", "fp8")]
-    assert layers[0] == layers[1] == pytest.approx(layers[2] * 1979 / 989)
+    assert layers[0] == layers[1] == pytest.approx(layers[2] * _FASTER)
+
+
+# Milliseconds that an H200 took at commit 9241ab6, and launches of a layer and besides, counted
+# there: docs/gpu_results, docs/kernels.md.
+_DECODE = {("fp8", 1900): 9.39, ("fp8", 3950): 11.54, ("bf16", 1900): 11.36, ("bf16", 3950): 15.83}
+_LAUNCHES = {"fp8": (34, 40), "bf16": (27, 40)}
+
+
+@pytest.mark.parametrize(("recipe", "length"), _DECODE)
+def test_decode_steps_as_measured(recipe, length, monkeypatch):
+    """Within an eighth of what an H200 took, with the launches of that commit."""
+    in_layer, besides = _LAUNCHES[recipe]
+    monkeypatch.setattr(times, "DECODE_LAUNCHES", {"dense": in_layer})
+    monkeypatch.setattr(times, "STEP_LAUNCHES", besides)
+    found = 1e3 * sum(_seconds(preset("qwen3_8b"), get_recipe(recipe), 64, length).values())
+    assert abs(found / _DECODE[recipe, length] - 1) < 0.125
+
+
+@pytest.mark.parametrize(("recipe", "measured"), [("fp8", 12.68), ("bf16", 14.94)])
+def test_a_layers_train_step_as_measured(recipe, measured):
+    """Within a tenth of what an H200 took for a layer and 4,096 tokens: forward, recomputed, and
+    backward, without the optimiser."""
+    work = dataclasses.replace(_WORK, rows=1, prompt=2048, response=2048, micro_batches=1)
+    model = dataclasses.replace(preset("qwen3_8b"), num_hidden_layers=1)
+    resolved, mesh = resolved_as(model, get_recipe(recipe)), mesh_of()
+    plan = plan_learner(resolved, mesh, work)
+    cost = times.step_cost(Planned(resolved, mesh, GPUS["h200"], hosts=1, memory=0), plan)
+    left_out = ("output head", "weights and state in memory")
+    found = 1e3 * sum(s for part, s in cost.seconds.items() if part not in left_out)
+    assert abs(found / measured - 1) < 0.1

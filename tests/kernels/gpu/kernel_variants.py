@@ -439,12 +439,13 @@ def table() -> str:
 
 
 def pass_table() -> str:
-    """Markdown: one row for each of `passes`; instructions without the padding at the end."""
+    """Markdown: one row for each of `passes` and `inputs_variants`; instructions without the padding
+    at the end."""
     lines = [
         "| kernel, shape, results | global memory | instructions | registers | spills | shared |",
         "|---|---|---|---|---|---|",
     ]
-    for variant in passes():
+    for variant in itertools.chain(passes(), inputs_variants()):
         machine = variant.compile()
         count = sum(machine.opcodes.values()) - machine.opcodes["NOP"]
         lines.append(
