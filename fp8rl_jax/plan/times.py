@@ -255,7 +255,7 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
         "output head": flops["output head"] / slow,
         "weights and state in memory": moved / memory,
         "norms, gates, quantisation": layers * work.tokens * features / memory,
-        "kernel launches": layers * TRAIN_LAUNCHES[_kind(model)] * LAUNCH,
+        "kernel launches": layers * TRAIN_LAUNCHES["FP8" if fp8 else "bf16"] * LAUNCH,
     }
     moving = {
         "links inside hosts": inside / (EFFICIENCY["links"] * NVLINK),

@@ -439,8 +439,8 @@ def table() -> str:
 
 
 def pass_table() -> str:
-    """Markdown: one row for each of `passes` and `inputs_variants`; instructions without the padding
-    at the end."""
+    """Markdown: one row for each of `passes` and `inputs_variants`; instructions without padding at
+    the end."""
     lines = [
         "| kernel, shape, results | global memory | instructions | registers | spills | shared |",
         "|---|---|---|---|---|---|",
