@@ -10,18 +10,25 @@ K_BLOCK = 128  # entries of a contraction, and columns of a weight, that share a
 KV_CHUNK = 64  # cache slots that attention reads at a time: a page
 EXP_LANES = 16  # XLA:CPU's exp uses only vector code if the last axis is a multiple of this
 _BELOW_ALL = -3.4e38
-_FP8_MAX = {jnp.dtype(jnp.float8_e4m3fn): 448.0, jnp.dtype(jnp.float8_e5m2): 57344.0}
+_LARGEST = {
+    jnp.dtype(jnp.float8_e4m3fn): 448.0,
+    jnp.dtype(jnp.float8_e5m2): 57344.0,
+    jnp.dtype(jnp.int8): 127.0,
+}
 
 
 def fp8_max(dtype) -> float:
-    """Returns the largest finite value of an FP8 format: 448 (E4M3) or 57344 (E5M2).
+    """Returns the largest finite value of a format of one byte: 448 (E4M3), 57344 (E5M2), or 127
+    (INT8, whose numbers reach as far on both sides).
 
     Raises:
-      ValueError: `dtype` is not one of the two formats.
+      ValueError: `dtype` is not one of the three.
     """
-    if jnp.dtype(dtype) not in _FP8_MAX:
-        raise ValueError(f"{jnp.dtype(dtype)} is no FP8 format; use float8_e4m3fn or float8_e5m2")
-    return _FP8_MAX[jnp.dtype(dtype)]
+    if jnp.dtype(dtype) not in _LARGEST:
+        raise ValueError(
+            f"{jnp.dtype(dtype)} is no format of one byte; use float8_e4m3fn, float8_e5m2 or int8"
+        )
+    return _LARGEST[jnp.dtype(dtype)]
 
 
 def prevent_fma(product: jax.Array) -> jax.Array:

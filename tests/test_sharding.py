@@ -273,14 +273,17 @@ _MESHES = [[1, 1, 1], [1, 1, 2], [2, 2, 2], [1, 2, 2]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "cut"), [("f32", 8), ("bf16", 8), ("fp8", 15), ("mxfp8", 15)])
+@pytest.mark.parametrize(
+    ("recipe", "cut"),
+    [("f32", 8), ("bf16", 8), ("fp8", 15), ("mxfp8", 15), ("kv_formats:int8_fp8", 15)],
+)
 def test_columns_under_every_recipe(recipe, cut):
     """Rollout and learner on different meshes; no sum of the forward pass crosses devices."""
     case = {"recipe": recipe, "meshes": _MESHES, "collectives": True}
     two, *_ = _assert_one_device(case, cut)
     kinds = {entry.split()[0] for entry in two["collectives"]}
     assert kinds == {"all-gather"}, two["collectives"]
-    assert ("all-gather u8" in two["collectives"]) == (recipe in ("fp8", "mxfp8"))
+    assert ("all-gather u8" in two["collectives"]) == (cut == 15)
 
 
 @pytest.mark.slow

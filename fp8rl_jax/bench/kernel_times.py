@@ -45,7 +45,7 @@ _PAGES_DRAWN = 1 << 12  # most pages of random numbers; a larger pool of pages r
 _CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 E4M3 = jnp.float8_e4m3fn
-DTYPES = {"fp8": E4M3, "bf16": jnp.bfloat16, "float32": jnp.float32}
+DTYPES = {"fp8": E4M3, "int8": jnp.int8, "bf16": jnp.bfloat16, "float32": jnp.float32}
 Operands = tuple[Any, ...]
 # The function of a version, and a function that makes the operands of a call.
 Version = tuple[Callable, Callable[[], Operands]]

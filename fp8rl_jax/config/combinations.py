@@ -24,6 +24,7 @@ from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.config.load import flatten
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.envs import NO_ANSWER
+from fp8rl_jax.quant import Recipe
 
 
 class Feature(NamedTuple):
@@ -111,12 +112,16 @@ def _bf16_cache(resolved: Resolved) -> list[str]:
     return [f"recipe {r.name!r} of precision.{s}" for s, r in sides.items() if not r.kv_quantized]
 
 
-def _calibrated(resolved: Resolved) -> str:
-    """Names the field that asks for calibrated scales."""
-    if resolved.config.precision.kv_cache != "recipe":
-        return _field("precision.kv_cache").said(resolved)
-    side = "rollout" if resolved.rollout_recipe.kv == "calibrated" else "learner"
-    return f"precision.{side} is {resolved.config.precision[side]!r}, whose KV cache is calibrated"
+def _cache(on: Callable[[Recipe], bool], what: str) -> Feature:
+    """Returns the feature that a recipe's KV cache has, named by the field that asks for it."""
+
+    def said(resolved: Resolved) -> str:
+        if resolved.config.precision.kv_cache != "recipe":
+            return _field("precision.kv_cache").said(resolved)
+        side = "rollout" if on(resolved.rollout_recipe) else "learner"
+        return f"precision.{side} is {resolved.config.precision[side]!r}, whose KV cache {what}"
+
+    return Feature(lambda r: on(r.rollout_recipe) or on(r.learner_recipe), said)
 
 
 def _updates(resolved: Resolved) -> int:
@@ -154,8 +159,9 @@ FEATURES: dict[str, Feature] = {
     ),
     "FP8 attention": _field("precision.attention", lambda dtype: dtype == "fp8"),
     "a recipe with K and V in bf16": Feature(_bf16_cache, lambda r: _bf16_cache(r)[0]),
-    "calibrated scales of K and V": Feature(
-        lambda r: "calibrated" in (r.rollout_recipe.kv, r.learner_recipe.kv), _calibrated
+    "calibrated scales of K and V": _cache(lambda r: r.kv == "calibrated", "is calibrated"),
+    "K and V in two formats": _cache(
+        lambda r: r.stored_dtype("k") != r.stored_dtype("v"), "has two formats"
     ),
     # rollout
     "continuous batching": _field("rollout.slots"),
@@ -239,6 +245,12 @@ PAIRS = (
         "calibrated scales of K and V",
         f"{_LATENT} takes one scale per token and none that is calibrated",
         "set precision.kv_cache='fp8'",
+    ),
+    Pair(
+        "latent attention",
+        "K and V in two formats",
+        f"{_LATENT} stores one latent for both",
+        "set precision.kv_cache='fp8' or 'int8'",
     ),
     Pair(
         "questions without chat",

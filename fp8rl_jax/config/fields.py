@@ -132,9 +132,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "bf16_modules": Field("", "linear layers in bf16, by pattern: 'down_proj,[qk]_proj'"),
         "kv_cache": Field(
             "recipe",
-            "recipe: as the recipe says; bf16; fp8: a scale per (token, "
-            "head); fp8_calibrated: a scale per layer, measured after each update",
-            choices=("recipe", "bf16", "fp8", "fp8_calibrated"),
+            "recipe: as the recipe says; bf16; fp8 or int8: a scale per (token, head); "
+            "fp8_calibrated: a scale per layer, measured after each update; K and V apart: "
+            "k=int8,v=fp8",
         ),
         "attention": Field(
             "bf16",

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+from typing import Any
 
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import LINEAR_LAYERS
 from fp8rl_jax.quant import Operand, Recipe, get_recipe, get_scaling_policy
+from fp8rl_jax.quant.qarray import E4M3, INT8
 
 SIDES = ("rollout", "learner")
-_KV = {"bf16": "none", "fp8": "dynamic", "fp8_calibrated": "calibrated"}
+_KV_DTYPES = {"bf16": None, "fp8": E4M3, "int8": INT8}
 
 
 @contextlib.contextmanager
@@ -23,6 +25,27 @@ def _field(name: str):
         yield
     except UserError as error:
         raise UserError(f"precision.{name}: {error}") from None
+
+
+def _kv_fields(text: str) -> dict[str, Any]:
+    """Returns the fields of a Recipe that `precision.kv_cache` sets.
+
+    Raises:
+      UserError: the text is not understood.
+    """
+    if text == "fp8_calibrated":
+        return {"kv": "calibrated", "k_dtype": E4M3, "v_dtype": E4M3}
+    parts = [part.partition("=") for part in text.split(",")]
+    formats = {name.strip(): value.strip() for name, _, value in parts}
+    if text in _KV_DTYPES:
+        formats = {"k": text, "v": text}
+    if set(formats) != {"k", "v"} or len(parts) > 2 or not set(formats.values()) <= {*_KV_DTYPES}:
+        raise UserError(
+            f"{text!r} is not understood: write recipe, bf16, fp8, fp8_calibrated, int8, or K and "
+            "V apart, such as 'k=int8,v=fp8'"
+        )
+    dtypes = {f"{name}_dtype": _KV_DTYPES[value] for name, value in formats.items()}
+    return {"kv": "dynamic", **dtypes}
 
 
 def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) -> Recipe:
@@ -45,9 +68,10 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
         recipe.layer_segments(layers)
     if precision.kv_cache != "recipe":
         with _field("kv_cache"):
-            recipe = dataclasses.replace(recipe, kv=_KV[precision.kv_cache])
+            recipe = dataclasses.replace(recipe, **_kv_fields(precision.kv_cache))
     if precision.attention == "fp8" and recipe.kv_quantized:  # else refused by `combinations`
-        recipe = dataclasses.replace(recipe, fp8_attention=True)
+        with _field("attention"):
+            recipe = dataclasses.replace(recipe, fp8_attention=True)
     if precision.kernels != "auto":
         recipe = dataclasses.replace(recipe, kernels=precision.kernels)
     if precision.cpu_products == "exact":

@@ -6,6 +6,7 @@ import dataclasses
 
 from fp8rl_jax.drift.operations import OPERATIONS
 from fp8rl_jax.quant import Recipe, same_forward
+from fp8rl_jax.quant.recipe import kv_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _recipes(evidence: Evidence) -> dict | None:
         for operand in ("weight", "activation")
         if getattr(one, operand) != getattr(other, operand)
     ]
-    if one.kv != other.kv or one.fp8_attention != other.fp8_attention:
+    if _kv(one) != _kv(other):
         parts.append(f"KV cache: rollout {_kv(one)}, learner {_kv(other)}")
     if one.fake != other.fake:
         parts.append("products: in FP8 on one side, of dequantised bf16 on the other")
@@ -173,8 +174,10 @@ def _operand(recipe: Recipe, name: str) -> str:
 
 
 def _kv(recipe: Recipe) -> str:
-    names = {"none": "not quantised", "dynamic": "FP8", "calibrated": "FP8 with calibrated scales"}
-    return names[recipe.kv] + (", with q in FP8" if recipe.fp8_attention else "")
+    if not recipe.kv_quantized:
+        return "not quantised"
+    scales = " with calibrated scales" if recipe.kv == "calibrated" else ""
+    return kv_text(recipe) + scales + (", with q in FP8" if recipe.fp8_attention else "")
 
 
 def _weights(evidence: Evidence) -> dict | None:

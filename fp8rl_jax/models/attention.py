@@ -32,8 +32,8 @@ Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: one layer's calibrated s
 def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
     """Quantises the keys and values of one layer for the cache."""
     given = scales or {}
-    k, k_scale = quantize_kv(k, recipe, given.get("k"))
-    v, v_scale = quantize_kv(v, recipe, given.get("v"))
+    k, k_scale = quantize_kv(k, recipe, "k", given.get("k"))
+    v, v_scale = quantize_kv(v, recipe, "v", given.get("v"))
     if recipe.kv == "calibrated":  # the scales stay arguments; the cache holds only bytes
         k_scale = v_scale = None
     return StoredKV(k, v, k_scale, v_scale)
@@ -43,7 +43,7 @@ def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
     """Returns (q, its scale): E4M3 under FP8 attention, else unchanged."""
     if not recipe.fp8_attention:
         return q, None
-    return quantize_kv(q, recipe, (scales or {}).get("q"))
+    return quantize_kv(q, recipe, "q", (scales or {}).get("q"))
 
 
 def _attend(
@@ -92,7 +92,7 @@ def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> 
     """Returns q, k or v (B, T, H, Dh) as attention reads it, after quantisation, in float32."""
     if name == "q" and not recipe.fp8_attention:
         return x.astype(jnp.float32)
-    return dequantize_kv(*quantize_kv(x, recipe, (scales or {}).get(name)))
+    return dequantize_kv(*quantize_kv(x, recipe, name, (scales or {}).get(name)))
 
 
 @functools.partial(varying_vjp, static=2)

@@ -79,8 +79,9 @@ class DecoderLayer(nn.Module):
         x = tap(self, "residual_mlp", x)
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
         if "kv_health" in self.collect and recipe.kv_quantized:
-            names = [name for name in qkv if name != "q" or recipe.fp8_attention]
-            counts = [_kv_health(qkv[name], recipe, (scales or {}).get(name)) for name in names]
+            names = [name for name in qkv if recipe.stored_dtype(name) is not None]
+            given = scales or {}
+            counts = [_kv_health(qkv[name], recipe, name, given.get(name)) for name in names]
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if "kv_amax" in self.collect:
             valid_only = {n: jnp.where(valid[:, :, None, None], y, 0) for n, y in qkv.items()}
@@ -89,8 +90,10 @@ class DecoderLayer(nn.Module):
         return (x, cache and dataclasses.replace(cache, layer=None)), aux
 
 
-def _kv_health(x: jax.Array, recipe: Recipe, scale: jax.Array | None) -> dict[str, jax.Array]:
+def _kv_health(
+    x: jax.Array, recipe: Recipe, name: str, scale: jax.Array | None
+) -> dict[str, jax.Array]:
     x = jax.lax.stop_gradient(x)  # kernels have no derivative
-    stored, scale = quantize_kv(x, recipe, scale)
+    stored, scale = quantize_kv(x, recipe, name, scale)
     assert scale is not None
     return kv_health(x, stored, scale, recipe)

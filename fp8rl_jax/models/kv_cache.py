@@ -32,9 +32,9 @@ class StoredKV:
     A cache holds the bits of E4M3 and bf16, as uint8 and uint16 (`as_bytes`).
 
     Attributes:
-      k, v: (L, B, S, Hkv, Dh) E4M3 under an FP8 recipe, else the compute dtype.
-      k_scale, v_scale: (L, B, S, Hkv) float32 with one scale per (token, kv head); None when k and
-        v are not quantised, or when their scales are calibrated (arguments of `forward`).
+      k, v: (L, B, S, Hkv, Dh), each in `Recipe.stored_dtype`, else the compute dtype.
+      k_scale, v_scale: (L, B, S, Hkv) float32 with one scale per (token, kv head); None when k or v
+        is not quantised, or when scales are calibrated (arguments of `forward`).
       keys_by_feature: whether k is (L, B, Hkv, Dh, S) instead, the layout of products in jnp.
     """
 
@@ -50,7 +50,7 @@ class StoredLatent:
     """Latents and rotated keys of latent attention, of one layer or stacked (a leading L axis).
 
     Attributes:
-      latent: (L, B, S, R) E4M3 under an FP8 recipe, else the compute dtype; keys and values of
+      latent: (L, B, S, R) in the stored dtype of k, else the compute dtype; keys and values of
         all heads are linear in it.
       scale: (L, B, S) float32 with one scale per token; None when latent is not quantised.
       rope: (L, B, S, Dr) in the compute dtype, the rotated part of the key, shared by all heads.
@@ -249,21 +249,28 @@ def _empty(
     """Returns zero-filled arrays whose leading axes are `shape` (..., slots)."""
 
     def zeros(dtype, *features: int) -> jax.Array:
-        return jnp.zeros((*shape, *features), _BITS.get(jnp.dtype(dtype), dtype))
+        return jnp.zeros((*shape, *features), dtype)
 
-    dtype = E4M3 if recipe.kv_quantized else recipe.compute_dtype
+    def bits(name: str):
+        dtype = recipe.stored_dtype(name) or recipe.compute_dtype
+        return _BITS.get(dtype, dtype)
+
     if config.latent:
         scale = zeros(jnp.float32) if recipe.kv_quantized else None
-        rope = zeros(recipe.compute_dtype, config.qk_rope_head_dim)
-        return StoredLatent(zeros(dtype, config.kv_lora_rank), scale, rope)
+        rope = zeros(_BITS.get(recipe.compute_dtype, recipe.compute_dtype), config.qk_rope_head_dim)
+        return StoredLatent(zeros(bits("k"), config.kv_lora_rank), scale, rope)
     heads = config.num_key_value_heads
-    scale = zeros(jnp.float32, heads) if recipe.kv == "dynamic" else None
-    v = zeros(dtype, heads, config.head_dim)
+    own = recipe.kv == "dynamic"  # calibrated scales are arguments
+    k_scale, v_scale = (
+        zeros(jnp.float32, heads) if own and recipe.stored_dtype(name) is not None else None
+        for name in "kv"
+    )
+    v = zeros(bits("v"), heads, config.head_dim)
     if resolve(recipe.kernels) != "reference" or parallel.tensor > 1:
-        return StoredKV(zeros(dtype, heads, config.head_dim), v, scale, scale)
+        return StoredKV(zeros(bits("k"), heads, config.head_dim), v, k_scale, v_scale)
     *first, slots = shape
-    k = jnp.zeros((*first, heads, config.head_dim, slots), v.dtype)
-    return StoredKV(k, v, scale, scale, keys_by_feature=True)
+    k = jnp.zeros((*first, heads, config.head_dim, slots), bits("k"))
+    return StoredKV(k, v, k_scale, v_scale, keys_by_feature=True)
 
 
 def _layers(config: ModelConfig, recipe: Recipe) -> list[int]:

@@ -39,13 +39,13 @@ _LATENT_EPS = 1e-6
 
 def _store(latent: jax.Array, rope: jax.Array, recipe: Recipe) -> StoredLatent:
     """Quantises latents (B, T, R) for the cache; rotated keys (B, T, Dr) stay as given."""
-    stored, scale = quantize_kv(latent, recipe)
+    stored, scale = quantize_kv(latent, recipe, "k")
     return StoredLatent(stored, scale, rope)
 
 
 def _as_read(recipe: Recipe, latent: jax.Array) -> jax.Array:
     """Returns latents (B, T, R) as attention reads them, after quantisation, float32."""
-    return dequantize_kv(*quantize_kv(latent, recipe))
+    return dequantize_kv(*quantize_kv(latent, recipe, "k"))
 
 
 def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: float) -> jax.Array:

@@ -65,23 +65,25 @@ def calibrated_scales(amax: dict[str, jax.Array], margin: float, step: jax.Array
 
 
 def quantize_kv(
-    x: jax.Array, recipe: Recipe, scale: jax.Array | None = None
+    x: jax.Array, recipe: Recipe, name: str, scale: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Converts keys, values or queries to the form that attention reads.
 
     Args:
       x: (..., H, Dh), after QK-norm and RoPE.
-      recipe: recipe of the rollout or the learner; with `kv_quantized` the result is FP8.
+      recipe: recipe of the rollout or the learner.
+      name: what x is: 'q', 'k' or 'v' (latents: 'k').
       scale: () float32, this layer's calibrated scale, for recipes with kv='calibrated'.
 
     Returns:
-      (stored, scale): E4M3, and float32 scales (..., H) or the given (); without `kv_quantized`
-      x in the compute dtype, and None.
+      (stored, scale): in `recipe.stored_dtype(name)`, and float32 scales (..., H) or the given ();
+      if that is None, x in the compute dtype, and None.
 
     Raises:
       ValueError: the recipe is calibrated and no scale is given.
     """
-    if not recipe.kv_quantized:
+    dtype = recipe.stored_dtype(name)
+    if dtype is None:
         return compute_value(x, recipe), None
     if recipe.kv == "calibrated" and scale is None:
         raise ValueError(
@@ -91,10 +93,10 @@ def quantize_kv(
     def plain(x, scale):
         x = round_bf16(x)
         if recipe.kv == "dynamic":
-            q = quantize_with(x, (-1,), E4M3, recipe.kv_policy)[0]
+            q = quantize_with(x, (-1,), dtype, recipe.kv_policy)[0]
             return q.qvalue, q.scale[..., 0]
         s = lax.optimization_barrier(1.0 / scale)
-        return cast_at_scale(x.astype(jnp.float32), s, E4M3), scale
+        return cast_at_scale(x.astype(jnp.float32), s, dtype), scale
 
     kind = kept_by_kernel(recipe)
     if kind is None:
@@ -103,7 +105,7 @@ def quantize_kv(
     def kernel(x, scale):
         rows = x.reshape(1, 1, -1, x.shape[-1])
         given = scale if recipe.kv == "calibrated" else None
-        q, s = gpu_kernels().attention_inputs.quantize(rows, given, kind["power_of_two"])
+        q, s = gpu_kernels().attention_inputs.quantize(rows, given, kind["power_of_two"], dtype)
         return q.reshape(x.shape), s.reshape(x.shape[:-1]) if given is None else given
 
     return by_platform(recipe.kernels, kernel, plain, x, scale)
@@ -115,9 +117,10 @@ def kept_by_kernel(recipe: Recipe) -> dict | None:
     policies = kernel_policies()
     if recipe.kv == "dynamic" and recipe.kv_policy not in policies:
         return None
-    kv = {"none": "none", "dynamic": "row", "calibrated": "given"}[recipe.kv]
+    by = "given" if recipe.kv == "calibrated" else "row"
+    kept = {name: "none" if recipe.stored_dtype(name) is None else by for name in "qkv"}
     powers = recipe.kv == "dynamic" and policies[recipe.kv_policy]
-    return {"q": kv if recipe.fp8_attention else "none", "kv": kv, "power_of_two": powers}
+    return kept | {"power_of_two": powers}
 
 
 def kv_health(

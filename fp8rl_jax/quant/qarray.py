@@ -40,10 +40,11 @@ from fp8rl_jax.kernels.reference.matmul import wide_type
 from fp8rl_jax.quant import scaling
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+INT8 = jnp.dtype(jnp.int8)  # of stored keys and values, by scales that follow from the amax
 # The largest value plus half a step: above it, rounding to nearest overflows.
-_ROUNDING_LIMIT = {E4M3: 464.0, E5M2: 61440.0}
-# Bits of the largest finite value; inf and NaN are above them.
-_LARGEST_CODE = {E4M3: np.uint8(0x7E), E5M2: np.uint8(0x7B)}
+_ROUNDING_LIMIT = {E4M3: 464.0, E5M2: 61440.0, INT8: 127.5}
+# Bits of the largest finite value without its sign; inf and NaN are above them, INT8 has neither.
+_LARGEST_CODE = {E4M3: np.uint8(0x7E), E5M2: np.uint8(0x7B), INT8: np.uint8(0x7F)}
 
 
 @jax.tree_util.register_dataclass
@@ -103,10 +104,13 @@ class QArray:
 def saturating_cast(x: jax.Array, dtype) -> jax.Array:
     """Clips float32 to the finite range of `dtype`, then rounds to nearest even; NaN stays NaN.
 
-    (JAX's own cast to E4M3 turns everything above 464 into NaN.)
+    (JAX's own cast to E4M3 turns everything above 464 into NaN. INT8 has no NaN: there the scale is
+    one.)
     """
     limit = jnp.float32(fp8_max(dtype))
     x = jnp.clip(x, -limit, limit)
+    if jnp.dtype(dtype) == INT8:
+        return jnp.round(x).astype(INT8)
     return to_e4m3(x) if jnp.dtype(dtype) == E4M3 else x.astype(dtype)
 
 

@@ -25,12 +25,13 @@ from fp8rl_jax.base import user_code
 from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.kernels import IMPLEMENTATIONS
 from fp8rl_jax.quant import scaling
-from fp8rl_jax.quant.qarray import E4M3, E5M2
+from fp8rl_jax.quant.qarray import E4M3, E5M2, INT8
 from fp8rl_jax.quant.table import text_of
 
 BF16, FLOAT32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 DYNAMIC = scaling.dynamic()
 KV_KINDS = ("none", "dynamic", "calibrated")
+KV_DTYPES = (E4M3, INT8)
 BACKWARDS = ("fp8", "dequantized", "bf16")
 
 
@@ -98,8 +99,9 @@ class Recipe:
         (TransformerEngine has the last two as NVTE_BACKWARD_OVERRIDE.)
       gradient: how output gradients are quantised; None unless `backward` is 'fp8'.
       fake: quantise, dequantise to bf16, and multiply in bf16, instead of an FP8 product.
-      kv: 'none' stores K and V in the compute dtype; 'dynamic' in E4M3 with one scale per (token,
-        kv head); 'calibrated' in E4M3 with one scale per layer and tensor, measured beforehand.
+      kv: scales of stored K and V: 'none' stores both in the compute dtype; 'dynamic' has one scale
+        per (token, kv head); 'calibrated' one per layer and tensor, measured beforehand.
+      k_dtype, v_dtype: E4M3, INT8 (with dynamic scales, amax / 127), or None for the compute dtype.
       kv_policy: scaling policy, without state, of 'dynamic' scales.
       fp8_attention: whether q, too, is E4M3 (with dynamic or calibrated scales as `kv` says).
       first_layers, last_layers: numbers of first and last layers whose linear layers run in bf16.
@@ -119,6 +121,8 @@ class Recipe:
     gradient: Operand | None = Operand()
     fake: bool = False
     kv: str = "dynamic"
+    k_dtype: jnp.dtype | None = E4M3
+    v_dtype: jnp.dtype | None = E4M3
     kv_policy: scaling.ScalingPolicy = DYNAMIC
     fp8_attention: bool = False
     first_layers: int = 0
@@ -129,6 +133,11 @@ class Recipe:
     def __post_init__(self):
         for fault in self._faults():
             raise UserError(f"recipe {self.name!r}: {fault}")
+        if self.k_dtype is self.v_dtype is None:
+            object.__setattr__(self, "kv", "none")
+        if self.kv == "none":  # neither is read, so recipes must not differ in them
+            object.__setattr__(self, "k_dtype", E4M3)
+            object.__setattr__(self, "v_dtype", E4M3)
         if not self.quantized:
             object.__setattr__(self, "backward", "bf16")
         if self.backward != "fp8":
@@ -145,8 +154,18 @@ class Recipe:
             yield f"kv is {self.kv!r}; write one of {', '.join(KV_KINDS)}"
         if self.kernels not in IMPLEMENTATIONS:
             yield f"kernels is {self.kernels!r}; write one of {', '.join(IMPLEMENTATIONS)}"
-        if self.fp8_attention and self.kv == "none":
-            yield "FP8 attention needs K and V in FP8; set kv='dynamic' or 'calibrated'"
+        dtypes = {self.k_dtype, self.v_dtype}
+        if not dtypes <= {None, *KV_DTYPES}:
+            yield f"k_dtype is {self.k_dtype} and v_dtype {self.v_dtype}; write E4M3, INT8 or None"
+        if self.fp8_attention and (self.kv == "none" or dtypes != {E4M3}):
+            yield "FP8 attention needs K and V in E4M3; set kv='dynamic' or 'calibrated'"
+        if INT8 in dtypes and (
+            self.kv == "calibrated" or not scaling.never_saturates(self.kv_policy)
+        ):
+            yield (
+                "K or V in INT8 needs a scale from each token's own amax: INT8 has no NaN that "
+                "would show what a fixed scale cannot; set kv='dynamic' with its own policy"
+            )
         if min(self.first_layers, self.last_layers) < 0:
             yield (
                 f"first_layers is {self.first_layers} and last_layers {self.last_layers}; write "
@@ -201,8 +220,17 @@ class Recipe:
 
     @property
     def kv_quantized(self) -> bool:
-        """Whether stored K and V are FP8."""
+        """Whether stored K or V, or both, are quantised."""
         return self.kv != "none"
+
+    def stored_dtype(self, name: str) -> jnp.dtype | None:
+        """Returns the dtype in which attention reads 'q', 'k' or 'v'; None for the compute
+        dtype."""
+        if name == "q":
+            return E4M3 if self.fp8_attention else None
+        if self.kv == "none":
+            return None
+        return {"k": self.k_dtype, "v": self.v_dtype}[name]
 
     @property
     def row_local(self) -> bool:
@@ -330,6 +358,7 @@ DESCRIPTIONS = {
     "f32": "no quantisation, everything float32: the canary of the drift tests",
     "fp8": "another name of fp8_blockwise",
 }
+_FORMATS = {E4M3: "E4M3", E5M2: "E5M2", INT8: "INT8"}
 _BLOCK_NAMES = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
 
 
@@ -376,7 +405,7 @@ def _cells(operand: Operand) -> tuple[str, str, str]:
     """Returns format, block and policy of an operand as text."""
     sizes = "x".join("all" if n == -1 else str(n) for n in operand.block)
     block = _BLOCK_NAMES.get(operand.block, sizes)
-    return ("E4M3" if operand.dtype == E4M3 else "E5M2"), block, operand.policy.name
+    return _FORMATS[operand.dtype], block, operand.policy.name
 
 
 def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
@@ -418,16 +447,30 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
         for name, operand in (("x", x), ("dy", dy)):
             same = operand.transposed == operand
             add("wgrad", name, operand.transposed, "the same bytes" if same else note)
-    kv = {
-        "none": plain,
-        "dynamic": ("E4M3", "token, kv head", recipe.kv_policy.name),
-        "calibrated": ("E4M3", "layer", "calibrated each update"),
-    }[recipe.kv]
-    add("attention", "k, v", kv)
-    q = tuple(cell.replace("kv head", "head") for cell in kv) if recipe.fp8_attention else plain
-    add("attention", "q", q)
+    scales = {
+        "dynamic": ("token, kv head", recipe.kv_policy.name),
+        "calibrated": ("layer", "calibrated each update"),
+    }
+
+    def stored(name: str) -> tuple:
+        dtype = recipe.stored_dtype(name)
+        return plain if dtype is None else (_FORMATS[dtype], *scales[recipe.kv])
+
+    if recipe.stored_dtype("k") == recipe.stored_dtype("v"):
+        add("attention", "k, v", stored("k"))
+    else:
+        for name in "kv":
+            add("attention", name, stored(name))
+    add("attention", "q", tuple(cell.replace("kv head", "head") for cell in stored("q")))
     add("head", "x, w", None, "embeddings, norms and head are never quantised")
     return rows
+
+
+def kv_text(recipe: Recipe) -> str:
+    """Returns the formats of stored K and V, such as 'E4M3' or 'K INT8, V bf16'."""
+    compute = "float32" if recipe.compute_dtype == FLOAT32 else "bf16"
+    k, v = (_FORMATS.get(recipe.stored_dtype(name), compute) for name in "kv")  # type: ignore[arg-type]
+    return k if k == v else f"K {k}, V {v}"
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
@@ -458,10 +501,12 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         f"amaxes of {', '.join(stateful)}: frozen within an optimiser step, updated after it, kept "
         "in checkpoints"
     )
+    formats = kv_text(recipe)
     kv = {
         "none": f"{compute}, not quantised",
-        "dynamic": f"E4M3, one scale per (token, kv head), {recipe.kv_policy.name}",
-        "calibrated": "E4M3, one scale per layer for K and one for V, measured at every update",
+        "dynamic": f"{formats}, one scale per (token, kv head), {recipe.kv_policy.name}",
+        "calibrated": f"{formats}, one scale per layer for K and one for V, measured at every "
+        "update",
     }
     return {
         "between operations": compute,

@@ -22,9 +22,10 @@ Invariants for the bits of a row:
   * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
     layout of the score's tile. It is the same in all three uses (tests/kernels/gpu/test_sass.py).
 
-Beside bf16 keys and values the operands of the tensor core are bf16. Beside E4M3 they are float16:
-one instruction widens two E4M3 to float16, exactly, where bf16 takes several. Keys and values are
-loaded as pairs of features, in 16 bits, and a head's even and odd features are two products. (On an
+Beside bf16 keys or values the operands of the tensor core are bf16. Beside E4M3 and INT8 they are
+float16: one instruction widens two E4M3 to float16, exactly, where bf16 takes several. Such keys or
+values are loaded as pairs of features, in 16 bits, and a head's even and odd features are two
+products. (On an
 H200 reading single bytes and bf16 took 1.6 times as long.) Of the weights' 11 bits of float16 none
 is lost to a small scale: what a row's maximum is taken of, and what it is subtracted from, is the
 score plus the exponent of the value's scale, so that a weight times its scale is at most 2.
@@ -101,8 +102,8 @@ def _nothing(V_WIDTH: tl.constexpr):
 @triton.jit
 def _one_split(
     split,
-    rows,  # the tile's queries, their odd features (only beside E4M3 keys: then the former are the
-    # even ones), their rotated features and scales, positions, and the last position
+    rows,  # the tile's queries, their odd features (only beside keys of a byte: then the former are
+    # the even ones), their rotated features and scales, positions, and the last position
     cache,  # pointers to k, v, k_scale, v_scale, k_rope and table
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -120,8 +121,9 @@ def _one_split(
     """Computes maximum, sum and weighted values of a tile's rows over the keys of a split."""
     query, odd_query, query_rope, query_scale, position, last = rows
     k, v, k_scale, v_scale, k_rope, table = cache
-    PAIRS: tl.constexpr = k.dtype.element_ty == tl.float8e4nv
-    top, total, values = _nothing(V_WIDTH // 2 if PAIRS else V_WIDTH)
+    K_PAIRS: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
+    V_PAIRS: tl.constexpr = v.dtype.element_ty.primitive_bitwidth == 8
+    top, total, values = _nothing(V_WIDTH // 2 if V_PAIRS else V_WIDTH)
     odd_values = values
     page = 0
     if PAGED:
@@ -137,7 +139,7 @@ def _one_split(
         else:
             first = 0
             place = slot * HKV
-        if PAIRS:
+        if K_PAIRS:
             key, odd_key = load_pairs(k + first * D, place, there, D, WIDTH)
             score = tl.dot(odd_query, odd_key.T, tl.dot(query, key.T))
         else:
@@ -156,7 +158,7 @@ def _one_split(
         scaled_score = score
         if V_SCALES > 0:
             value_scale = _scale_at(v_scale, first, place, there, V_SCALES)
-            if PAIRS:
+            if V_PAIRS:
                 scaled_score += exponent(value_scale)[None, :]
         above = tl.maximum(top, tl.max(scaled_score, 1))
         weight = tl.exp2(score - above[:, None])
@@ -165,7 +167,7 @@ def _one_split(
         if V_SCALES > 0:
             weight *= value_scale[None, :]
         wide_rescale = tl.broadcast_to(rescale[:, None], values.shape)
-        if PAIRS:
+        if V_PAIRS:
             value, odd_value = load_pairs(v + first * DV, place, there, DV, V_WIDTH)
             weight = weight.to(tl.float16)
             values = tl.fma(values, wide_rescale, tl.dot(weight, value))
@@ -175,7 +177,7 @@ def _one_split(
             part = multiply(weight.to(value.dtype), value)
             values = tl.fma(values, wide_rescale, part)
         top = above
-    if PAIRS:
+    if V_PAIRS:
         values = tl.interleave(values, odd_values)
     return top, total, values
 
@@ -281,7 +283,7 @@ def attention_kernel(
         k_scale += first
     if V_SCALES == 2:
         v_scale += first
-    if k.dtype.element_ty == tl.float8e4nv:
+    if k.dtype.element_ty.primitive_bitwidth == 8:
         query, odd_query = query_pairs(q, place, exists, D, WIDTH)
     else:
         query = vectors(q, place, exists, D, WIDTH)
@@ -483,11 +485,12 @@ def attention(
         "H": heads,
         "HKV": kv_heads,
         "DV": v_features,
-        "V_WIDTH": operands.head_width(v_features, k.dtype),
+        "V_WIDTH": operands.head_width(v_features, v.dtype),
         "FP8_MAX": fp8_max(given.dtype),
         "POWER_OF_TWO": given.power_of_two,
     }
-    warps, stages = operands.warps_and_stages(max(features, v_features), k.dtype)
+    wider = max(k.dtype, v.dtype, key=lambda x: x.itemsize)
+    warps, stages = operands.warps_and_stages(max(features, v_features), wider)
     found = triton_call(
         attention_kernel,
         q,

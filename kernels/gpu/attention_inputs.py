@@ -31,6 +31,7 @@ from fp8rl_jax.kernels.gpu.quantiser import E4M3, INF_BITS, block_scales, magnit
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 _FP8_MAX = tl.constexpr(fp8_max(E4M3))
+_INT8_MAX = tl.constexpr(fp8_max(jnp.int8))
 _PAGE = tl.constexpr(KV_CHUNK)
 # Scales of what is stored: none, one that is given, or one a row.
 _GIVEN, _OF_ROW = tl.constexpr(1), tl.constexpr(2)
@@ -107,6 +108,13 @@ def _store(out, first, second, row, exists, D: tl.constexpr, PAIRED: tl.constexp
 
 
 @triton.jit
+def _nearest_int8(x):
+    """Rounds float32 within +-127 to the nearest INT8, ties to even: the last bits of its sum with
+    1.5 * 2**23, whose unit is 1."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
 def _store_as_read(
     out,  # (rows, D)
     scale,  # (rows,) float32, written with SCALES 2
@@ -119,21 +127,26 @@ def _store_as_read(
     SCALES: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """Writes rows as attention reads them: E4M3 with SCALES 1 or 2, else unchanged."""
+    """Writes rows as attention reads them: E4M3, or INT8 if `out` is, with SCALES 1 or 2, else
+    unchanged."""
+    INTEGERS: tl.constexpr = out.dtype.element_ty == tl.int8
     if SCALES > 0:
         first = first.to(tl.bfloat16).to(tl.float32)
         second = second.to(tl.bfloat16).to(tl.float32)
         bits, more_bits = magnitude_bits(first), magnitude_bits(second)
         if SCALES == _OF_ROW:
             amax = tl.max(tl.maximum(bits, more_bits), axis=1)
-            s, stored = block_scales(amax, _FP8_MAX, POWER_OF_TWO)
+            s, stored = block_scales(amax, _INT8_MAX if INTEGERS else _FP8_MAX, POWER_OF_TWO)
             tl.store(scale + row, stored, mask=exists)
             first, second = first * s[:, None], second * s[:, None]
         else:
             s = tl.div_rn(1.0, tl.load(given))
             first = tl.where(bits < INF_BITS, first * s, float("nan"))
             second = tl.where(more_bits < INF_BITS, second * s, float("nan"))
-        first, second = first.to(tl.float8e4nv), second.to(tl.float8e4nv)
+        if INTEGERS:
+            first, second = _nearest_int8(first), _nearest_int8(second)
+        else:
+            first, second = first.to(tl.float8e4nv), second.to(tl.float8e4nv)
     _store(out, first, second, row, exists, D, False)
 
 
@@ -152,7 +165,7 @@ def attention_inputs_kernel(
     v_given,
     positions,  # (B, T) int32
     table,  # (L, B, SLOTS / 64) int32, unused without PAGED
-    k_scale,  # (L * B, SLOTS, HKV) float32, or of pages, unused unless KV_SCALES is 2
+    k_scale,  # (L * B, SLOTS, HKV) float32, or of pages, unused unless K_SCALES is 2
     v_scale,
     k_stored,  # (L * B, SLOTS, HKV, D), or pages
     v_stored,
@@ -175,7 +188,8 @@ def attention_inputs_kernel(
     ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     Q_SCALES: tl.constexpr,
-    KV_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     SLOTS: tl.constexpr,  # of a sequence
     PAGED: tl.constexpr,
@@ -233,14 +247,14 @@ def attention_inputs_kernel(
             )
             _store(k_out, first, second, tl.cast(row, tl.int64), exists, D, PAIRED)
             _store_as_read(
-                k_stored, k_scale, k_given, first, second, place, there, D, KV_SCALES, POWER_OF_TWO
+                k_stored, k_scale, k_given, first, second, place, there, D, K_SCALES, POWER_OF_TWO
             )
         else:
             first, second = _halves(
                 v, v, number, cos, sin, row, exists, token, D, WIDTH, EPS, False, False, False
             )
             _store_as_read(
-                v_stored, v_scale, v_given, first, second, place, there, D, KV_SCALES, POWER_OF_TWO
+                v_stored, v_scale, v_given, first, second, place, there, D, V_SCALES, POWER_OF_TWO
             )
 
 
@@ -249,16 +263,20 @@ ROWS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """Scales of what attention reads: 'none' keeps the compute dtype, 'given' and 'row' E4M3.
+    """Scales of what attention reads: 'none' keeps the compute dtype; 'given' is E4M3, 'row' that
+    or INT8, as the cache's arrays are.
 
     Attributes:
-      q, kv: of queries; of keys and values.
+      q, k, v: of queries, keys, values.
       power_of_two: whether scales of 'row' are powers of two.
+      dtype: of queries that are kept.
     """
 
     q: str = "none"
-    kv: str = "row"
+    k: str = "row"
+    v: str = "row"
     power_of_two: bool = False
+    dtype: type = E4M3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,7 +367,7 @@ def attention_inputs(
         out=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(k.shape, k.dtype),
-            shape(q.shape, E4M3, kept.q != "none"),
+            shape(q.shape, kept.dtype, kept.q != "none"),
             shape(q.shape[:3], jnp.float32, kept.q == "row"),
             *[jax.ShapeDtypeStruct((1,), jnp.float32)] * (len(held) - in_place),
         ),
@@ -368,14 +386,14 @@ def attention_inputs(
         ROPE=rope is not None,
         INTERLEAVED=interleaved,
         Q_SCALES=kinds[kept.q],
-        KV_SCALES=kinds[kept.kv],
+        K_SCALES=kinds[kept.k],
+        V_SCALES=kinds[kept.v],
         POWER_OF_TWO=kept.power_of_two,
         SLOTS=slots,
         PAGED=cache is not None and cache.table is not None,
         ROWS=ROWS,
     )
     q, k, q_stored, q_scale, k_scale, v_scale, k_stored, v_stored = found
-    by_row = cache is not None and kept.kv == "row"
     return (
         q,
         k,
@@ -383,8 +401,8 @@ def attention_inputs(
         q_scale if kept.q == "row" else None,
         k_stored,
         v_stored,
-        k_scale if by_row else None,
-        v_scale if by_row else None,
+        k_scale if cache is not None and kept.k == "row" else None,
+        v_scale if cache is not None and kept.v == "row" else None,
     )
 
 
@@ -398,11 +416,12 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return attention_inputs(x, None, None, (cos, sin), None, Kept())[0]
 
 
-def quantize(x: jax.Array, scale: jax.Array | None, power_of_two: bool):
-    """Quantises heads x (B, T, H, D) to E4M3, by a scale () or one of each row's own.
+def quantize(x: jax.Array, scale: jax.Array | None, power_of_two: bool, dtype=E4M3):
+    """Quantises heads x (B, T, H, D) to E4M3 or, by a scale of each row's own, to INT8.
 
-    Returns (E4M3 (B, T, H, D), float32 (B, T, H), or the given scale).
+    Returns (`dtype` (B, T, H, D), float32 (B, T, H), or the given scale).
     """
-    kept = Kept("row" if scale is None else "given", power_of_two=power_of_two)
+    how = "row" if scale is None else "given"
+    kept = Kept(how, power_of_two=power_of_two, dtype=dtype)
     found = attention_inputs(x, None, None, None, None, kept, (scale, None, None))
     return found[2], found[3] if scale is None else scale

@@ -10,29 +10,29 @@ from fp8rl_jax.kernels.gpu.tiles import MULTIPROCESSORS
 
 ROWS = 16  # of a tile: queries of one sequence and heads of one group
 SPLIT = 512  # keys that one program may add up alone
-_TYPES = (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32)
+_TYPES = (jnp.float8_e4m3fn, jnp.int8, jnp.bfloat16, jnp.float32)
 # Most programs for which each split gets its own program: four on each multiprocessor.
 _FEW_PROGRAMS = 4 * MULTIPROCESSORS
 
 
 def head_width(features: int, dtype=jnp.bfloat16) -> int:
-    """Returns the width of a tile for `features`: the next power of two, 16 or more; 32 or more in
-    E4M3, whose products are of half the features."""
-    fewest = 32 if dtype == jnp.float8_e4m3fn else 16
+    """Returns the width of a tile for `features`: the next power of two, 16 or more; 32 or more
+    beside numbers of a byte, whose products are of half the features."""
+    fewest = 32 if jnp.dtype(dtype).itemsize == 1 else 16
     return max(fewest, 1 << (features - 1).bit_length())
 
 
 def warps_and_stages(widest: int, dtype) -> tuple[int, int]:
-    """Returns a program's warps and stages, by the widest vector of a head and the keys' dtype.
-    Warps decide bits.
+    """Returns a program's warps and stages, by the widest vector of a head and the dtype of keys
+    and values, the wider of two. Warps decide bits.
 
-    Float32 gets more warps, because its operands take twice the registers. E4M3 gets fewer: what
+    Float32 gets more warps, because its operands take twice the registers. Bytes get fewer: what
     every warp does for itself is the larger part. Keys and values of two stages must fit into 227
     KiB of shared memory together.
     """
     if dtype == jnp.float32:
         return (8, 3) if widest <= 64 else (16, 2)
-    if dtype == jnp.float8_e4m3fn and widest <= 128:
+    if jnp.dtype(dtype).itemsize == 1 and widest <= 128:
         return 2, 3
     return (4 if widest <= 128 else 8), (3 if widest <= 256 else 2)
 
@@ -70,10 +70,10 @@ def check_operands(
     fits = positions.shape == (batch, queries)
     check(fits, f"positions {positions.shape} do not fit queries {q.shape}")
     for x in (q, k, v, *(x for x in ropes if x is not None)):
-        check(x.dtype in _TYPES, f"operands are E4M3, bf16 or float32, got {x.dtype}")
-    check(v.dtype == k.dtype, f"values are {v.dtype} and keys {k.dtype}: make them one type")
-    even = k.dtype != jnp.float8_e4m3fn or not (features % 2 or v.shape[3] % 2)
-    check(even, f"E4M3 heads of {features} and {v.shape[3]} features: write even numbers")
+        check(x.dtype in _TYPES, f"operands are E4M3, INT8, bf16 or float32, got {x.dtype}")
+    check(q.dtype != jnp.int8, "queries are INT8, which keys and values alone may be")
+    even = not any(x.dtype.itemsize == 1 and x.shape[3] % 2 for x in (k, v))
+    check(even, f"heads of {features} and {v.shape[3]} features of a byte: write even numbers")
     widest, most = max(features, v.shape[3]), 256 if in_float32(q, k, v, *ropes) else 512
     check(widest <= most, f"heads of {widest} features; the kernel takes 512, and 256 in float32")
     fits = slots * kv_heads * widest < 2**31  # the kernel counts in 32 bits

@@ -35,6 +35,7 @@ _ON: dict[str, list[str]] = {
     "scales from observed values": ["precision.rollout=fp8_delayed"],
     "FP8 attention": ["precision.attention=fp8"],
     "calibrated scales of K and V": ["precision.kv_cache=fp8_calibrated"],
+    "K and V in two formats": ["precision.kv_cache=k=int8,v=fp8"],
     "a recipe with K and V in bf16": ["precision.kv_cache=bf16"],
     "continuous batching": ["rollout.slots=2"],
     "all samples at once": [],

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import drift_space
+import kv_formats
 import numpy as np
 import pytest
 from drift_harness import run
+
+from fp8rl_jax.quant import get_recipe
 
 
 @pytest.mark.slow
@@ -15,6 +20,20 @@ def test_space(number):
     result = run(drift_space.case_of(drift_space.choices()[number]))
     assert result.rollout_logp.size and np.isfinite(result.rollout_logp).all()
     assert result.checksum_ok
+    assert result.differing() == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(30))
+def test_formats_of_keys_and_values_and_backward_passes(number):
+    """The first cases of the space with K and V in other formats and another backward pass."""
+    case = drift_space.case_of(drift_space.choices()[number])
+    formats = list(kv_formats.RECIPES)
+    recipe = kv_formats.with_formats(get_recipe(case.recipe), formats[number % len(formats)])
+    if recipe.quantized:
+        recipe = dataclasses.replace(recipe, backward=("dequantized", "bf16")[number // 5 % 2])
+    result = run(dataclasses.replace(case, recipe=recipe))
+    assert np.isfinite(result.rollout_logp).all() and result.checksum_ok
     assert result.differing() == (0, 0)
 
 

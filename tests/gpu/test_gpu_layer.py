@@ -43,7 +43,8 @@ def test_attention_inputs(source, quantised, heads=(32, 8), width=128, tokens=51
         table = jnp.arange(3 * batch, dtype=jnp.int32).reshape(3, batch, 1)
         place = Cache((pool, pool, scale, scale), jnp.int32(1), jnp.full((batch, 1), 5), table)
         stack = tuple(jnp.stack([-gain, gain, gain]) for gain in gains)
-        kept = Kept(kv="row" if quantised else "none")
+        how = "row" if quantised else "none"
+        kept = Kept(k=how, v=how)
         run = attention_inputs.attention_inputs
         q, k, _, _, *stored = run(q, k, v, rope, stack, kept, eps=_EPS, cache=place)
         return q, k, *(x if x is None else x[batch : 2 * batch, 5:6] for x in stored)

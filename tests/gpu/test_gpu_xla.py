@@ -35,7 +35,7 @@ MODEL = ModelConfig(
 def rotated_and_quantised(x, cos, sin):
     recipe = get_recipe("fp8")
     x = apply_rope(recipe, x, cos, sin)
-    return x, *quantize_kv(x, recipe)
+    return x, *quantize_kv(x, recipe, "k")
 
 
 def test_rotation_and_kv_quantiser(source, tokens=4096, heads=8):

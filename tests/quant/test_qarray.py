@@ -167,5 +167,5 @@ def test_errors():
         quantize(jnp.ones((4,)), (1, 128))
     with pytest.raises(ValueError, match="write sizes >= 1"):
         quantize(jnp.ones((4, 4)), (1, 0))
-    with pytest.raises(ValueError, match="no FP8 format"):
+    with pytest.raises(ValueError, match="no format of one byte"):
         fp8_max(jnp.bfloat16)

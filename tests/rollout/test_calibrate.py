@@ -247,7 +247,7 @@ def test_without_scales_nothing_runs():
     with pytest.raises(ValueError, match=r"calibrated scales; pass kv_scales"):
         forward(_params(), _tokens(), _MODEL, _CALIBRATED)
     with pytest.raises(ValueError, match=r"calibrated scales; pass kv_scales"):
-        quantize_kv(jnp.ones((3, 4)), _CALIBRATED)
+        quantize_kv(jnp.ones((3, 4)), _CALIBRATED, "k")
 
 
 def test_is_fresh():
@@ -317,7 +317,7 @@ def test_quantize_kv_with_a_given_scale(scale, dtype):
     """Bytes of numpy: rounded to bf16, multiplied by 1 / scale, clipped; NaN and inf become NaN
     alone. The scale comes back as it is."""
     x = jnp.asarray(_tensor(np.nan, np.inf, -np.inf), dtype)
-    stored, given = jax.jit(lambda x, s: quantize_kv(x, _CALIBRATED, s))(x, jnp.float32(scale))
+    stored, given = jax.jit(lambda x, s: quantize_kv(x, _CALIBRATED, "k", s))(x, jnp.float32(scale))
     rounded = quant_oracle.round_bf16(np.asarray(x.astype(jnp.float32)))
     multiplier = np.float32(1) / np.float32(scale)
     codes, _ = quant_oracle.quantize_given(rounded, (-1,) * 4, multiplier.reshape(1, 1, 1, 1))
@@ -331,7 +331,7 @@ def test_quantize_kv_with_a_given_scale(scale, dtype):
 
 def test_quantize_kv_with_a_missing_scale():
     """Every byte is NaN."""
-    stored, _ = quantize_kv(jnp.asarray(_tensor()), _CALIBRATED, jnp.float32(np.nan))
+    stored, _ = quantize_kv(jnp.asarray(_tensor()), _CALIBRATED, "k", jnp.float32(np.nan))
     assert np.isnan(np.asarray(stored).astype(np.float32)).all()
 
 
@@ -339,7 +339,7 @@ def test_quantize_kv_with_a_missing_scale():
 def test_health_of_a_given_scale(scale):
     """Values beyond 464 scales, values that became zero, all values, and no bad block."""
     x = quant_oracle.round_bf16(_tensor())
-    stored, given = quantize_kv(jnp.asarray(x), _CALIBRATED, jnp.float32(scale))
+    stored, given = quantize_kv(jnp.asarray(x), _CALIBRATED, "k", jnp.float32(scale))
     health = {
         name: float(n) for name, n in kv_health(jnp.asarray(x), stored, given, _CALIBRATED).items()
     }
@@ -358,5 +358,5 @@ def test_health_of_a_given_scale(scale):
 def test_health_of_what_is_not_finite(values, scale):
     """A tensor is one block, and is counted once, whether a value or the scale is not finite."""
     x = jnp.asarray(_tensor(*values))
-    stored, given = quantize_kv(x, _CALIBRATED, jnp.float32(scale))
+    stored, given = quantize_kv(x, _CALIBRATED, "k", jnp.float32(scale))
     assert float(kv_health(x, stored, given, _CALIBRATED)["nonfinite_blocks"]) == 1

@@ -13,6 +13,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import kv_formats
 import numpy as np
 import pytest
 from random_model import initial_params, quantized
@@ -115,21 +116,23 @@ def test_equals_the_static_sampler(slots, pages, preempted):
     )
 
 
+_CALIBRATED = dataclasses.replace(get_recipe("fp8"), kv="calibrated", fp8_attention=True)
+_MODELS = {
+    "fp8": (DENSE, "fp8"),
+    "bf16": (DENSE, "bf16"),
+    "mxfp8": (DENSE, "mxfp8"),
+    "experts": (EXPERTS, "fp8"),
+    "latent": (LATENT, "fp8"),
+    "latent f32": (LATENT, "f32"),
+    "calibrated": (DENSE, _CALIBRATED),
+    "first layer": (DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),
+    "keys int8, values fp8": (DENSE, kv_formats.RECIPES["int8_fp8"]),
+    "latent int8": (LATENT, kv_formats.RECIPES["int8"]),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "recipe"),
-    [
-        (DENSE, "fp8"),
-        (DENSE, "bf16"),
-        (DENSE, "mxfp8"),
-        (EXPERTS, "fp8"),
-        (LATENT, "fp8"),
-        (LATENT, "f32"),
-        (DENSE, dataclasses.replace(get_recipe("fp8"), kv="calibrated", fp8_attention=True)),
-        (DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),
-    ],
-    ids=["fp8", "bf16", "mxfp8", "experts", "latent", "latent f32", "calibrated", "first layer"],
-)
+@pytest.mark.parametrize(("model", "recipe"), _MODELS.values(), ids=_MODELS)
 def test_models_and_recipes(model, recipe):
     """With refilled slots, shared prompts and preemptions; two pools where layers differ."""
     sampler = _continuous(4, LEAST + 1, model, recipe, prefill_chunk=48)

@@ -55,7 +55,7 @@ def _table(recipe_name: str, most: int) -> tuple:
 
     @exact_jit
     def learner(q, k, v):  # as `self_attention`, before it rounds
-        (k, k_scale), (v, v_scale) = quantize_kv(k, recipe), quantize_kv(v, recipe)
+        (k, k_scale), (v, v_scale) = quantize_kv(k, recipe, "k"), quantize_kv(v, recipe, "v")
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         return attention(q, k, v, positions, scale=_DIM**-0.5, **scales)
 
@@ -64,7 +64,7 @@ def _table(recipe_name: str, most: int) -> tuple:
     table = np.random.default_rng(1).permutation(count + 3)[None, :count].astype(np.int32)
     cache = {"table": jnp.asarray(table)}
     for name, x in (("k", k), ("v", v)):
-        stored, scale = quantize_kv(x, recipe)
+        stored, scale = quantize_kv(x, recipe, "k")
         # What a former owner left, or what a padded chunk wrote: never a number that counts.
         cache[name] = _pages(stored, table, count + 3, np.nan).astype(stored.dtype)
         if scale is not None:
@@ -161,7 +161,7 @@ def test_a_layer_in_the_arrays_of_all(name, paged):
     else:
         cache = LayerCache(init_cache(config, recipe, 2, 3 * PAGE).runs[0], jnp.int32(1))
     k, v = (jnp.asarray(rng.standard_normal((2, 150, _KV, _DIM)), jnp.bfloat16) for _ in "kv")
-    (k, k_scale), (v, v_scale) = (quantize_kv(x, get_recipe(name)) for x in (k, v))
+    (k, k_scale), (v, v_scale) = (quantize_kv(x, get_recipe(name), "k") for x in (k, v))
     positions = jnp.broadcast_to(jnp.arange(150), (2, 150))
     cache = cache.write(StoredKV(k, v, k_scale, v_scale), positions)
     q = jnp.asarray(rng.standard_normal((2, 1, _HEADS, _DIM)), jnp.bfloat16)

@@ -29,6 +29,7 @@ _NAMES = {
     "float32": "fp32",
     "float16": "fp16",
     "bfloat16": "bf16",
+    "int8": "i8",
     "int16": "i16",
     "int32": "i32",
     "uint8": "u8",
@@ -180,15 +181,21 @@ def _dot(builder, a, b, d, *_precision):
 
 
 class _Unpacked:
-    """Two E4M3 in each int16, as float16: what `kernels.gpu.vectors._unpacked` writes in PTX."""
+    """Two E4M3 or INT8 in each int16, as float16: what `kernels.gpu.vectors._unpacked` and
+    `_unpacked_integers` write in PTX."""
 
     def __init__(self, asm: str, pairs):
         import ml_dtypes
 
-        assert asm.count("cvt.rn.f16x2.e4m3x2") == 2 and "0x3120" in asm, asm
+        number = ml_dtypes.float8_e4m3fn
+        if "0x64646464" in asm:
+            assert asm.count("sub.rn.f16x2") == 2 and "0x4240" in asm and "0x4341" in asm, asm
+            number = np.int8
+        else:
+            assert asm.count("cvt.rn.f16x2.e4m3x2") == 2 and "0x3120" in asm, asm
         codes = np.ascontiguousarray(pairs.data).view(np.uint16)
         halves = (codes & 255).astype(np.uint8), (codes >> 8).astype(np.uint8)
-        self._values = [x.view(ml_dtypes.float8_e4m3fn).astype(np.float16) for x in halves]
+        self._values = [x.view(number).astype(np.float16) for x in halves]
 
     def get_result(self, index: int):
         import triton.language as tl

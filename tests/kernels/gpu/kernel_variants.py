@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 from sass import Machine, compile_kernel
 
 from fp8rl_jax.bench.kernel_times import DTYPES
@@ -33,7 +34,13 @@ from fp8rl_jax.kernels.gpu.head import (
 )
 from fp8rl_jax.kernels.gpu.matmul import grouped_wgrad_kernel, matmul_kernel
 
-_POINTERS = {"fp8": "*fp8e4nv", "e5m2": "*fp8e5", "bf16": "*bf16", "float32": "*fp32"}
+_POINTERS = {
+    "fp8": "*fp8e4nv",
+    "int8": "*i8",
+    "e5m2": "*fp8e5",
+    "bf16": "*bf16",
+    "float32": "*fp32",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +240,7 @@ class AttentionVariant:
     use: str  # decode or learner, or join
     keys: str = "fp8"
     width: int = 128
+    values: str = ""  # their type, if it is not that of the keys
     queries: str = "bf16"
     scales: int = 2  # of keys and values: 0 none, 1 one, 2 per token and head
     rope: int = 0
@@ -244,31 +252,35 @@ class AttentionVariant:
         scales = "" if self.keys != "fp8" else ", one scale" * (self.scales == 1)
         rope = f" + {self.rope}" * bool(self.rope)
         pages = ", pages" * self.paged
-        return f"attention {self.use}, {self.keys}{q}, {self.width}{rope}{scales}{pages}"
+        keys = f"{self.keys} and {self.values}" if self.values else self.keys
+        return f"attention {self.use}, {keys}{q}, {self.width}{rope}{scales}{pages}"
 
     def compile(self) -> Machine:
-        warps, stages = attention_operands.warps_and_stages(self.width, DTYPES[self.keys])
+        values = self.values or self.keys
+        both = [jnp.dtype(DTYPES[kind]) for kind in (self.keys, values)]
+        wider = max(both, key=lambda dtype: dtype.itemsize)
+        warps, stages = attention_operands.warps_and_stages(self.width, wider)
         types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "top", "total"), "*fp32")
         types |= {"parts": "*fp32", "positions": "*i32", "q": _POINTERS[self.queries]}
         types["table"] = "*i32" if self.paged else "*fp32"
         types["layer"] = "*fp32" if self.use == "learner" else "*i32"
         types["out"] = "*fp32" if self.use == "decode" or self.keys == "float32" else "*bf16"
         types |= {"out_q": "*fp8e4nv", "out_scale": "*fp32"}
-        types |= dict.fromkeys(("k", "v"), _POINTERS[self.keys])
+        types |= {"k": _POINTERS[self.keys], "v": _POINTERS[values]}
         types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
-        scales = self.scales if self.keys == "fp8" else 0
+        k_scales, v_scales = (self.scales * (dtype.itemsize == 1) for dtype in both)
         constants = {
             "T": self.slots if self.use == "learner" else 1,
             "S": self.slots,
             "H": 128 if self.rope else 32,
             "HKV": 1 if self.rope else 8,
             "D": self.width,
-            "WIDTH": attention_operands.head_width(self.width, DTYPES[self.keys]),
+            "WIDTH": attention_operands.head_width(self.width, both[0]),
             "DR": self.rope,
             "R_WIDTH": self.rope or 16,
             "SCALE": 0.1,
-            "K_SCALES": scales,
-            "V_SCALES": scales,
+            "K_SCALES": k_scales,
+            "V_SCALES": v_scales,
             "Q_SCALES": 2 if self.queries == "fp8" else 0,
             "ONE_SPLIT": self.use == "decode",
             "PAGED": self.paged,
@@ -277,7 +289,8 @@ class AttentionVariant:
             "FP8_MAX": 448.0,
             "POWER_OF_TWO": False,
         }
-        constants |= {"DV": self.width, "V_WIDTH": constants["WIDTH"]}
+        v_width = attention_operands.head_width(self.width, both[1])
+        constants |= {"DV": self.width, "V_WIDTH": v_width}
         kernel = join_kernel if self.use == "join" else attention_kernel
         names = kernel.arg_names
         return compile_kernel(
@@ -301,7 +314,7 @@ class InputsVariant:
         return f"inputs {self.step}, {self.keys}, {self.width}" + ", pages" * self.paged
 
     def compile(self) -> Machine:
-        stored = {"fp8": "*u8", "bf16": "*u16"}[self.keys]
+        stored = {"fp8": "*u8", "int8": "*i8", "bf16": "*u16"}[self.keys]
         names = attention_inputs_kernel.arg_names
         types = dict.fromkeys(names[: names.index("B")], "*fp32")
         types |= dict.fromkeys(("q", "k", "v", "q_out", "k_out"), "*bf16")
@@ -321,7 +334,8 @@ class InputsVariant:
             "ROPE": cached or self.step == "rope",
             "INTERLEAVED": False,
             "Q_SCALES": 2 if self.step == "quantise" else 0,
-            "KV_SCALES": 2 if self.keys == "fp8" else 0,
+            "K_SCALES": 0 if self.keys == "bf16" else 2,
+            "V_SCALES": 0 if self.keys == "bf16" else 2,
             "POWER_OF_TWO": False,
             "SLOTS": 4096 if cached else 0,
             "PAGED": self.paged,
@@ -338,6 +352,7 @@ def inputs_variants() -> Iterator[InputsVariant]:
         yield InputsVariant("cache", width=width)
     yield InputsVariant("cache", paged=True)
     yield InputsVariant("cache", "bf16", paged=True)
+    yield InputsVariant("cache", "int8", paged=True)
 
 
 def attention_variants() -> Iterator[AttentionVariant]:
@@ -353,6 +368,9 @@ def attention_variants() -> Iterator[AttentionVariant]:
         yield AttentionVariant(use, "bf16", 512, rope=64)
         for keys, width, rope in (("fp8", 128, 0), ("bf16", 128, 0), ("fp8", 512, 64)):
             yield AttentionVariant(use, keys, width, rope=rope, paged=True)
+        for keys, values in (("int8", ""), ("int8", "fp8"), ("bf16", "fp8"), ("int8", "bf16")):
+            yield AttentionVariant(use, keys, values=values, paged=True)
+        yield AttentionVariant(use, "int8", 512, rope=64)
     yield AttentionVariant("join")
     yield AttentionVariant("join", width=512)
 

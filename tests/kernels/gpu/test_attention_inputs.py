@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kv_formats
 import numpy as np
 import pytest
 from marks import slow
@@ -20,6 +21,8 @@ from fp8rl_jax.kernels.gpu.attention_inputs import Cache, Kept
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
 from fp8rl_jax.models.rope import apply_rope, deinterleave
 from fp8rl_jax.quant import get_recipe, quantize_kv
+from fp8rl_jax.quant.kv import kept_by_kernel
+from fp8rl_jax.quant.qarray import E4M3, INT8
 
 _EPS = 1e-6
 _FP8 = get_recipe("fp8")
@@ -44,22 +47,24 @@ def _inputs(features: int, dtype=jnp.bfloat16, batch: int = 2, tokens: int = 3):
     return (q, k, v), (jnp.cos(angle), jnp.sin(angle)), gains
 
 
-def _single(q, k, v, rope, gains, kept, scales=(None,) * 3, **more):
+def _single(q, k, v, rope, gains, kept, scales=(None,) * 3, dtypes=(E4M3, E4M3), **more):
     """What `attention_inputs` returns for a cache of these tokens, by calls of one array each."""
 
-    def call(x, rope, gain, kind, scale):
+    def call(x, rope, gain, kind, scale, dtype=E4M3):
         gains = gain if gain is None else (gain, gain)
-        how = Kept(q=kind, power_of_two=kept.power_of_two)
+        how = Kept(q=kind, power_of_two=kept.power_of_two, dtype=dtype or E4M3)
         given = (scale, None, None)
         return kernels.attention_inputs(x, None, None, rope, gains, how, given, **more)[:4]
 
     q_gain, k_gain = gains or (None, None)
     q, _, q_stored, q_scale = call(q, rope, q_gain, kept.q, scales[0])
-    k, _, k_stored, k_scale = call(k, rope, k_gain, kept.kv, scales[1])
+    k, _, k_stored, k_scale = call(k, rope, k_gain, kept.k, scales[1], dtypes[0])
     more.pop("interleaved", None)  # values have no pairs
-    v, _, v_stored, v_scale = call(v, None, None, kept.kv, scales[2])
-    if kept.kv == "none":
-        k_stored, v_stored = k, v
+    v, _, v_stored, v_scale = call(v, None, None, kept.v, scales[2], dtypes[1])
+    k_stored, v_stored = (
+        x if how == "none" else stored
+        for x, how, stored in ((k, kept.k, k_stored), (v, kept.v, v_stored))
+    )
     return q, k, q_stored, q_scale, k_stored, v_stored, k_scale, v_scale
 
 
@@ -78,6 +83,8 @@ def _assert_same(found, wanted):
         slow(96, get_recipe("f32"), True, id="f32"),
         slow(64, _CALIBRATED, True, id="calibrated"),
         slow(32, _FP8, False, id="keys and values"),
+        pytest.param(32, kv_formats.RECIPES["int8"], False, id="int8"),
+        slow(64, kv_formats.RECIPES["int8_bf16"], False, id="int8 and bf16"),
     ],
 )
 def test_rope_and_quantisation_are_the_models(features, recipe, interleaved):
@@ -94,13 +101,14 @@ def test_rope_and_quantisation_are_the_models(features, recipe, interleaved):
         turn = deinterleave if interleaved else lambda x: x
         q, k = (apply_rope(recipe, turn(x), *rope) for x in (q, k))
         query, (k8, ks), (v8, vs) = (
-            quantize_kv(x, recipe, scale) for x, scale in zip((q, k, v), scales, strict=True)
+            quantize_kv(x, recipe, name, scale)
+            for name, x, scale in zip("qkv", (q, k, v), scales, strict=True)
         )
         return q, k, *(query if recipe.fp8_attention else (None, None)), k8, v8, ks, vs
 
-    by = _BY[recipe.kv]
-    kept = Kept(by if recipe.fp8_attention else "none", by)
-    found = _single(q, k, v, rope, None, kept, scales, interleaved=interleaved)
+    by, kept = _BY[recipe.kv], Kept(**kept_by_kernel(recipe))
+    dtypes = [recipe.stored_dtype(name) for name in "kv"]
+    found = _single(q, k, v, rope, None, kept, scales, interleaved=interleaved, dtypes=dtypes)
     wanted = jax.jit(model)(q, k, v)
     if by == "given":  # the model hands these scales on
         wanted = (*wanted[:3], None, *wanted[4:6], None, None)
@@ -123,10 +131,10 @@ def test_steps_at_once_or_one_by_one(interleaved):
     """What a run that watches values does gives the bits of one that does not."""
     (q, k, v), rope, gains = _inputs(96)
     call = functools.partial(_single, eps=_EPS, interleaved=interleaved)
-    at_once = call(q, k, v, rope, gains, Kept("row", "row"))
+    at_once = call(q, k, v, rope, gains, Kept("row"))
     normed_q, normed_k, *_ = call(q, k, v, None, gains, Kept())
     turned_q, turned_k, *_ = call(normed_q, normed_k, v, rope, None, Kept())
-    one_by_one = call(turned_q, turned_k, v, None, None, Kept("row", "row"), interleaved=False)
+    one_by_one = call(turned_q, turned_k, v, None, None, Kept("row"), interleaved=False)
     _assert_same(at_once, one_by_one)
     assert not np.array_equal(np.asarray(normed_q), np.asarray(turned_q))
 
@@ -135,7 +143,9 @@ def test_steps_at_once_or_one_by_one(interleaved):
 def test_norm_is_within_three_ulp_of_float64(features):
     (q, k, v), _, gains = _inputs(features, jnp.float32)
     stack = [jnp.stack([jnp.zeros_like(g), g]) for g in gains]
-    found = _single(q, k, v, None, tuple(stack), Kept(kv="none"), eps=_EPS, layer=jnp.int32(1))
+    found = _single(
+        q, k, v, None, tuple(stack), Kept(k="none", v="none"), eps=_EPS, layer=jnp.int32(1)
+    )
     for x, gain, got in zip((q, k), gains, found, strict=False):
         x, gain, got = (np.asarray(y, np.float64) for y in (x, gain, got))
         want = x / np.sqrt((x * x).mean(-1, keepdims=True) + _EPS) * gain
@@ -145,35 +155,45 @@ def test_norm_is_within_three_ulp_of_float64(features):
 @pytest.mark.parametrize("paged", [True, slow(False)])
 @pytest.mark.parametrize(
     "recipe",
-    [_FP8, slow(get_recipe("bf16"), id="bf16"), slow(_CALIBRATED, id="calibrated")],
-    ids=["fp8", None, None],
+    [
+        _FP8,
+        slow(get_recipe("bf16"), id="bf16"),
+        slow(_CALIBRATED, id="calibrated"),
+        slow(kv_formats.RECIPES["int8_fp8"], id="int8 and fp8"),
+        slow(kv_formats.RECIPES["bf16_fp8"], id="bf16 and fp8"),
+    ],
+    ids=["fp8", *[None] * 4],
 )
 def test_cache_in_place(recipe, paged):
     """It writes what a scatter writes, nothing else, and nothing for a position without a slot."""
     (q, k, v), rope, gains = _inputs(64)
     scales = (None,) * 3 if recipe.kv != "calibrated" else (jnp.float32(0.1),) * 3
-    bits = jnp.uint8 if recipe.kv_quantized else jnp.uint16
+    dtypes = [recipe.stored_dtype(name) for name in "kv"]
+    bits = [{None: jnp.uint16, INT8: INT8}.get(dtype, jnp.uint8) for dtype in dtypes]
     layers, slots = 3, 128
     first = (layers * 5, 64) if paged else (layers * 2, slots)
     table = None
     if paged:
         table = jnp.asarray([[4, 1], [4, 2]], jnp.int32) + 5 * jnp.arange(3)[:, None, None]
     positions = jnp.asarray([[0, 63, 64], [1, 127, 200]], jnp.int32)
-    array = jnp.full((*first, 2, 64), 7, bits)
-    scale = jnp.full((*first, 2), 7.0) if recipe.kv == "dynamic" else None
-    operands = {"rope": rope, "kept": Kept(kv=_BY[recipe.kv]), "scales": scales, "eps": _EPS}
+    arrays = [jnp.full((*first, 2, 64), 7, dtype) for dtype in bits]
+    for dtype in dtypes:
+        own = recipe.kv == "dynamic" and dtype is not None
+        arrays.append(jnp.full((*first, 2), 7.0) if own else None)
+    kept = Kept(**kept_by_kernel(recipe))
+    operands = {"rope": rope, "kept": kept, "scales": scales, "eps": _EPS}
     found = kernels.attention_inputs(
         q,
         k,
         v,
         gains=tuple(jnp.stack([g + 1, g, g - 1]) for g in gains),
-        cache=Cache((array, array, scale, scale), jnp.int32(1), positions, table),
+        cache=Cache(tuple(arrays), jnp.int32(1), positions, table),
         **operands,
     )
-    fresh = _single(q, k, v, gains=gains, **operands)
+    fresh = _single(q, k, v, gains=gains, dtypes=dtypes, **operands)
     _assert_same(found[:2], fresh[:2])
     whole = (lambda x: x) if paged else lambda x: x.reshape(layers, 2, *x.shape[1:])
-    stored = StoredKV(*(None if x is None else whole(x) for x in (array, array, scale, scale)))
+    stored = StoredKV(*(None if x is None else whole(x) for x in arrays))
     cache = LayerCache(stored, jnp.int32(1), table)
     for token in range(3):
         rows = slice(0, 1 if token == 2 else 2)  # the second sequence's last token has no slot

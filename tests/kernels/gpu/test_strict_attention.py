@@ -23,6 +23,15 @@ LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513, 1025)
 PAGE = KV_CHUNK
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 KINDS = ("float32", "bf16", "fp8", "fp8 one scale", "fp8 queries")
+# Of keys and values in other formats, or in two.
+DTYPES = {
+    "int8": (jnp.int8, jnp.int8),
+    "int8 and fp8": (jnp.int8, E4M3),
+    "bf16 and fp8": (jnp.bfloat16, E4M3),
+    "fp8 and bf16": (E4M3, jnp.bfloat16),
+    "int8 and bf16": (jnp.int8, jnp.bfloat16),
+}
+KINDS += tuple(DTYPES)
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +63,17 @@ def _case(kind, length, heads=2, kv_heads=1, dim=16, batch=1, seed=0):
         shape = () if kind == "fp8 one scale" else x.shape[:3]
         return jnp.asarray(rng.random(shape) + 0.5, jnp.float32)
 
-    named = {"k_scale": scales(k), "v_scale": scales(v)}
+    named, stored = {"k_scale": scales(k), "v_scale": scales(v)}, []
     if kind == "fp8 queries":
         named["q_scale"], q = scales(q), q.astype(E4M3)
-    return (q, k.astype(E4M3), v.astype(E4M3)), named
+    for name, x, dtype in zip("kv", (k, v), DTYPES.get(kind, (E4M3, E4M3)), strict=True):
+        if dtype == jnp.int8:
+            x = jnp.clip(jnp.round(32 * x), -127, 127)
+            named[f"{name}_scale"] /= 32
+        elif dtype == jnp.bfloat16:
+            del named[f"{name}_scale"]
+        stored.append(x.astype(dtype))
+    return (q, *stored), named
 
 
 def _positions(batch, length):
@@ -84,7 +100,7 @@ def _float64(operands, scales, positions, scale):
     [(70, 4, 2, 24), *(_SLOW(*s) for s in ((33, 8, 1, 96), (20, 4, 4, 128), (600, 1, 1, 16)))],
 )
 def test_equals_float64(kind, length, heads, kv_heads, dim):
-    """Weights are rounded for the product with values, to bf16 or, beside E4M3, to float16: up to
+    """Weights are rounded for the product with values, to bf16 or, beside bytes, to float16: up to
     2**-8 or 2**-11 of each term. The sum of weights is not rounded. Nothing else is larger than
     some float32 roundings.
     """
@@ -93,8 +109,10 @@ def test_equals_float64(kind, length, heads, kv_heads, dim):
     got = strict.attention(*operands, positions, scale=dim**-0.5, **scales)
     assert got.dtype == jnp.float32
     want, size = _float64(operands, scales, positions, dim**-0.5)
+    size = np.maximum(size, 1e-9)  # a value in INT8 may be 0
     error = (np.abs(np.asarray(got) - want) / size).max()
-    assert error < {"float32": 2e-6, "bf16": 2**-8}.get(kind, 1.01 * 2**-11)
+    bf16_values = kind.endswith("bf16")
+    assert error < {"float32": 2e-6}.get(kind, 2**-8 if bf16_values else 1.01 * 2**-11)
     plain = reference.attention(*operands, positions, scale=dim**-0.5, **scales)
     assert (np.abs(np.asarray(got) - np.asarray(plain)) / size).max() < 2**-8
 
@@ -104,10 +122,11 @@ def _same(one, other):
 
 
 def _garbage_behind(x, slots):
-    """A longer cache whose other slots hold NaN, in FP8, bf16 or float32."""
+    """A longer cache whose other slots hold NaN, in FP8, bf16 or float32; in INT8 numbers."""
     if not x.ndim:
         return x
-    tail = jnp.full((x.shape[0], slots, *x.shape[2:]), jnp.nan, x.dtype)
+    fill = 77 if x.dtype == jnp.int8 else jnp.nan
+    tail = jnp.full((x.shape[0], slots, *x.shape[2:]), fill, x.dtype)
     return jnp.concatenate([x, tail], 1)
 
 
@@ -131,7 +150,8 @@ def _decode(operands, scales, position, slots=37, **more):
     ("kind", "lengths"),
     [
         ("fp8", (1, 64, 65, 127, 512, 513)),
-        *(_SLOW(kind, LENGTHS) for kind in ("fp8", "float32", "bf16", "fp8 one scale")),
+        ("int8 and fp8", (65, 513)),
+        *(_SLOW(kind, LENGTHS) for kind in ("fp8", "float32", "bf16", "fp8 one scale", *DTYPES)),
     ],
 )
 def test_decode_equals_learner_at_every_border(kind, lengths, interpreted):
@@ -383,7 +403,7 @@ def test_arguments_are_checked():
         attention(v=v[:, :7])
     with pytest.raises(ValueError, match="do not fit queries"):
         attention(positions=positions[:, :7])
-    with pytest.raises(ValueError, match="E4M3, bf16 or float32, got float16"):
+    with pytest.raises(ValueError, match="E4M3, INT8, bf16 or float32, got float16"):
         attention(k=k.astype(jnp.float16))
     with pytest.raises(ValueError, match=r"k_scale \(1, 8\) must be"):
         attention(k_scale=jnp.ones((1, 8)))

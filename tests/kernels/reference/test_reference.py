@@ -116,7 +116,7 @@ def test_one_query_equals_all_queries(length, recipe):
     """Decode (one query over a long cache) == prefill (all queries), FP8 cache included."""
     q, k, v = _qkv(t=length, dim=64)
     recipe = get_recipe(recipe)
-    (k, ks), (v, vs) = exact_jit(lambda *kv: [quantize_kv(x, recipe) for x in kv])(k, v)
+    (k, ks), (v, vs) = exact_jit(lambda *kv: [quantize_kv(x, recipe, "k") for x in kv])(k, v)
     whole = np.asarray(_run(q, k, v, _positions(2, length), ks, vs))
 
     def longer(x):  # a cache with other tokens' leftovers behind the length
@@ -141,7 +141,7 @@ def test_loop_over_keys_equals_unrolled(monkeypatch):
 def test_folded_scales_equal_dequantised_values():
     q, k, v = _qkv(t=40)
     recipe = get_recipe("fp8")
-    (kq, ks), (vq, vs) = exact_jit(lambda *kv: [quantize_kv(x, recipe) for x in kv])(k, v)
+    (kq, ks), (vq, vs) = exact_jit(lambda *kv: [quantize_kv(x, recipe, "k") for x in kv])(k, v)
     folded = _run(q, kq, vq, _positions(2, 40), ks, vs)
     plain = _naive(
         q,
@@ -186,7 +186,7 @@ def test_keys_by_feature(recipe_name):
         jnp.asarray(rng.standard_normal((2, length, heads, 48)), jnp.bfloat16)
         for length, heads in ((3, 4), (384, 2), (384, 2))
     )
-    (k, k_scale), (v, v_scale) = (quantize_kv(x, recipe) for x in (k, v))
+    (k, k_scale), (v, v_scale) = (quantize_kv(x, recipe, "k") for x in (k, v))
     positions, turned = jnp.int32([[0, 63, 64], [5, 200, 383]]), jnp.moveaxis(k, 1, 3)
     named = {"scale": 0.2, "k_scale": k_scale, "v_scale": v_scale}
 
