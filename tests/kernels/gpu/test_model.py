@@ -104,6 +104,8 @@ def _rollout(config, recipe, weights, rope):
         pytest.param("fp8", _EXPERTS, id="fp8 experts", marks=pytest.mark.slow),
         pytest.param("bf16", {}, id="bf16", marks=pytest.mark.slow),
         pytest.param("fp8", {}, id="fp8", marks=pytest.mark.slow),
+        pytest.param("kv_formats:int8", {}, id="int8", marks=pytest.mark.slow),
+        pytest.param("kv_formats:int8_fp8", {}, id="int8 and fp8", marks=pytest.mark.slow),
         pytest.param("f32", _EXPERTS, id="f32 experts", marks=pytest.mark.slow),
         pytest.param("fake", {}, id="fake", marks=pytest.mark.slow),
         pytest.param("fp8_tensorwise", {}, id="per tensor", marks=pytest.mark.slow),
@@ -112,6 +114,7 @@ def _rollout(config, recipe, weights, rope):
 def test_results_and_drift(interpreted, name, more):
     config = dataclasses.replace(_DENSE, **more)
     recipe = get_recipe(name)
+    name = "fp8" if name.startswith("kv_formats") else name
     params = initial_params(config)
     rope = tuple(map(jnp.asarray, rope_tables(config, 16)))
     on_kernels = dataclasses.replace(recipe, kernels="triton")

@@ -281,7 +281,7 @@ def _in_pages(caches, lengths):
             continue
         x = np.array(x)
         x[sharing, :PAGE] = x[sharing[:1], :PAGE]
-        pool = np.full((pages, PAGE, *x.shape[2:]), np.nan, x.dtype)
+        pool = np.full((pages, PAGE, *x.shape[2:]), 77 if x.dtype == np.int8 else np.nan, x.dtype)
         for sequence, row, length in zip(x, table, lengths, strict=True):
             for page, start in zip(row, range(0, length, PAGE), strict=False):
                 part = sequence[start : min(start + PAGE, length)]
@@ -335,7 +335,7 @@ def test_thousands_of_keys_from_pages(queries):
     _pages_equal_one_piece(caches=caches, starts=(4097 - queries, 1500 - queries), **first)
 
 
-@pytest.mark.parametrize("kind", [_SLOW("bf16"), "fp8"])
+@pytest.mark.parametrize("kind", [_SLOW("bf16"), "fp8", _SLOW("int8")])
 def test_latents_from_pages(kind):
     lengths = (65, 130)
     first, caches = _queries_and_caches(kind, lengths, heads=8, dim=64)
@@ -347,7 +347,7 @@ def test_latents_from_pages(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int8"])
 def test_latents_with_rotated_keys(kind):
     """Multi-head latent attention: values of another width, further features."""
     (q, k, _), scales = _case(kind, 70, heads=8, dim=64)
