@@ -1,5 +1,5 @@
 """`fp8rl study` and its subcommands: layers, cases, kv, scale, training, accuracy, recipes,
-all."""
+gradients, all."""
 
 from __future__ import annotations
 
@@ -133,6 +133,8 @@ def _study(name: str, values: argparse.Namespace, out: pathlib.Path, cells: Cell
     size = study.quick if values.quick else study.full
     if (steps := vars(values).get("steps")) is not None:  # not an option of every study
         size = dataclasses.replace(size, steps=steps)
+    if (batches := vars(values).get("batches")) is not None:
+        size = dataclasses.replace(size, sequences=batches)
     with writing(command, out):
         if name == "scale":
             subjects = _ladder(values, out)
@@ -216,7 +218,7 @@ COMMANDS = (
     Command(
         "study",
         "tests hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, "
-        "recipes, all",
+        "recipes, gradients, all",
     ),
     _command(
         "layers",
@@ -264,6 +266,12 @@ COMMANDS = (
         "which FP8 recipe learns as much as bf16: with an FP8 KV cache, without, exact gradients",
         _FEW_STEPS,
         _RL_STEPS,
+    ),
+    _command(
+        "gradients",
+        "how near backward passes come to the gradient; which part of the forward pass errs",
+        "two batches; without a model, two layers trained for a minute",
+        argument("--batches", "batches of RL whose gradients are compared", "N", type=whole(1)),
     ),
     _command(
         "all",

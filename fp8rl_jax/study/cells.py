@@ -25,6 +25,7 @@ from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.base.json_file import parse_json, read_bytes
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.quant import Recipe
+from fp8rl_jax.quant.qarray import E4M3
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _PARTS = {"name", "key", "numbers", "commit", "cpu", "versions"}
@@ -135,7 +136,14 @@ def described(recipe: Recipe) -> dict[str, str]:
     }
     fields = "name compute_dtype fake first_layers last_layers bf16_modules kv fp8_attention"
     found = operands | {name: str(getattr(recipe, name)) for name in fields.split()}
-    return found | {"kv_policy": recipe.kv_policy.name}
+    found["kv_policy"] = recipe.kv_policy.name
+    # What only some recipes have, so that the cells of others stay valid.
+    if recipe.backward == "dequantized":
+        found["backward"] = recipe.backward
+    stored = {f"{name}_dtype": recipe.stored_dtype(name) for name in "kv"}
+    if recipe.kv_quantized and set(stored.values()) != {E4M3}:
+        found |= {name: str(dtype) for name, dtype in stored.items()}
+    return found
 
 
 def origin() -> dict[str, Any]:

@@ -38,7 +38,7 @@ from fp8rl_jax.study.cells import Cell
 from fp8rl_jax.study.frame import Found, Numbers, Plan, Result, Size, Study, Verdict
 from fp8rl_jax.study.hypotheses import ANY, Hypothesis, Zone
 from fp8rl_jax.study.runs import After, Fields, accuracies, arm_cells, part, series
-from fp8rl_jax.study.scoring import Scorer, View
+from fp8rl_jax.study.scoring import answer_logprobs
 from fp8rl_jax.study.statistics import equivalence, seed_mean
 from fp8rl_jax.study.subjects import Subject
 
@@ -95,23 +95,6 @@ AVERAGE_GAINS = {
 }
 
 
-def right_answers(
-    subject: Subject, recipes: dict[str, Recipe], weights: Sequence[Any]
-) -> dict[str, list[float]]:
-    """Returns {name of a recipe: mean probability of the held-out questions' demonstrations, for
-    each of the weights}, at temperature 1."""
-    runtime = subject.runtime
-    scorer = Scorer(runtime, {name: View(recipe) for name, recipe in recipes.items()})
-    samples = runtime.text.demonstrations(list(runtime.questions["eval"]))
-    found: dict[str, list[float]] = {name: [] for name in recipes}
-    for params in weights:
-        parts = list(scorer.score(params, samples))
-        for name, means in found.items():
-            logps = np.concatenate([part.logprobs[name] for part in parts]).astype(np.float64)
-            means.append(float(np.exp(logps.sum(axis=1)).mean()))
-    return found
-
-
 def _measure(subject: Subject, recipe: Recipe, weights: Sequence[Any]) -> Numbers:
     """Returns the probabilities of the right answer of snapshots and of their mean weights."""
     total = jax.tree.map(lambda x: np.asarray(x, np.float64), weights[0])
@@ -119,10 +102,12 @@ def _measure(subject: Subject, recipe: Recipe, weights: Sequence[Any]) -> Number
         total = jax.tree.map(np.add, total, params)
     mean = jax.tree.map(lambda x: (x / len(weights)).astype(np.float32), total)
     recipes = {"bf16": get_recipe("bf16"), "own": recipe}
-    found = right_answers(subject, recipes, [*weights, mean])
-    return {
-        name: {"snapshots": values[:-1], "average": values[-1]} for name, values in found.items()
-    }
+    every = [answer_logprobs(subject.runtime, recipes, params) for params in (*weights, mean)]
+    found = {}
+    for name in recipes:
+        *snapshots, average = (float(np.exp(logps[name]).mean()) for logps in every)
+        found[name] = {"snapshots": snapshots, "average": average}
+    return found
 
 
 def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:

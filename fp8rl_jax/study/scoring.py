@@ -238,6 +238,27 @@ class Scorer:
         return Scores(rows, logprobs, entropy, margins, compare)
 
 
+def answer_logprobs(
+    runtime: Runtime, recipes: dict[str, Recipe], params: Any, note: Note = silent
+) -> dict[str, np.ndarray]:
+    """Returns {name of a recipe: log-probability of each held-out question's demonstration, (Q,)
+    float64}, at temperature 1.
+
+    Args:
+      runtime: model and task.
+      recipes: {name: recipe}.
+      params: float32 parameters.
+      note: called with the progress.
+    """
+    scorer = Scorer(runtime, {name: View(recipe) for name, recipe in recipes.items()}, note)
+    samples = runtime.text.demonstrations(list(runtime.questions["eval"]))
+    parts = [scores.logprobs for scores in scorer.score(params, samples)]
+    return {
+        name: np.concatenate([part[name] for part in parts]).astype(np.float64).sum(axis=1)
+        for name in recipes
+    }
+
+
 def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Callable:
     """Returns (weights, kv_scales, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
 
