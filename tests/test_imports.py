@@ -151,8 +151,8 @@ _SOURCES = _sources()
 # Lines of Python: of the library without its users `study` and `bench`, with them, of a package, of
 # a file. A change that needs more pays by deleting, or raises the number and says why.
 # (Raised by 1,100 for kernels: attention's inputs, products at once, the embedding's gradient; by
-# 300 and 1,000 for backward passes by name, means of checkpoints, formats of keys and values, and the
-# studies of recipes and gradients.)
+# 300 and 1,000 for backward passes by name, means of checkpoints, formats of keys and values, and
+# the studies of recipes and gradients.)
 _MOST_LINES = {"library": 42_500, "with users": 49_400, "package": 7_200, "file": 540}
 
 
