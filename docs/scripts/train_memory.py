@@ -1,10 +1,12 @@
 """Prints the temporary memory of a train step: `python docs/scripts/train_memory.py fp8 bf16`.
 
-Compiles the train step of an eight-layer model for this machine and runs nothing.
+A name is a recipe's, or with a backward pass `fp8:dequantized`. Compiles the train step of an
+eight-layer model for this machine and runs nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import jax
@@ -13,13 +15,18 @@ import numpy as np
 import optax
 
 from fp8rl_jax import learner, models
+from fp8rl_jax.quant import get_recipe
 
 MODEL = models.ModelConfig(259, 256, 768, 8, 4, 2, 64)
 ROWS, LENGTH, RESPONSE = 16, 256, 64
 
 
-def temporary_bytes(recipe: str) -> int:
+def temporary_bytes(name: str) -> int:
     """XLA's temporary memory of one train step: activations, gradients, workspace."""
+    name, _, backward = name.partition(":")
+    recipe = get_recipe(name)
+    if backward:
+        recipe = dataclasses.replace(recipe, name=name, backward=backward)
     shape = jax.ShapeDtypeStruct
     rope = tuple(shape((LENGTH, MODEL.head_dim // 2), jnp.float32) for _ in range(2))
     response = shape((ROWS, RESPONSE), jnp.float32)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -68,8 +70,19 @@ DECODE_LAUNCHES = {"dense": 11, "experts": 43, "latent": 50}
 TRAIN_LAUNCHES = {"bf16": 134, "FP8": 256}
 STEP_LAUNCHES = 41  # of a decode step outside its layers
 # Instructions that each of a multiprocessor's four schedulers issues for 64 keys of 128 features,
-# by bytes of a key's number, and the share of the clock at which it does.
-INSTRUCTIONS = {1: 366, 2: 338}
+# by the dtypes of keys and values (None: bf16), and the share of the clock at which it does.
+_E4M3, _INT8 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)
+INSTRUCTIONS = {
+    (None, None): 338,
+    (_E4M3, _E4M3): 366,
+    (_INT8, _INT8): 431,
+    (_INT8, _E4M3): 398,
+    (_E4M3, _INT8): 398,  # assumed
+    (None, _E4M3): 480,
+    (_E4M3, None): 457,
+    (_INT8, None): 479,
+    (None, _INT8): 480,  # assumed
+}
 ISSUED = 0.45
 # Bytes of a token, layer and feature that kernels between products move in a train step: 2.1 MB for
 # the 55,296 features of a layer of Qwen3-8B.

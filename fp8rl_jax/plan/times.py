@@ -300,6 +300,7 @@ def decode_seconds(
     tiles = keys * math.ceil(model.num_attention_heads / keys / 16)
     loops = pairs * tiles / 64 * attention_features(model) / (2 * model.num_attention_heads * 128)
     slots = MULTIPROCESSORS * ISSUED * gpu.clock
+    issued = INSTRUCTIONS[recipe.stored_dtype("k"), recipe.stored_dtype("v")]
 
     def longer(size: float, products: float, rate: float) -> float:
         return max(size / (EFFICIENCY["memory"] * gpu.hbm), 2 * products / rate)
@@ -314,7 +315,7 @@ def decode_seconds(
             (counts.active - counts.tables) * sequences,
             _rate(gpu, recipe.quantized and not recipe.fake),
         ),
-        "attention": max(attention, loops * INSTRUCTIONS[1 if recipe.kv_quantized else 2] / slots),
+        "attention": max(attention, loops * issued / slots),
         "head": longer(head, table, _rate(gpu, False)),
         "launches": launches * LAUNCH,
     }

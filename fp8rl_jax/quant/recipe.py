@@ -131,6 +131,9 @@ class Recipe:
     kernels: str = "auto"
 
     def __post_init__(self):
+        for name in ("k_dtype", "v_dtype"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
         for fault in self._faults():
             raise UserError(f"recipe {self.name!r}: {fault}")
         if self.k_dtype is self.v_dtype is None:
