@@ -65,11 +65,13 @@ def train(
     """
     runtime, display = make_runtime(config), Display()
     check = functools.partial(_self_check, runtime, display.note)
-    with preflight(runtime, resume, check) as (lock, lines), display:
+    with preflight(runtime, resume, check) as (lock, lines, checked), display:
         try:
             for line in lines:
                 display.note(line)
-            return _execute(Run(runtime, lock, display, stop), resume)
+            run = Run(runtime, lock, display, stop)
+            run.doubted = checked is not None and not checked.holds
+            return _execute(run, resume)
         except OSError as error:
             if error.errno not in WRITE_ERRORS:
                 raise

@@ -43,7 +43,9 @@ FORMATS = [
 def main() -> None:
     model, stored = preset("qwen3_8b"), {**DTYPES, "bf16": None}
     print(f"Triton {version('triton')}, Qwen3-8B, H100, {SEQUENCES} sequences of {KEYS} keys")
-    columns = "K | V | KiB a token | instructions | registers | decode step, ms | tokens/s, relative"
+    columns = (
+        "K | V | KiB a token | instructions | registers | decode step, ms | tokens/s, relative"
+    )
     print(f"| {columns} |")
     print("|---|---|---|---|---|---|---|")
     first = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.plan.refuse import check_train_memory
@@ -14,11 +15,13 @@ from fp8rl_jax.training.run_directory import check_rooms, check_run, check_share
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sinks import logger_names
 
+_Checked = TypeVar("_Checked")
+
 
 @contextlib.contextmanager
 def preflight(
-    runtime: Runtime, resume: bool, check: Callable[[], object]
-) -> Iterator[tuple[RunLock, list[str]]]:
+    runtime: Runtime, resume: bool, check: Callable[[], _Checked]
+) -> Iterator[tuple[RunLock, list[str], _Checked]]:
     """Checks a run and opens its directory, with the same outcome in all processes.
 
     Args:
@@ -27,8 +30,8 @@ def preflight(
       check: a last check, which may compile; called before `open_run` writes files.
 
     Yields:
-      The lock of the directory, held during the run, and lines to show: on the data, on changes
-      since the run's last start, and the result of `check`.
+      The lock of the directory, held during the run; lines to show, on the data, on changes since
+      the run's last start, and of `check`; and the result of `check`.
 
     Raises:
       UserError: the run cannot work here, or `run.dir` holds another run.
@@ -44,4 +47,5 @@ def preflight(
         changes = processes.decided(lambda: check_run(runtime, resume, runtime.data_digest, now))
         checked = check()
         processes.decided(lambda: open_run(runtime, runtime.data_digest, now))
-        yield lock, [str(line) for line in (runtime.data_note, changes, checked) if line]
+        lines = [str(line) for line in (runtime.data_note, changes, checked) if line]
+        yield lock, lines, checked

@@ -117,7 +117,7 @@ def rl_step(
         assert (samples.versions[rollout.mask] == step).all()  # drawn by this state's weights
         batch = engine.batch(rollout, samples.prompts)
         with record.timed("old_logprobs"):
-            batch = scored(rt, state, reference, batch, run.drifted)
+            batch = scored(rt, state, reference, batch, run.doubted or run.drifted)
 
         # 3. Advantages and weights.
         hold_settings()
@@ -154,7 +154,7 @@ def scored(
       state: state before the update.
       reference: as for `rl_step`.
       batch: batch with the sampler's log-probabilities, kept if `takes_rollout_logprobs`.
-      drifted: whether an earlier update showed drift though there must be none.
+      drifted: whether the self-check or an earlier update showed drift though there must be none.
     """
     if not rt.takes_rollout_logprobs(drifted):
         old = np.where(batch.mask > 0, rt.engine.score(state, batch), 0.0)

@@ -29,7 +29,8 @@ class Run:
       checkpoints: checkpoints of the run.
       logs: logs, which `open_logs` opens at the run's start or its resumption.
       phase: 'sft' or 'rl'.
-      drifted: whether a first update has shown drift though there must be none.
+      doubted: whether the self-check has shown drift though there must be none.
+      drifted: whether a first update has.
       evaluation_failed: whether the restored state was saved because its evaluation failed.
       interrupted: function that returns the name of the signal that stops this process, or None.
       stopped_by: result of `stop`.
@@ -48,7 +49,8 @@ class Run:
         self._opened = contextlib.ExitStack()
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep, own=True)
         self._opened.callback(self.checkpoints.close)
-        self.phase, self.drifted, self.evaluation_failed = "sft", False, False
+        self.phase, self.evaluation_failed = "sft", False
+        self.doubted = self.drifted = False
         self.stopped_by: str | None = None
 
     def open_logs(self, offsets: dict[str, int] | None) -> None:

@@ -13,6 +13,7 @@ from fp8rl_jax import cli, learner
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import attribute, command, self_check
+from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.run_directory import as_saved
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -171,3 +172,6 @@ def test_drift_in_a_run_is_analysed_once(tmp_path, monkeypatch, capsys):
     result = json.loads((tmp_path / "run" / "drift.json").read_text())
     assert result["verdict"]["culprit"] == "self_attn/q_rope" and result["step"] == 1
     assert "self_attn/q_rope" in (tmp_path / "run" / "report.html").read_text()
+    first = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
+    assert first["train_rollout_logprob_abs_diff_max"] > 0
+    assert first["ratio_min"] == first["ratio_max"] == 1, "recomputed, as the check has warned"

@@ -53,7 +53,7 @@ def _steps(runtime: Runtime, params) -> dict:
     served, logprobs, rewards, drift = engine.refit(state), [], [], []
     stream = Stream(runtime.questions["train"], config.rollout.prompts_per_step, config.run.seed)
     display = types.SimpleNamespace(rollout=lambda step, progress: None)
-    run = types.SimpleNamespace(runtime=runtime, display=display, drifted=False)
+    run = types.SimpleNamespace(runtime=runtime, display=display, doubted=False, drifted=False)
     monitor = types.SimpleNamespace(keep=lambda state, drifted: None)
     for _ in range(_STEPS):
         result = rl_step(run, state, served, None, stream, monitor)
