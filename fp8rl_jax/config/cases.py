@@ -1,7 +1,8 @@
 """Precision cases: `FILE:CASE` runs a config file in other precisions.
 
 Cases 1 to 4 are those of the article "Unified FP8: Moving Beyond Mixed Precision for Stable and
-Accelerated MoE RL" (2025); `bf16` is the baseline without FP8.
+Accelerated MoE RL" (2025); `bf16` is the baseline without FP8, `fp8_linear` NVIDIA's recipe, whose K
+and V stay in bf16.
 """
 
 from __future__ import annotations
@@ -13,4 +14,10 @@ CASES: dict[str, dict[str, str]] = {
     "case2": {"rollout": "fp8", "learner": "fake_forward"},
     "case3": {"rollout": "fp8", "learner": "fake"},
     "case4": {"rollout": "fp8", "learner": "fp8"},
+    "fp8_linear": {
+        "rollout": "fp8_linear",
+        "learner": "fp8_linear",
+        "kv_cache": "recipe",
+        "attention": "bf16",
+    },
 }

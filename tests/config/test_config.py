@@ -336,6 +336,7 @@ _CASES = {
     ":case2": ("fp8_blockwise", "fake_forward"),
     ":case3": ("fp8_blockwise", "fake"),
     ":case4": ("fp8_blockwise", "fp8_blockwise"),
+    ":fp8_linear": ("fp8_linear", "fp8_linear"),
     "": ("fp8_blockwise", "fp8_blockwise"),
 }
 
@@ -349,8 +350,9 @@ def test_every_config_takes_every_case(name):
         found = _resolve(config)
         sides = (found.rollout_recipe, found.learner_recipe)
         assert tuple(side.name for side in sides) == recipes
-        if case == ":bf16":
-            assert not any(s.quantized or s.kv_quantized or s.fp8_attention for s in sides)
+        if case in (":bf16", ":fp8_linear"):
+            assert not any(s.kv_quantized or s.fp8_attention for s in sides)
+            assert all(s.quantized == (case == ":fp8_linear") for s in sides)
         changed = config.to_dict()
         changed["precision"] = plain["precision"]
         assert changed == plain
@@ -384,7 +386,7 @@ def test_a_case_that_does_not_exist(capsys):
         assert cli.run(["train", "--config", f"{path}:{case}"]) == 2
         assert capsys.readouterr().err == (
             f"error: --config: {path} has no precision case {case!r}; after the colon write one of "
-            "bf16, case1, case2, case3, case4\n"
+            "bf16, case1, case2, case3, case4, fp8_linear\n"
         )
     with pytest.raises(UserError, match="is no file"):
         load_config(f"{_ROOT}/configs/qwen9.py:case1")
@@ -401,6 +403,8 @@ def test_a_case_of_a_file_of_ones_own(tmp_path):
     plain, case4, bf16 = (load_config(f"{path}{c}").precision for c in ("", ":case4", ":bf16"))
     assert (plain.learner, case4.learner, case4.kv_cache) == ("mxfp8", "fp8", "fp8")
     assert (bf16.rollout, bf16.learner, bf16.kv_cache, bf16.attention) == ("bf16",) * 4
+    linear = load_config(f"{path}:fp8_linear").precision
+    assert (linear.rollout, linear.kv_cache, linear.attention) == ("fp8_linear", "recipe", "bf16")
     own = load_config(f"{path}:bf16", ["--config.precision.learner=f32"]).precision
     assert (own.rollout, own.learner) == ("bf16", "f32")
 
