@@ -1,8 +1,8 @@
 """Precision cases: `FILE:CASE` runs a config file in other precisions.
 
 Cases 1 to 4 are those of the article "Unified FP8: Moving Beyond Mixed Precision for Stable and
-Accelerated MoE RL" (2025); `bf16` is the baseline without FP8, `fp8_linear` NVIDIA's recipe, whose K
-and V stay in bf16.
+Accelerated MoE RL" (2025); `bf16` is the baseline without FP8, and `fp8_linear` NVIDIA's recipe,
+whose K and V stay in bf16.
 """
 
 from __future__ import annotations
