@@ -53,7 +53,10 @@ Version = tuple[Callable, Callable[[], Operands]]
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _normal(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
-    return jax.random.normal(key, shape).astype(dtype)
+    x = jax.random.normal(key, shape)
+    if dtype == jnp.int8:
+        x = jnp.clip(jnp.round(32 * x), -127, 127)
+    return x.astype(dtype)
 
 
 class Source:
@@ -67,7 +70,7 @@ class Source:
         self._keys = (jax.random.fold_in(key, i) for i in itertools.count())
 
     def take(self, dtype, *shape: int) -> jax.Array:
-        """Draws normal numbers, rounded to `dtype`."""
+        """Draws normal numbers, rounded to `dtype`; for INT8, 32 times as large."""
         return _normal(next(self._keys), shape, jnp.dtype(dtype))
 
     def scales(self, *shape: int) -> jax.Array:

@@ -1,8 +1,8 @@
 """Attention's cases: caches in pages or in one piece, and the result in float64 numpy.
 
 The oracle dequantises, and takes the softmax and its derivative as they are written, over the keys
-that a query sees. What nobody may read holds NaN: pages of no sequence and slots behind each
-sequence's end.
+that a query sees. What nobody may read holds NaN, in INT8 a number: pages of no sequence and slots
+behind each sequence's end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Attention:
     """Attention of each sequence's last queries.
 
     Attributes:
-      kind: of keys and values: 'fp8', 'bf16' or 'float32'; queries are bf16, or float32 too.
+      kind: of keys and values: 'fp8', 'int8', 'bf16' or 'float32'; queries are bf16, or float32.
       queries: of a sequence; 1 is a decode step.
       lengths: keys of each sequence, as many as queries or more.
       heads, kv_heads, width: of the heads.
@@ -60,7 +60,8 @@ class Attention:
             if not self.paged:
                 return x
             mine = used.reshape(*slots, *[1] * (x.ndim - 2))
-            return jnp.where(mine, x, jnp.asarray(jnp.nan, x.dtype))
+            nobodys = 77 if x.dtype == jnp.int8 else jnp.nan
+            return jnp.where(mine, x, jnp.asarray(nobodys, x.dtype))
 
         starts = np.asarray(self.lengths)[:, None] - self.queries
         k, v = (cache(lambda *shape: source.take(dtype, *shape), self.width) for _ in "kv")
@@ -72,8 +73,10 @@ class Attention:
         }
         if self.paged:
             found["table"] = jnp.asarray(table)
-        if self.kind == "fp8":
-            found |= {name: cache(source.scales) for name in ("k_scale", "v_scale")}
+        if self.kind in ("fp8", "int8"):
+            unit = 1 / 32 if self.kind == "int8" else 1
+            for name in ("k_scale", "v_scale"):
+                found[name] = cache(lambda *shape: unit * source.scales(*shape))
         if self.rope:
             found["q_rope"] = source.take(other, *rows, self.rope)
             found["k_rope"] = cache(lambda *shape: source.take(other, *shape), self.rope)

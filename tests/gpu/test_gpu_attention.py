@@ -8,6 +8,8 @@ the page's share of the weights, 1/18 for the longest case here.
 
 from __future__ import annotations
 
+import itertools
+
 import jax.numpy as jnp
 import pytest
 from gpu_attention import Attention, float64, in_one_piece
@@ -21,11 +23,12 @@ from fp8rl_jax.kernels.gpu.attention import attention
 pytestmark = pytest.mark.gpu
 
 # By the type of keys and values: weights in float16, in bf16, and in float32.
-BOUNDS = {"fp8": 1.01 * 2.0**-11, "bf16": 2.0**-8, "float32": 4e-6}
+BOUNDS = {"fp8": 1.01 * 2.0**-11, "int8": 1.01 * 2.0**-11, "bf16": 2.0**-8, "float32": 4e-6}
 LENGTHS = (1, 64, 96, 97, 128, 129, 513, 1025, 4097)  # keys that a query sees
 _LENGTHS = (1, 64, 65, 200, 513, 1100)
 CASES = (
     Attention("fp8", 1, _LENGTHS),
+    Attention("int8", 1, _LENGTHS),
     Attention("bf16", 1, _LENGTHS),
     Attention("fp8", 40, (40, 97, 300)),
     Attention("float32", 3, (3, 65, 130), 4, 2, 64),
@@ -42,8 +45,9 @@ def test_float64(case, source):
     assert_close(str(case), got, want["out"], want["size"], BOUNDS[case.kind])
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "length"), [*itertools.product(["fp8", "bf16"], LENGTHS), ("int8", 97), ("int8", 1025)]
+)
 def test_alone_or_among_all(kind, length, source, heads=(8, 2), width=128):
     """The last query of a sequence, alone as in a decode step, and among all as in a learner's.
 
@@ -52,8 +56,9 @@ def test_alone_or_among_all(kind, length, source, heads=(8, 2), width=128):
     q = source.take(jnp.bfloat16, 1, length, heads[0], width)
     slots = (1, length + 70, heads[1])
     cache = {name: source.take(DTYPES[kind], *slots, width) for name in ("k", "v")}
-    if kind == "fp8":
-        cache |= {name: source.scales(*slots) for name in ("k_scale", "v_scale")}
+    if kind in ("fp8", "int8"):
+        unit = 1 / 32 if kind == "int8" else 1
+        cache |= {name: unit * source.scales(*slots) for name in ("k_scale", "v_scale")}
 
     def run(q, positions, cache):
         return attention(q, positions=positions, scale=width**-0.5, **cache)
@@ -65,7 +70,7 @@ def test_alone_or_among_all(kind, length, source, heads=(8, 2), width=128):
     assert_bitwise_equal(f"attention over {length} keys in {kind}", alone, whole[:, -1:])
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "bf16"])
 @pytest.mark.parametrize(
     ("queries", "one_split"),
     [(1, True), (1, False), (40, None)],

@@ -123,10 +123,27 @@ def measure(model: ModelConfig, recipe: str, sizes: dict[str, int]) -> dict[str,
     }
 
 
+_INT8 = dataclasses.replace(get_recipe("fp8"), name="int8", k_dtype=jnp.int8, v_dtype=jnp.int8)
+
+
 @pytest.mark.parametrize(
     ("recipe", "model"),
-    [("fp8", DENSE), ("bf16", DENSE), ("fp8", SPARSE), ("fp8", LAYER), ("bf16", LAYER)],
-    ids=["fp8", "bf16", "fp8, experts", "fp8, Qwen3-8B's layer", "bf16, Qwen3-8B's layer"],
+    [
+        ("fp8", DENSE),
+        ("bf16", DENSE),
+        (_INT8, DENSE),
+        ("fp8", SPARSE),
+        ("fp8", LAYER),
+        ("bf16", LAYER),
+    ],
+    ids=[
+        "fp8",
+        "bf16",
+        "int8 keys and values",
+        "fp8, experts",
+        "fp8, Qwen3-8B's layer",
+        "bf16, Qwen3-8B's layer",
+    ],
 )
 def test_rollout_and_train_step(recipe, model, record_property, sizes=SIZES):
     found = measure(model, recipe, sizes)

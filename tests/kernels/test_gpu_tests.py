@@ -91,6 +91,9 @@ _BODIES = [
     _PAGES_OR_PIECE,
     slow(functools.partial(_PIECE, 1, True, "bf16")),
     slow(functools.partial(_PIECE, 1, False, "fp8")),
+    slow(functools.partial(_PIECE, 1, None, "int8")),
+    slow(functools.partial(attention.test_float64, Attention("int8", 1, (3, 65, 130), 4, 2, 32))),
+    slow(functools.partial(attention.test_alone_or_among_all, "int8", 65, heads=(2, 1), width=64)),
     _GRADIENTS,
     slow(
         functools.partial(
