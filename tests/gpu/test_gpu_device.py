@@ -103,8 +103,9 @@ def device_info(topology: bytes) -> dict[str, Any]:
 
 
 def compare(info: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows (name, of the device, in `plan.h200`) of every name that either has."""
-    ours = dict(re.findall(r"^  (\w+): (\S+)$", h200.H200, re.M))
+    """Rows (name, of the device, in `plan.h200`) of every name that either has, but for versions,
+    which are the machine's."""
+    ours = dict(re.findall(r"^  (\w+): (\d\S*)$", h200.H200, re.M))
     return [(name, str(info.get(name, "-")), ours.get(name, "-")) for name in info | ours]
 
 

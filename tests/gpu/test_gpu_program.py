@@ -20,7 +20,7 @@ from fp8rl_jax.kernels import resolve
 from fp8rl_jax.learner import Batch, LossConfig, make_batch, make_train_step, new_state
 from fp8rl_jax.models import ModelConfig, init_params, pages_of, rope_tables
 from fp8rl_jax.models.presets import preset
-from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_refit, make_sampler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.first]
@@ -66,7 +66,7 @@ def differing_bits(one, other, mask: np.ndarray) -> int:
     return int(np.unpackbits(np.bitwise_xor(*found).view(np.uint8)).sum())
 
 
-def measure(model: ModelConfig, recipe: str, sizes: dict[str, int]) -> dict[str, Any]:
+def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> dict[str, Any]:
     """Samples twice, statically and continuously, then takes one GRPO step on the samples."""
     numerics, rng, key = (
         get_recipe(recipe),

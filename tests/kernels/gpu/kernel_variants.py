@@ -240,12 +240,12 @@ class AttentionVariant:
     use: str  # decode or learner, or join
     keys: str = "fp8"
     width: int = 128
-    values: str = ""  # their type, if it is not that of the keys
     queries: str = "bf16"
     scales: int = 2  # of keys and values: 0 none, 1 one, 2 per token and head
     rope: int = 0
     slots: int = 4096  # of the cache; as many queries of the learner
     paged: bool = False
+    values: str = ""  # the values' type, if it is not that of the keys
 
     def __str__(self) -> str:
         q = f" by {self.queries}" * (self.queries != "bf16")

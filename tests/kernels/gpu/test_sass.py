@@ -184,8 +184,11 @@ def test_attention(variant):
     assert machine.registers < 255 or variant.rope  # a query of 576 features takes most of them
     assert machine.shared_bytes <= SHARED_LIMIT
     # The assembler puts up to four words aside where one more program then fits beside the others;
-    # latents in pages have no register left for the second address, float32 in Triton 3.6 for more.
+    # latents in pages have no register left for the second address, float32 in Triton 3.6 for more,
+    # and a learner's 256 features for the rounding of the result, behind the loop.
     most = 40 if variant.queries == "float32" else 24 if variant.paged and variant.rope else 16
+    if variant.use == "learner" and variant.keys == "bf16" and variant.width == 256:
+        most = 32
     assert machine.local_bytes <= most and machine.opcodes["LDL"] <= most - 8
     assert "ex2.approx" in machine.ptx and "div.full" not in machine.ptx
     assert not re.search(r"\b(atom|red)\.", machine.ptx)
@@ -198,13 +201,17 @@ def test_attention(variant):
     if variant.queries == "float32":
         assert not machine.matrix  # TF32 would keep 10 bits of the mantissa
         return
-    pairs = variant.keys == "fp8"
-    rope = {"HMMA.16816.F32.BF16"} if variant.rope or not pairs else set()
-    assert machine.matrix == rope | ({"HMMA.16816.F32"} if pairs else set())
-    # Two E4M3 an instruction, at most one permutation for them, and no loads of single bytes.
-    assert machine.opcodes["PRMT"] <= (machine.opcodes["F2FP"] if pairs else 0)
+    kinds = {variant.keys, variant.values or variant.keys}
+    pairs = kinds & {"fp8", "int8"}
+    matrix = {"HMMA.16816.F32.BF16"} if variant.rope or "bf16" in kinds else set()
+    assert machine.matrix == matrix | ({"HMMA.16816.F32"} if pairs else set())
+    # Two E4M3 an instruction, at most one permutation for them (INT8: one for two), and no loads of
+    # single bytes.
+    if "int8" not in kinds:
+        assert machine.opcodes["PRMT"] <= (machine.opcodes["F2FP"] if pairs else 0)
     assert not any(name.startswith(("LDG.E.U8", "LDG.E.S8")) for name in machine.memory)
-    assert ("cvt.rn.f16" if pairs else "cvt.rn.bf16") in machine.ptx  # weights, to nearest even
+    values = variant.values or variant.keys
+    assert ("cvt.rn.bf16" if values == "bf16" else "cvt.rn.f16") in machine.ptx  # weights, to even
 
 
 @pytest.mark.parametrize(
