@@ -70,7 +70,7 @@ def train(
             for line in lines:
                 display.note(line)
             run = Run(runtime, lock, display, stop)
-            run.doubted = checked is not None and not checked.holds
+            run.doubted = checked is not None and (not checked.holds or bool(checked.drifted))
             return _execute(run, resume)
         except OSError as error:
             if error.errno not in WRITE_ERRORS:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 
 import jax
@@ -41,10 +42,11 @@ def triton_installed() -> bool:
     CUDA than the drivers of CUDA 13.0 have.
     """
     try:
-        version = importlib.metadata.version("jax-triton").split(".")[:2]
+        version = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("jax-triton"))
     except importlib.metadata.PackageNotFoundError:
         return False
-    return [int(part) for part in version] >= [0, 4] and bool(importlib.util.find_spec("triton"))
+    new = version is not None and tuple(map(int, version.groups())) >= (0, 4)
+    return new and importlib.util.find_spec("triton") is not None
 
 
 def gpu_kernels():

@@ -6,7 +6,9 @@ if [ -n "${FP8RL_SHARED-}" ]; then
   export FP8RL_COMPILATION_CACHE="${FP8RL_COMPILATION_CACHE:-$FP8RL_SHARED/fp8rl_jax/compilation}"
 fi
 
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
+if [ -z "${XLA_CLIENT_MEM_FRACTION-}" ]; then # the newer name; JAX refuses both together
+  export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
+fi
 export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export XLA_FLAGS="--xla_gpu_deterministic_ops=true --xla_gpu_enable_latency_hiding_scheduler=true ${XLA_FLAGS-}"
 

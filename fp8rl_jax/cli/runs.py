@@ -69,7 +69,7 @@ def _convert(values: argparse.Namespace) -> int:
     if os.path.isdir(os.path.join(source, "checkpoints")) and pretrained_config(source) is None:
         settings = values.dtype, values.max_shard_gb, values.allow_import
         print(export_run(source, written, *settings, note, values.average_last))
-    elif values.average_last:
+    elif values.average_last is not None:
         raise UserError(f"fp8rl convert: --average-last goes with a run, and {source} is none")
     else:
         print(hf.convert(source, written, values.dtype, values.max_shard_gb))

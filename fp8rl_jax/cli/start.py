@@ -37,8 +37,9 @@ def prepare(command: Command) -> None:
     from fp8rl_jax.base.jax_settings import USABLE, hold_settings
 
     hold_settings()
-    # JAX alone would take 75% of a GPU.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(USABLE))
+    # JAX alone would take 75% of a GPU. It refuses both names of this variable together.
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(USABLE))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if command.config and most < _OPEN_FILES:  # checkpoints would fail half-way
         raise UserError(

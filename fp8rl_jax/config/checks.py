@@ -82,8 +82,12 @@ def _check_precision(resolved: Resolved) -> None:
     rollout, learner = resolved.rollout_recipe, resolved.learner_recipe
     precision = resolved.config.precision
     changes = ("weight_policy", "activation_policy", "gradient_policy", "bf16_modules")
-    for name in (*changes, "first_layers_bf16", "last_layers_bf16"):
-        if precision[name] and not rollout.quantized and not learner.quantized:
+    for name in (*changes, "backward", "first_layers_bf16", "last_layers_bf16"):
+        if (
+            precision[name] not in ("", 0, "recipe")
+            and not rollout.quantized
+            and not learner.quantized
+        ):
             raise UserError(
                 f"precision.{name} is {precision[name]!r}, and neither recipe ({rollout.name}, "
                 f"{learner.name}) quantises linear layers: leave it out, or use fp8"

@@ -63,8 +63,8 @@ class Resolved:
         """Returns whether the sampler's log-probabilities serve as the old ones, which saves a
         forward pass.
 
-        With `algo.old_logprobs` 'auto' they do under zero drift without corrections, until a first
-        update has shown (`drifted`) that the learner's differ.
+        With `algo.old_logprobs` 'auto' they do under zero drift without corrections, unless the
+        self-check or a first update has shown (`drifted`) that the learner's differ.
         """
         setting = self.config.algo.old_logprobs
         if setting != "auto":

@@ -9,7 +9,7 @@ the query and the result::
     out_h   = W_vb_h (sum_s p_s c_s)
 
 Decode needs this form for its speed; prefill and learner run the same one, so that all three have
-the same bits. The latent passes through the KV quantiser (FP8, one scale a token); the rotated part
+the same bits. The latent passes through the KV quantiser (one scale a token); the rotated part
 stays in the compute dtype, as it is small and carries the positions. The two absorbed products are
 per head: `grouped_matmul` with heads as experts.
 

@@ -27,6 +27,8 @@ from fp8rl_jax.models.arrays import EXPERTS, TABLE, array_in
 from fp8rl_jax.models.stacks import RUNS
 from fp8rl_jax.quant import Recipe
 
+_WITHOUT_FRAGMENTS = 0.97
+
 
 def gib(size: float) -> str:
     """Returns bytes as text in GiB."""
@@ -34,13 +36,14 @@ def gib(size: float) -> str:
 
 
 def device_memory() -> int | None:
-    """Returns the bytes of the first device that a run may fill: JAX's share of a GPU, USABLE of a
-    CPU device's part of the machine's memory; None if unknown."""
+    """Returns the bytes of the first device that a run may fill: JAX's share of a GPU but for
+    fragments, USABLE of a CPU device's part of the machine's memory; None if unknown."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return int(USABLE * machine) // jax.local_device_count()
-    return (device.memory_stats() or {}).get("bytes_limit")
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else int(_WITHOUT_FRAGMENTS * limit)
 
 
 def part_sizes(tree, shardings) -> list[int]:

@@ -75,7 +75,7 @@ _E4M3, _INT8 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)
 INSTRUCTIONS = {
     (None, None): 338,
     (_E4M3, _E4M3): 366,
-    (_INT8, _INT8): 431,
+    (_INT8, _INT8): 430,
     (_INT8, _E4M3): 398,
     (_E4M3, _INT8): 398,  # assumed
     (None, _E4M3): 480,

@@ -59,7 +59,8 @@ def export_run(
     config.run.dir, config.mesh = str(path), default_config().mesh
     if average_last is not None:
         config.eval.average_last = average_last
-    found = open_trained(make_runtime(config, with_questions=False), path)
+    count = config.eval.average_last
+    found = open_trained(make_runtime(config, with_questions=False), path, count)
     runtime = found.runtime
     read = found.read_params()
     note(found.text)

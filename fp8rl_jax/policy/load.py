@@ -14,6 +14,7 @@ import ml_collections
 import numpy as np
 import optax
 
+from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
@@ -83,7 +84,8 @@ def load_policy(
         state, phase = runtime.engine.new_state(params, optax.identity()), "rl"
         note(f"weights of {config.model.checkpoint}")
     else:
-        state, phase = load_trained(runtime, pathlib.Path(config.run.dir), note)
+        directory, count = pathlib.Path(config.run.dir), config.eval.average_last
+        state, phase = load_trained(runtime, directory, note, count)
     if not is_fresh(state.kv_scales, int(state.step)):
         few = rows[: config.eval.batch_size]
         state = runtime.engine.calibrate(state, *pad(runtime, few))
@@ -135,8 +137,8 @@ class Trained(NamedTuple):
         return mean if reads[1:] else reads[0]
 
 
-def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
-    """Opens the newest checkpoints of a run, `eval.average_last` of them, without reading arrays.
+def open_trained(runtime: Runtime, directory: pathlib.Path, count: int = 1) -> Trained:
+    """Opens the `count` newest checkpoints of a run, without reading arrays.
 
     Raises:
       UserError: there are not as many checkpoints of the newest's phase, or model or data settings
@@ -160,24 +162,26 @@ def open_trained(runtime: Runtime, directory: pathlib.Path) -> Trained:
     saved_as.mesh = ml_collections.ConfigDict(config.mesh.to_dict())
     saved = make_runtime(saved_as, with_questions=False)
     checkpoints = Checkpoints(directory / "checkpoints", saved_as.run.keep_checkpoints)
-    wanted = config.eval.average_last
-    numbers = checkpoints.newest(wanted)
+    numbers = checkpoints.newest(count)
     if not numbers:
         raise UserError(f"{directory / 'checkpoints'} holds no complete checkpoint: train first")
     metas = [checkpoints.read_meta(number) for number in numbers]
     newest = metas[-1]
     there = sum(meta["phase"] == newest["phase"] for meta in metas)
-    if there < wanted:
+    if there < count:
         raise UserError(
-            f"eval.average_last is {wanted}, and {directory / 'checkpoints'} holds {there} of "
-            f"phase {newest['phase']}: write {there}, or train with run.keep_checkpoints={wanted}"
+            f"eval.average_last is {count}, and {directory / 'checkpoints'} holds {there} of phase "
+            f"{newest['phase']}: set eval.average_last={there}, or save more often "
+            "(run.checkpoint_every) and keep them (run.keep_checkpoints)"
         )
     return Trained(directory, saved, checkpoints, numbers, newest["phase"], newest["step"])
 
 
-def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple[TrainState, str]:
+def load_trained(
+    runtime: Runtime, directory: pathlib.Path, note: Note, count: int = 1
+) -> tuple[TrainState, str]:
     """Returns the state in a run's newest checkpoint, without the optimiser's, and its phase. The
-    weights are the mean of `eval.average_last` checkpoints.
+    weights are the mean of the `count` newest.
 
     `runtime` may have other recipes and another mesh than the run. With another recipe, scaling
     states begin anew and calibrated KV scales are left out.
@@ -185,13 +189,14 @@ def load_trained(runtime: Runtime, directory: pathlib.Path, note: Note) -> tuple
     Raises:
       UserError: as for `open_trained`, or the checkpoint is damaged.
     """
-    found = open_trained(runtime, directory)
+    found = open_trained(runtime, directory, count)
     saved = found.runtime
     state = found.checkpoints.restore(found.numbers[-1], found.shapes)
     if averaged := len(found.numbers) > 1:
-        read = found.read_params()
+        read, old = found.read_params(), state.params
+        state = dataclasses.replace(state, params=None, opt_state=None)
         params = jax.tree_util.tree_map_with_path(
-            lambda keys, x: jax.device_put(read(path_of(keys)), x.sharding), state.params
+            lambda keys, x: processes.place(read(path_of(keys)), x.sharding), old
         )
         state = dataclasses.replace(state, params=params)
     found.checkpoints.close()

@@ -53,8 +53,8 @@ class QArray:
     """A quantised array: ``value ~ qvalue * scale``, the scale repeated over its block.
 
     Invariants:
-      * `qvalue` has the shape of the value and holds numbers of an FP8 format, in its dtype or, if
-        `widened`, in a larger one.
+      * `qvalue` has the shape of the value and holds numbers of an FP8 format or INT8, in its dtype
+        or, if `widened`, in a larger one.
       * `scale` is float32, one per block, with as many axes as `qvalue`.
       * `block_shape` names the block of the last ``len(block_shape)`` axes (-1: the whole axis);
         further axes in front are stacks (layers, experts) and are blocked one by one.

@@ -161,13 +161,16 @@ class Recipe:
         if not dtypes <= {None, *KV_DTYPES}:
             yield f"k_dtype is {self.k_dtype} and v_dtype {self.v_dtype}; write E4M3, INT8 or None"
         if self.fp8_attention and (self.kv == "none" or dtypes != {E4M3}):
-            yield "FP8 attention needs K and V in E4M3; set kv='dynamic' or 'calibrated'"
-        if INT8 in dtypes and (
-            self.kv == "calibrated" or not scaling.never_saturates(self.kv_policy)
-        ):
             yield (
-                "K or V in INT8 needs a scale from each token's own amax: INT8 has no NaN that "
-                "would show what a fixed scale cannot; set kv='dynamic' with its own policy"
+                "FP8 attention needs K and V in E4M3; set k_dtype and v_dtype to it, and kv to "
+                "'dynamic' or 'calibrated' (precision.kv_cache='fp8' or 'fp8_calibrated')"
+            )
+        if self.kv == "calibrated" and dtypes != {E4M3}:
+            yield "calibrated scales are for K and V in E4M3; set kv='dynamic', or both dtypes"
+        if INT8 in dtypes and not scaling.never_saturates(self.kv_policy):
+            yield (
+                "INT8 has no NaN for what a fixed scale cannot hold, so K or V in INT8 take the "
+                "scale from their own amax; set kv_policy=dynamic() or power_of_two(dynamic())"
             )
         if min(self.first_layers, self.last_layers) < 0:
             yield (

@@ -50,7 +50,7 @@ class ScalingPolicy:
       shape: tuple of ints, the scales of one call site (one per block).
       state: what `init` or `update` returned; any pytree of arrays, () for none.
       amax: float32, shape `shape`, not negative; NaN or inf where the values hold NaN or inf.
-      fp8_max: 448.0 for E4M3, 57344.0 for E5M2.
+      fp8_max: 448.0 for E4M3, 57344.0 for E5M2, 127.0 for INT8.
     """
 
     init: Callable[[tuple[int, ...]], State]

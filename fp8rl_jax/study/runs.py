@@ -54,8 +54,8 @@ class After(NamedTuple):
 
     Attributes:
       key: everything that the numbers depend on besides the weights; JSON.
-      measure: function of the float32 parameters of the newest checkpoints, on the host, the last
-        ones last; returns the numbers, JSON.
+      measure: function of the float32 parameters of the newest checkpoints, on the host, the oldest
+        first; returns the numbers, JSON.
       last: number of these checkpoints.
     """
 
@@ -165,9 +165,9 @@ def _of_last_weights(config: ml_collections.ConfigDict, note: Note, after: After
         read = opened.checkpoints.read_params(number, opened.shapes)
         return jax.tree_util.tree_map_with_path(lambda keys, _: read(path_of(keys)), state.params)
 
-    weights = [weights_of(number) for number in opened.checkpoints.newest(after.last)]
+    snapshots = [weights_of(number) for number in opened.checkpoints.newest(after.last)]
     opened.checkpoints.close()
-    return found | {"after": after.measure(weights)}
+    return found | {"after": after.measure(snapshots)}
 
 
 def _kept(record: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class Run:
       checkpoints: checkpoints of the run.
       logs: logs, which `open_logs` opens at the run's start or its resumption.
       phase: 'sft' or 'rl'.
-      doubted: whether the self-check has shown drift though there must be none.
+      doubted: whether the self-check, or an earlier run of this configuration, has shown drift
+        though there must be none.
       drifted: whether a first update has.
       evaluation_failed: whether the restored state was saved because its evaluation failed.
       interrupted: function that returns the name of the signal that stops this process, or None.

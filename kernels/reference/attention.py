@@ -173,7 +173,8 @@ def attention(
 
     Args:
       q: (B, T, H, Dh) E4M3, bf16 or float32, after QK-norm and RoPE.
-      k, v: (B, S, Hkv, Dh) and (B, S, Hkv, Dv), E4M3, bf16 or float32; H is a multiple of Hkv.
+      k, v: (B, S, Hkv, Dh) and (B, S, Hkv, Dv), each in E4M3, INT8, bf16 or float32; H is a
+        multiple of Hkv.
       positions: (B, T) int32, position of each query.
       scale: softmax scale, usually 1/sqrt(Dh).
       q_scale: (B, T, H) float32 dequantisation scales, () for one common scale, or None for an

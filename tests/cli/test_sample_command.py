@@ -328,9 +328,8 @@ def test_mean_of_checkpoints(run_dir, tmp_path, capsys):
         found.checkpoints.read_params(number, found.shapes)
         for found, number in ((one, one.checkpoints.newest(2)[0]), (two, two.numbers[-1]))
     ]
-    config.eval.average_last = 2
     runtime, said = make_runtime(config, False), []
-    state, phase = load_trained(runtime, run_dir, said.append)
+    state, phase = load_trained(runtime, run_dir, said.append, 2)
     assert (phase, int(state.step), state.kv_scales) == ("rl", 6, None)
     assert said == [f"weights of {run_dir}, the mean of 2 checkpoints, the last after rl step 6"]
     differ = 0

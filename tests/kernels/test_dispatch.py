@@ -63,7 +63,14 @@ def test_without_jax_triton_auto_is_the_reference(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "runs"), [("0.3.1", False), ("0.4.0", True), ("0.10.0.dev1", True), ("1.0", True)]
+    ("version", "runs"),
+    [
+        ("0.3.1", False),
+        ("0.4.0", True),
+        ("0.10.0.dev1", True),
+        ("1.1+cu13", True),
+        ("0.4rc1", True),
+    ],
 )
 def test_jax_triton_is_new_enough(version, runs, monkeypatch):
     """XLA captures kernels into CUDA graphs from 0.4 on."""

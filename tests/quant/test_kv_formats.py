@@ -96,8 +96,9 @@ def test_what_a_recipe_says():
     ("fields", "words"),
     [
         ({"k_dtype": jnp.dtype(jnp.float8_e5m2)}, ["k_dtype", "E4M3, INT8 or None"]),
-        ({"v_dtype": INT8, "kv": "calibrated"}, ["INT8", "kv='dynamic'"]),
-        ({"k_dtype": INT8, "kv_policy": static(8.0)}, ["INT8", "no NaN"]),
+        ({"v_dtype": INT8, "kv": "calibrated"}, ["calibrated scales", "kv='dynamic'"]),
+        ({"v_dtype": None, "kv": "calibrated"}, ["calibrated scales", "kv='dynamic'"]),
+        ({"k_dtype": INT8, "kv_policy": static(8.0)}, ["INT8", "no NaN", "kv_policy=dynamic()"]),
         ({"k_dtype": INT8, "fp8_attention": True}, ["FP8 attention needs K and V in E4M3"]),
         ({"v_dtype": None, "fp8_attention": True}, ["FP8 attention needs K and V in E4M3"]),
     ],
