@@ -119,6 +119,7 @@ def test_both_platforms_give_the_same_tree(monkeypatch, changes, more):
     and over pages, which JAX compares while it traces."""
     pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
     monkeypatch.setattr(dispatch, "backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
     config = dataclasses.replace(_DENSE, **more)
     recipe = get_recipe("bf16" if changes is None else "fp8")
     recipe = dataclasses.replace(recipe, **(changes or {}))

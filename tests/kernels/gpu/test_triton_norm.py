@@ -274,7 +274,7 @@ def test_weight_gradient_takes_the_quantised_columns():
 
 def test_bad_arguments_are_named():
     x = jnp.ones((2, 128), jnp.bfloat16)
-    with pytest.raises(ValueError, match="float16 is no FP8 format"):
+    with pytest.raises(ValueError, match="float16 is no format of one byte"):
         kernels.quantize_rows(x, jnp.float16)
     wide = kernels.MAX_WIDTH + 128
     with pytest.raises(ValueError, match=f"rows of {wide} are too wide"):
