@@ -2,9 +2,10 @@
 
 NVIDIA's report on FP8 for RL gives Llama 3.1 8B 0.616 in BF16 and 0.613 in FP8 end to end, with FP8
 in linear layers alone: K and V stay in bf16. The recipe `fp8` stores them in E4M3, too. The arms
-are bf16, `fp8`, `fp8_linear` (the claim's recipe), and as a control `fp8_linear` whose backward
-pass multiplies in bf16 the bytes of its forward pass. Sampler and learner have one recipe, so none
-of the arms drifts.
+are bf16, `fp8`, `fp8_linear` (the claim's recipe), as a control `fp8_linear` whose backward pass
+multiplies in bf16 the bytes of its forward pass, and `fp8` with K and V in INT8, which has the
+bytes of `fp8` and adds less than half of its variance (`study gradients`). Sampler and learner have
+one recipe, so none of the arms drifts.
 
 Fixed before the first run:
 
@@ -15,7 +16,8 @@ Fixed before the first run:
   95% interval within it.
 * *Secondary*: the training reward of the last quarter of the steps. *Third*: accuracy at the end.
 * Whether FP8 keys and values cost: the paired t-test of `fp8_linear` less `fp8`.
-* Seeds 0 to 11, all arms of a seed on one machine from one start. The verdicts are looked at once.
+* Seeds 0 to 11, all arms of a seed on one machine from one start. Verdicts are drawn when all are
+  there. The last arm was added when the others of seeds 0 to 3 had been run.
 
 The mean of the snapshots' weights is measured in every arm as well (`eval.average_last`).
 """
@@ -60,11 +62,13 @@ ARMS: dict[str, Fields] = {
     "fp8": _arm("fp8"),
     "fp8_linear": _arm("fp8_linear"),
     "fp8_linear_dequantized": _arm("fp8_linear", backward="dequantized"),
+    "fp8_int8": _arm("fp8", kv_cache="int8"),
 }
 _TEXTS = {
     "fp8": "FP8 with keys and values in E4M3",
     "fp8_linear": "FP8 in linear layers, the claim's recipe,",
     "fp8_linear_dequantized": "FP8 in linear layers with a bf16 backward pass of its bytes",
+    "fp8_int8": "FP8 with keys and values in INT8",
 }
 
 _FIGURE = "probability of the right answer in bf16, mean of the last snapshots, less that of {}"
