@@ -26,6 +26,7 @@ import ml_collections
 import numpy as np
 
 from fp8rl_jax import learner
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.config import default_config
 from fp8rl_jax.data import Stream
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _FP8, _BF16, _LINEAR = (get_recipe(name) for name in ("fp8", "bf16", "fp8_linear"))
 _EXACT = "exact"
+_TRIES = 16  # batches sampled, at most, for each one that has a gradient
 # The reference, backward passes at its forward pass, and another function.
 BACKWARDS: dict[str, Recipe] = {
     _EXACT: dataclasses.replace(_FP8, name=_EXACT, backward="dequantized"),
@@ -124,7 +126,8 @@ def _runtime(subject: Subject) -> Runtime:
 
 
 def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
-    """Samples batches, and returns what `_Sums.numbers` has of each backward pass."""
+    """Samples batches, and returns what `_Sums.numbers` has of each backward pass. A batch whose
+    questions have equal rewards each has no gradient, and is replaced by the next."""
     runtime = _runtime(subject)
     config = runtime.config
     engine, optimizer = runtime.engine, optimizer_of_phase(config, "rl")[0]
@@ -142,11 +145,14 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
     }
     sums = {name: _Sums() for name in BACKWARDS}
     progress = Part("batches", batches, note)
-    for number in range(batches):
+    used = 0
+    for number in range(_TRIES * batches):
         record = StepRecord(number + 1)
         at = jax.random.fold_in(key, number)
         samples = sample_step(runtime, served, stream, at, record, lambda _: None)
         batch = weighed(runtime, samples, engine.batch(samples.rollout, samples.prompts), record)
+        if not np.any(batch.advantages):
+            continue
         given = runtime.layout.by_rows(batch)
         reference = None
         for name, program in programs.items():
@@ -155,7 +161,16 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
             leaves = jax.device_get(jax.tree.leaves(gradients.params))
             reference = leaves if reference is None else reference
             sums[name].add(leaves, reference)
-        progress.reach(number + 1)
+        used += 1
+        progress.reach(used)
+        if used == batches:
+            break
+    else:
+        raise UserError(
+            f"study gradients: {used} of {number + 1} batches have a gradient, and --batches asks "
+            f"for {batches}: the other batches' rewards are equal for each question. Raise "
+            "rollout.group_size or prompts_per_step, or give a policy that is right more often"
+        )
     return {name: own.numbers(sums[_EXACT]) for name, own in sums.items()}
 
 
@@ -323,11 +338,12 @@ def _figure(result: Result) -> Figure:
     names = [name for name in result["backward"] if name != _EXACT]
     errors = [[np.mean(run["error"]) for run in result["backward"][name]] for name in names]
     backward.barh(names, [np.mean(found) for found in errors], color=writing.COLOURS[1])
-    backward.set_xscale("log")
     parts = [np.sqrt(np.array(result["forward"][part])[:, 1]).mean() for part in FORWARDS]
     forward.barh(list(FORWARDS), parts, color=writing.COLOURS[0])
     writing.plain(backward, "relative error of a batch's gradient", "")
     writing.plain(forward, "RMS of log P of the demonstration, less bf16's", "")
+    for axes in (backward, forward):
+        axes.invert_yaxis()  # the order of the tables
     return figure
 
 
