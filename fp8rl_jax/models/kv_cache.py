@@ -249,27 +249,25 @@ def _empty(
     """Returns zero-filled arrays whose leading axes are `shape` (..., slots)."""
 
     def zeros(dtype, *features: int) -> jax.Array:
-        return jnp.zeros((*shape, *features), dtype)
+        return jnp.zeros((*shape, *features), _BITS.get(dtype, dtype))
 
-    def bits(name: str):
-        dtype = recipe.stored_dtype(name) or recipe.compute_dtype
-        return _BITS.get(dtype, dtype)
+    k_dtype, v_dtype = (recipe.stored_dtype(name) or recipe.compute_dtype for name in "kv")
 
     if config.latent:
         scale = zeros(jnp.float32) if recipe.kv_quantized else None
-        rope = zeros(_BITS.get(recipe.compute_dtype, recipe.compute_dtype), config.qk_rope_head_dim)
-        return StoredLatent(zeros(bits("k"), config.kv_lora_rank), scale, rope)
+        rope = zeros(recipe.compute_dtype, config.qk_rope_head_dim)
+        return StoredLatent(zeros(k_dtype, config.kv_lora_rank), scale, rope)
     heads = config.num_key_value_heads
     own = recipe.kv == "dynamic"  # calibrated scales are arguments
     k_scale, v_scale = (
         zeros(jnp.float32, heads) if own and recipe.stored_dtype(name) is not None else None
         for name in "kv"
     )
-    v = zeros(bits("v"), heads, config.head_dim)
+    v = zeros(v_dtype, heads, config.head_dim)
     if resolve(recipe.kernels) != "reference" or parallel.tensor > 1:
-        return StoredKV(zeros(bits("k"), heads, config.head_dim), v, k_scale, v_scale)
+        return StoredKV(zeros(k_dtype, heads, config.head_dim), v, k_scale, v_scale)
     *first, slots = shape
-    k = jnp.zeros((*first, heads, config.head_dim, slots), bits("k"))
+    k = jnp.zeros((*first, heads, config.head_dim, slots), _BITS.get(k_dtype, k_dtype))
     return StoredKV(k, v, k_scale, v_scale, keys_by_feature=True)
 
 

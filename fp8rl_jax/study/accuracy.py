@@ -239,11 +239,8 @@ def _figure(result: Result) -> Figure:
     paired.plot(range(len(names)), every.mean(axis=1), "ko", ms=7)
     labels = [name.replace("_", "\n") for name in names]
     paired.set_xticks(range(len(names)), labels, fontsize=8)
-    for colour, name in zip(writing.COLOURS, names, strict=False):
-        writing.curves(rewards, result["runs"][name], "reward_mean", colour, _TEXTS[name])
     writing.plain(paired, "", "sampled accuracy in bf16")
-    writing.plain(rewards, "RL step", "reward")
-    rewards.legend(frameon=False, fontsize=8)
+    writing.rewards(rewards, {_TEXTS[name]: found for name, found in result["runs"].items()})
     return figure
 
 

@@ -211,11 +211,8 @@ def _figure(result: Result) -> Figure:
     differences.axhspan(-MARGIN, MARGIN, color="#e8f0e8", zorder=0)
     differences.set_xticks(range(len(names)), [n.replace("_", "\n") for n in names], fontsize=8)
     differences.set_xlim(-0.5, len(names) - 0.5)
-    for colour, (arm, runs) in zip(writing.COLOURS, result["runs"].items(), strict=False):
-        writing.curves(rewards, runs, "reward_mean", colour, arm)
     writing.plain(differences, "", "P(right answer), less bf16's")
-    writing.plain(rewards, "RL step", "reward")
-    rewards.legend(frameon=False, fontsize=8)
+    writing.rewards(rewards, result["runs"])
     return figure
 
 

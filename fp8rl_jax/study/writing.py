@@ -73,6 +73,14 @@ def curves(axes: Axes, runs: Sequence[dict[str, Any]], metric: str, color: str, 
     axes.plot(steps, lines.mean(axis=0), lw=1.5, color=color, label=label)
 
 
+def rewards(axes: Axes, arms: dict[str, Sequence[dict[str, Any]]]) -> None:
+    """Draws the reward over the RL steps of each arm: {label: its runs}."""
+    for colour, (label, runs) in zip(COLOURS, arms.items(), strict=False):
+        curves(axes, runs, "reward_mean", colour, label)
+    plain(axes, "RL step", "reward")
+    axes.legend(frameon=False, fontsize=8)
+
+
 def _running_mean(values: np.ndarray) -> np.ndarray:
     """Returns running means over a sixteenth of all values; over fewer at the first values."""
     total = np.cumsum(np.append(0.0, values))
