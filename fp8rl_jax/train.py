@@ -65,7 +65,7 @@ def train(
     """
     runtime, display = make_runtime(config), Display()
     check = functools.partial(_self_check, runtime, display.note)
-    with preflight(runtime, resume, check) as (lock, lines, checked), display:
+    with display, preflight(runtime, resume, check) as (lock, lines, checked):
         try:
             for line in lines:
                 display.note(line)

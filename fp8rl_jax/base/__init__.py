@@ -3,7 +3,7 @@
 ::
 
     environment ------------> meeting -> processes   join, exchange host values, end
-    JAX's settings ---------> jax_settings, exact_jit, compilation_cache, user_cache
+    JAX's settings ---------> jax_settings, exact_jit, compiling, compilation_cache, user_cache
     a user's text ----------> bounds (numbers), by_name and user_code (functions), paths
     files of other programs -> json_file (limits) and whole_file (atomic writes)
                                   |

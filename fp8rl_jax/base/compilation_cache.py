@@ -62,6 +62,11 @@ def _listen() -> None:
     jax.monitoring.register_event_listener(count)
 
 
+def found_count() -> int:
+    """Returns how many of this process's programs were in the cache."""
+    return _counts["found"]
+
+
 def found_programs() -> str | None:
     """Returns a line that says how many of this process's programs were in the cache; None without
     a cache or before the first program."""

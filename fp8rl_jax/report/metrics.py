@@ -167,6 +167,7 @@ _TIME = (
     Metric("time_refit", "s", "quantising the sampler's weights", _SECONDS),
     Metric("time_calibrate", "s", "calibration of KV scales", _SECONDS, when=_CALIBRATED),
     Metric("calibrate_frac", "share", "time_calibrate over time_step", when=_CALIBRATED),
+    Metric("time_compile", "s", "tracing and compiling programs, which the other times contain"),
     Metric(
         "tokens_per_s_rollout",
         "tokens/s",

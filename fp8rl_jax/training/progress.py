@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import statistics
 import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
+from fp8rl_jax.base import compiling
 from fp8rl_jax.report.metrics import live_line
+from fp8rl_jax.training.compile_times import CompileTimes
 
 _PLAIN_SECONDS = 10.0  # least time between two plain lines of steps
+_LARGE_SECONDS = 1.0  # programs that compile for less are not shown
 _RECENT = 20  # number of last steps that the remaining time is estimated from
 
 
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+class _Compiling(ProgressColumn):
+    """Shows the program that is being compiled."""
+
+    def __init__(self, display: Display):
+        super().__init__()
+        self._display = display
+
+    def render(self, task: Task) -> Text:
+        program = compiling.at_hand()
+        if program is None or program[1] < _LARGE_SECONDS:
+            return Text("")
+        name, seconds = program
+        return Text(f"compiling {name}, {_duration(seconds)}{self._display.compiling_left()}")
+
+
 class Display:
-    """Shows SFT updates, RL steps and evaluations. Use as a context manager."""
+    """Shows SFT updates, RL steps, evaluations, and what is being compiled. Use as a context
+    manager."""
 
     def __init__(self, console: Console | None = None):
         self._console = console or Console(highlight=False)
@@ -29,6 +55,7 @@ class Display:
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TextColumn("{task.fields[status]}"),
             TextColumn("{task.fields[left]}"),
+            _Compiling(self),
             console=self._console,
             disable=not self._live,
         )
@@ -37,20 +64,35 @@ class Display:
         self._ended = time.perf_counter()
         self._durations: collections.deque[float] = collections.deque(maxlen=_RECENT)
         self._accuracy = "-"
+        self._opened = contextlib.ExitStack()
+        self._times: CompileTimes | None = None  # until the first step of a phase ends
 
     def __enter__(self) -> Display:
-        self._progress.start()
+        self._opened.enter_context(compiling.watch(self._compiled))
+        self._opened.enter_context(self._progress)
         return self
 
     def __exit__(self, *exc) -> None:
-        self._progress.stop()
+        self._opened.close()
 
     def note(self, text: str) -> None:
         """Prints a line above the live line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def phase(self, name: str, total: int, completed: int) -> None:
-        """Starts a bar of `total` steps."""
+    def _compiled(self, name: str, seconds: float) -> None:
+        """Prints a line for a program that was compiled, where there is no live line."""
+        if not self._live and seconds >= _LARGE_SECONDS:
+            self.note(f"  compiled {name} in {_duration(seconds)}{self.compiling_left()}")
+
+    def compiling_left(self) -> str:
+        """Returns how long the first step still compiles, as the end of a line; '' if unknown."""
+        if self._times is None:
+            return ""
+        left = self._times.left(self._name)
+        return f", about {_duration(left)} of compiling left" if left >= 1 else ""
+
+    def phase(self, name: str, total: int, completed: int, times: CompileTimes) -> None:
+        """Starts a bar of `total` steps; `times` estimates what the first one compiles."""
         if self._task is not None:
             self._progress.remove_task(self._task)
         self._task = self._progress.add_task(
@@ -58,12 +100,21 @@ class Display:
         )
         self._name, self._total = name, total
         if completed < total:
-            self.note(f"{name}: {total} steps; the first one compiles, which takes up to a minute")
+            self._times = times
+            times.begin()
+            about = _duration(times.expected(name))
+            self.note(
+                f"{name}: {total} steps; the first one compiles, about {about} (less if programs "
+                "are cached)"
+            )
         self._ended = time.perf_counter()
         self._durations.clear()
 
     def _update(self, step: int, status: str) -> None:
         assert self._task is not None
+        if self._times is not None:
+            self._times.end(self._name)
+            self._times = None
         now = time.perf_counter()
         self._durations.append(now - self._ended)
         self._ended = now

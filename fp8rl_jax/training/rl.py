@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from fp8rl_jax.base import processes
+from fp8rl_jax.base.compiling import compile_seconds
 from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.data import Stream
@@ -99,7 +100,7 @@ def rl_step(
       NonFiniteError: loss or gradients are not finite; the last good state is saved.
     """
     rt, engine, step = run.runtime, run.runtime.engine, int(state.step)
-    record = StepRecord(step + 1)
+    record, compiled = StepRecord(step + 1), compile_seconds()
     with record.timed("step"):
         # 1. Sample a group of responses for each question, and reward them.
         hold_settings()  # before every part, because a user's code may have changed them
@@ -141,6 +142,7 @@ def rl_step(
         hold_settings()
         state = engine.advance(state, step + 1, questions.position)
         state, served = _refit(rt, state, batch, record)
+        record["time_compile"] = compile_seconds() - compiled
     return StepResult(state, served, samples, logp, record)
 
 
@@ -285,10 +287,10 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
     """
     rt, config = run.runtime, run.runtime.config
     reference = _reference(run, state) if rt.algorithm.needs_reference else None
+    run.display.phase("RL", config.run.steps, int(state.step), run.compile_times)
     questions, served = _stream(rt, state), rt.engine.refit(state)
     if not config.sft.steps and int(state.step) == 0:
         run.evaluate(state, served.weights)
-    run.display.phase("RL", config.run.steps, int(state.step))
     for step in range(int(state.step) + 1, config.run.steps + 1):
         try:
             result = rl_step(run, state, served, reference, questions, monitor)

@@ -12,6 +12,7 @@ from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.compile_times import CompileTimes
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.logs import RunLogs
@@ -26,6 +27,7 @@ class Run:
       runtime: configuration, engine and text.
       directory: `run.dir`.
       display: display of the progress.
+      compile_times: estimates of what the first steps compile.
       checkpoints: checkpoints of the run.
       logs: logs, which `open_logs` opens at the run's start or its resumption.
       phase: 'sft' or 'rl'.
@@ -45,6 +47,7 @@ class Run:
         config = runtime.config
         self.runtime, self.display = runtime, display
         self.directory = pathlib.Path(config.run.dir)
+        self.compile_times = CompileTimes(runtime)
         self._lock, self.interrupted = lock, stop
         keep = config.run.keep_checkpoints
         self._opened = contextlib.ExitStack()

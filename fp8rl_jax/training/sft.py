@@ -176,7 +176,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
     stream.position = int(state.data_state)
     steps, count = config.sft.steps, config.sft.evaluations
     evaluate_at = {round(steps * (i + 1) / count) for i in range(count)}  # the last is `steps`
-    run.display.phase("SFT", config.sft.steps, int(state.step))
+    run.display.phase("SFT", config.sft.steps, int(state.step), run.compile_times)
     for step in range(int(state.step), config.sft.steps):
         hold_settings()
         start = time.perf_counter()

@@ -103,8 +103,11 @@ def _holds(way: Way, dot: Dot) -> bool:
     order = way.bf16_order if dot.dtype == jnp.bfloat16 else float32_order
     assert order
     numbers = Numbers(order, dot.dtype, depth)
-    multiply = lambda x, w: ways.dot_general(x, w, dot.dimension_numbers)
-    multiply = jax.jit(multiply, compiler_options=dict(way.options))
+
+    def product(x, w):
+        return ways.dot_general(x, w, dot.dimension_numbers)
+
+    multiply = jax.jit(product, compiler_options=dict(way.options))
     found = np.asarray(multiply(*dot.operands(numbers)))
     found = found.reshape(-1, rows, columns)
     ends = [

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import types
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.config import default_config
@@ -19,7 +17,6 @@ from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.sharding import MESH_AXES, batch_sharding, make_mesh
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
-from fp8rl_jax.training.progress import Display
 
 
 class _Engine(types.SimpleNamespace):
@@ -109,20 +106,3 @@ def test_a_reward_that_fails():
     runtime.questions["eval"] = [others[0], dataclasses.replace(last, answer="Paris")]
     with pytest.raises(RewardError, match=r"step 5: no question of b was scored \(ValueError"):
         evaluate(runtime, None, "rl", 5)
-
-
-def test_the_first_set_is_shown():
-    text = io.StringIO()
-    display = Display(Console(file=text, highlight=False))
-    record = {"phase": "rl", "step": 2, "accuracy_greedy": 0.5, "questions": 4}
-    display.evaluations(
-        [
-            record | {"set": "a", "accuracy_sampled": 0.25},
-            record | {"set": "b", "accuracy_sampled": 0.75},
-        ]
-    )
-    display.phase("SFT", 9, 0)
-    display.step("sft", {"step": 9, "loss": 1.0})
-    assert "held out of a after rl step 2: sampled 0.250" in text.getvalue()
-    assert "held out of b after rl step 2: sampled 0.750" in text.getvalue()
-    assert "accuracy 0.250/0.500" in text.getvalue()
