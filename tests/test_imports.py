@@ -153,7 +153,7 @@ _SOURCES = _sources()
 # (Raised by 1,100 for kernels: attention's inputs, products at once, the embedding's gradient; by
 # 400 and 1,000 for backward passes by name, means of checkpoints, formats of keys and values, and
 # the studies of recipes and gradients.)
-_MOST_LINES = {"library": 42_750, "with users": 49_600, "package": 7_200, "file": 540}
+_MOST_LINES = {"library": 43_000, "with users": 49_850, "package": 7_300, "file": 540}
 
 
 def test_size_stays_within_the_budget():

@@ -358,6 +358,15 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
         pytest.param(
             {
                 "recipe": "fp8",
+                "config": {"model.qk_norm": False, "model.qkv_bias": True},
+                "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
+            },
+            15,
+            id="biases, which stay whole around cut products",
+        ),
+        pytest.param(
+            {
+                "recipe": "fp8",
                 "vocabulary": 259,
                 "config": {
                     "model.hidden_size": 128,

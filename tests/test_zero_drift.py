@@ -85,6 +85,11 @@ _FAMILIES = {
     "fp8 deepseek": Case("fp8", "deepseek", layers=3, prompts=(1, 7, 20), extra_slots=30),
     "fp8 llama": Case("fp8", "llama", prompts=(1, 7, 20), updates=1, micro_batches=3),
     "f32 llama": Case("f32", "llama", prompts=(1, 7, 40), new_tokens=100, updates=2),
+    "fp8 qwen2": Case("fp8", "qwen2", prompts=(1, 7, 20), updates=1, micro_batches=3),
+    "bf16 qwen2": Case("bf16", "qwen2", prompts=(1, 7, 40), updates=2, remat="full"),
+    "f32 qwen2, experts": Case("f32", "qwen2", prompts=(1, 7, 20), experts=8, updates=1),
+    "delayed qwen2": Case("fp8_delayed", "qwen2", prompts=(1, 7, 20), updates=2),
+    "mxfp8 qwen2": Case("mxfp8", "qwen2", prompts=(1, 7, 20), updates=1),
     "bf16 deepseek": Case("bf16", "deepseek", layers=3, updates=2, micro_batches=3),
     "f32 deepseek past 128 keys": Case(
         "f32", "deepseek", layers=3, prompts=(1, 13, 40), new_tokens=100, remat="full", updates=1
@@ -109,7 +114,8 @@ _FAMILIES = {
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in _FAMILIES.items()])
 def test_families(case):
     """Latent attention, sigmoid routers with groups, shared experts, dense layers before sparse
-    ones; models without QK-norm, with stretched rotary frequencies and interleaved pairs."""
+    ones; models without QK-norm, with biases, stretched rotary frequencies and interleaved
+    pairs."""
     _assert_exact(dataclasses.replace(case, tap_logits=True))
 
 

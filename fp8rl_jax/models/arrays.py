@@ -31,9 +31,11 @@ from fp8rl_jax.models.stacks import RUNS, LayerSpec, Path, layer_spec, layer_sta
 
 Shape = tuple[int, ...]
 # Roles. LINEAR: what a recipe may quantise. TABLE: embedding and head, in the compute dtype.
-# ROUTER, GAIN (of norms) and CORRECTION (of routers): float32 in every form of the parameters.
-LINEAR, TABLE, ROUTER, GAIN, CORRECTION = "linear", "table", "router", "gain", "correction"
-SMALL = (ROUTER, GAIN, CORRECTION)
+# ROUTER, GAIN (of norms), BIAS (of linear layers), CORRECTION (of routers): float32 in every form
+# of the parameters.
+LINEAR, TABLE, ROUTER, GAIN = "linear", "table", "router", "gain"
+BIAS, CORRECTION = "bias", "correction"
+SMALL = (ROUTER, GAIN, BIAS, CORRECTION)
 # Logical axes (`sharding.RULES`) of stacked arrays; the matrix of an expert or a head is not split.
 _WIDE, EXPERTS, HEADS = ("layers", "embed", "wide"), ("layers", "experts"), ("layers", "heads")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
@@ -46,7 +48,7 @@ class Array:
     Attributes:
       path: keys in the parameter tree; for an array of a layer, within its stack.
       sizes: names of its axes, keys of `_sizes`; without the layer axis.
-      role: LINEAR, TABLE, ROUTER, GAIN or CORRECTION.
+      role: LINEAR, TABLE, ROUTER, GAIN, BIAS or CORRECTION.
       axes: for each leading axis, the logical axis by which storage is sharded over the mesh; the
         other axes are not sharded.
       hf: Hugging Face's name, in a layer what follows "model.layers.N."; {} is an expert's number.
@@ -77,7 +79,7 @@ class Array:
     @property
     def matrix(self) -> bool:
         """Whether it is a matrix or a stack of matrices, not a vector."""
-        return self.role not in (GAIN, CORRECTION)
+        return self.role not in (GAIN, BIAS, CORRECTION)
 
     @property
     def transposed(self) -> bool:
@@ -89,13 +91,16 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
     """Returns {axis name: size} of a model's arrays; 0 where the model has no such axis."""
     head = c.qk_nope_head_dim + c.qk_rope_head_dim if c.latent else c.head_dim
     queries = c.num_attention_heads * head
+    keys = 0 if c.latent else c.num_key_value_heads * c.head_dim
     return {
         "vocab": c.vocab_size,
         "head_vocab": 0 if c.tie_word_embeddings else c.vocab_size,
         "hidden": c.hidden_size,
         "mlp": c.intermediate_size,
         "queries": 0 if c.q_lora_rank else queries,
-        "keys": 0 if c.latent else c.num_key_value_heads * c.head_dim,
+        "keys": keys,
+        "query_bias": queries if c.qkv_bias else 0,
+        "key_bias": keys if c.qkv_bias else 0,
         "normed_head": c.head_dim if c.qk_norm and not c.latent else 0,
         "attended": c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
         "q_latent": c.q_lora_rank,
@@ -129,6 +134,12 @@ def _gain(place: str, size: str, gguf: str = "") -> Array:
     """Makes the row of the gain of an RMSNorm at `place`."""
     path = f"{place}/weight"
     return _array(path, size, GAIN, (), path.replace("/", "."), gguf)
+
+
+def _bias(place: str, size: str, gguf: str) -> Array:
+    """Makes the row of the bias of an attention's linear layer at `place`."""
+    path = f"{place}/bias"
+    return _array(path, size, BIAS, (), path.replace("/", "."), gguf)
 
 
 def _gated_mlp(
@@ -165,6 +176,9 @@ ATTENTION = (
     _linear("self_attn/q_proj", "hidden queries", _NORMED, gguf="attn_q.weight", columns=True),
     _linear("self_attn/k_proj", "hidden keys", _NORMED, gguf="attn_k.weight", columns=True),
     _linear("self_attn/v_proj", "hidden keys", _NORMED, gguf="attn_v.weight", columns=True),
+    _bias("self_attn/q_proj", "query_bias", "attn_q.bias"),
+    _bias("self_attn/k_proj", "key_bias", "attn_k.bias"),
+    _bias("self_attn/v_proj", "key_bias", "attn_v.bias"),
     _gain("self_attn/q_norm", "normed_head"),
     _gain("self_attn/k_norm", "normed_head"),
     _linear(
@@ -188,10 +202,12 @@ LATENT = (  # arXiv:2405.04434, 2.1
     _array("self_attn/k_b_proj/kernel", "heads nope kv_latent", LINEAR, HEADS, _BY_HEAD),
     _array("self_attn/v_b_proj/kernel", "heads kv_latent value", LINEAR, HEADS, _BY_HEAD),
 )
-_BIAS = "e_score_correction_bias"
+_CORRECTION = "e_score_correction_bias"
 SPARSE = (
     _array("router/kernel", "hidden experts", ROUTER, _EMBED, "mlp.gate.weight"),
-    _array(f"router/{_BIAS}", "corrected_experts", CORRECTION, _EMBED, f"mlp.gate.{_BIAS}"),
+    _array(
+        f"router/{_CORRECTION}", "corrected_experts", CORRECTION, _EMBED, f"mlp.gate.{_CORRECTION}"
+    ),
     *_gated_mlp("experts/", "experts.{}.", "expert_mlp", EXPERTS, front="experts"),
     *_gated_mlp("shared_experts/", "shared_experts.", "shared_mlp", _WIDE),
 )
@@ -219,6 +235,12 @@ def array_of(path: Path) -> Array:
     return _BY_PATH[path[1:] if path[0] in RUNS else path]
 
 
+def bias_shape(layer: Path, config: ModelConfig) -> Shape | None:
+    """Returns the shape of the bias of the linear layer at a path; None if it has none."""
+    array = _BY_PATH.get((*(layer[1:] if layer[0] in RUNS else layer), "bias"))
+    return array.shape(config) if array else None
+
+
 def array_in(keys) -> Array | None:
     """Returns the row of a leaf in a tree of parameters and other values, say a training state.
 
@@ -240,7 +262,7 @@ def array_in(keys) -> Array | None:
 
 
 def role_of(path: Path) -> str:
-    """Returns LINEAR, TABLE, ROUTER, GAIN or CORRECTION for a path as in `array_of`."""
+    """Returns the role of the array at a path as in `array_of`."""
     return array_of(path).role
 
 

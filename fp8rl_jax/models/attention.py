@@ -15,7 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
-from fp8rl_jax.models.layers import RMSNorm, StackedLayer, by_kernel_or_jnp, linears, rms_norm
+from fp8rl_jax.models.layers import (
+    RMSNorm,
+    StackedLayer,
+    add_bias,
+    by_kernel_or_jnp,
+    linears,
+    rms_norm,
+)
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.parallel.specs import splits_heads
@@ -165,22 +172,30 @@ def has_one_kernel(recipe: Recipe) -> bool:
     return kernels.resolve(recipe.kernels) != "reference" and kept_by_kernel(recipe) is not None
 
 
+def _add_by_head(recipe: Recipe, y: jax.Array, bias: StackedLayer) -> jax.Array:
+    """Adds the bias of a projection (B, T, heads, Dh)."""
+    return add_bias(recipe, ONE_DEVICE, y.reshape(*y.shape[:2], -1), bias).reshape(y.shape)
+
+
 def _inputs_by_kernel(
     config: ModelConfig,
     recipe: Recipe,
     projections: tuple[jax.Array, jax.Array, jax.Array],
+    biases: tuple[StackedLayer, ...] | None,
     gains: tuple[StackedLayer, StackedLayer] | None,
     rope: tuple[jax.Array, jax.Array],
     scales: Scales | None,
     cache: LayerCache,
     positions: jax.Array,
 ):
-    """Applies QK-norm and RoPE, quantises, and writes keys and values to the cache.
+    """Adds biases, applies QK-norm and RoPE, quantises, and writes keys and values to the cache.
+
+    With biases the projections are float32.
 
     Returns (q, k, `_query` of q, cache): q and k after RoPE and before quantisation.
     """
 
-    def kernel(projections, gains, rope, scales, cache, positions):
+    def kernel(projections, biases, gains, rope, scales, cache, positions):
         unit, stored = kernels.gpu_kernels().attention_inputs, cache.merged
         q, k, q_stored, q_scale, *arrays = unit.attention_inputs(
             *projections,
@@ -196,13 +211,18 @@ def _inputs_by_kernel(
                 positions,
                 cache.table,
             ),
+            biases=biases and tuple(bias.stack for bias in biases),
+            dtype=recipe.compute_dtype,
         )
         query = q, None
         if recipe.fp8_attention:
             query = q_stored, q_scale if scales is None else scales["q"]
         return q, k, query, cache.with_merged(StoredKV(*arrays))
 
-    def plain(projections, gains, rope, scales, cache, positions):
+    def plain(projections, biases, gains, rope, scales, cache, positions):
+        if biases is not None:
+            pairs = zip(projections, biases, strict=True)
+            projections = [_add_by_head(recipe, y, bias) for y, bias in pairs]
         q, k, v = projections
         if gains is not None:
             norm = functools.partial(rms_norm, recipe, config.rms_norm_eps, False, ONE_DEVICE)
@@ -211,7 +231,7 @@ def _inputs_by_kernel(
         cache = cache.write(_store(k, v, recipe, scales), positions)
         return q, k, _query(q, recipe, scales), cache
 
-    operands = projections, gains, rope, scales, cache, positions
+    operands = projections, biases, gains, rope, scales, cache, positions
     return kernels.by_platform(recipe.kernels, kernel, plain, *operands)
 
 
@@ -243,18 +263,24 @@ class Attention(nn.Module):
         features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         x = shared_input(x, recipe, features, parallel.tensor)
 
-        projections = linears(self, config, recipe, parallel, list(features), x)
+        one_kernel = cache is not None and not watched(self) and has_one_kernel(recipe)
+        apart = one_kernel and config.qkv_bias and parallel.tensor == 1  # the kernel adds biases
+        projections = linears(
+            self, config, recipe, parallel, list(features), x, adds_bias=not apart
+        )
         q, k, v = (
             gather_or_slice(y, width // sharers).reshape(batch, length, -1, dim)
             for y, width in zip(projections, features.values(), strict=True)
         )
         reader = recipe.for_module("o_proj") if parallel.tensor == 1 else None
-        if cache is not None and not watched(self) and has_one_kernel(recipe):
-            params, gains = self.variables["params"], None
+        if one_kernel and cache is not None:
+            params, biases, gains = self.variables["params"], None, None
+            if apart:
+                biases = tuple(params[name]["bias"] for name in features)
             if config.qk_norm:
                 gains = params["q_norm"]["weight"], params["k_norm"]["weight"]
             q, k, query, cache = _inputs_by_kernel(
-                config, recipe, (q, k, v), gains, (cos, sin), scales, cache, positions
+                config, recipe, (q, k, v), biases, gains, (cos, sin), scales, cache, positions
             )
             read = _attend(recipe, query, cache, positions, scales, scale, reader)
             return read, cache, {"q": q, "k": k, "v": v}

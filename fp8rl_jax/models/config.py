@@ -19,7 +19,8 @@ def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with RMSNorm, RoPE and SwiGLU: Qwen3, Qwen3-MoE, Llama 3 or DeepSeek-V3.
+    """A pre-norm decoder with RMSNorm, RoPE and SwiGLU: Qwen2, Qwen3, Qwen3-MoE, Llama 3 or
+    DeepSeek-V3.
 
     Families differ in these fields alone, so one forward pass runs them all. `models.presets` has
     the published sizes by name.
@@ -33,6 +34,7 @@ class ModelConfig:
     num_key_value_heads: int = _field("key and value heads; divides the query heads")
     head_dim: int = _field("width of a head, even, at most 256")
     qk_norm: bool = _field("RMSNorm of every query and key head (Qwen3)", True)
+    qkv_bias: bool = _field("query, key and value projections have biases (Qwen2)", False)
     rope_theta: float = _field("base of the rotary frequencies", 10_000.0)
     rope_interleave: bool = _field(
         "rotary pairs are neighbours (0, 1), (2, 3), ..., not halves of a head apart", False
@@ -144,6 +146,11 @@ class ModelConfig:
                 raise UserError(
                     f"model.qk_rope_head_dim is {self.qk_rope_head_dim}; rotary embeddings need an "
                     "even number"
+                )
+            if self.qkv_bias:
+                raise UserError(
+                    "model.qkv_bias and model.kv_lora_rank are both set: latent attention has no "
+                    "biases; set model.qkv_bias=False"
                 )
             return
         if self.q_lora_rank:

@@ -37,7 +37,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import by_platform, gpu_kernels, keep, kept, prevent_fma, stored, sum_last
-from fp8rl_jax.models.arrays import array_of
+from fp8rl_jax.models.arrays import array_of, bias_shape
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel import columns
 from fp8rl_jax.models.parallel.mesh import AXIS, ONE_DEVICE, WHOLE, Parallel
@@ -146,12 +146,56 @@ def kernel_of(
     return parallel.replicate(kernel, spec)
 
 
+def _product(recipe: Recipe, bias) -> Any:
+    """Returns the dtype of a linear layer's product: rounded here unless a bias follows."""
+    return recipe.compute_dtype if bias is None else jnp.float32
+
+
+def add_bias(
+    recipe: Recipe, parallel: Parallel, y: jax.Array, bias: jax.Array | StackedLayer | None
+) -> jax.Array:
+    """Returns ``y + bias``, added in float32 and rounded once; `y` without a bias.
+
+    Args:
+      recipe: numerics.
+      parallel: mesh, over whose devices the gradient of the bias is summed.
+      y: (..., N), a product: float32 if there is a bias, else in the compute dtype.
+      bias: (N,) float32, or None.
+    """
+    if bias is None:
+        return y
+    return _plus_bias(recipe, parallel, y, _taken(bias))
+
+
+def _taken(bias: jax.Array | StackedLayer) -> jax.Array:
+    return take_layer(bias.stack, bias.layer) if isinstance(bias, StackedLayer) else bias
+
+
+@functools.partial(varying_vjp, static=2)
+def _plus_bias(recipe: Recipe, parallel: Parallel, y: jax.Array, bias: jax.Array) -> jax.Array:
+    return compute_value(prevent_fma(y) + bias, recipe)
+
+
+def _plus_bias_forward(recipe, parallel, y, bias):
+    return _plus_bias(recipe, parallel, y, bias), None
+
+
+def _plus_bias_backward(recipe, parallel, residual, cotangent):
+    dy = cotangent.astype(jnp.float32)
+    return dy, parallel.sum_over_batch(dy)
+
+
+_plus_bias.defvjp(_plus_bias_forward, _plus_bias_backward)
+
+
 class Linear(nn.Module):
-    """A linear layer without bias. Its quantised input and its output are tapped."""
+    """A linear layer, with a bias if models/arrays.py has one. Its quantised input and its output
+    are tapped. Without `adds_bias` the caller adds it, to a product in float32."""
 
     config: ModelConfig
     recipe: Recipe
     parallel: Parallel
+    adds_bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
@@ -159,9 +203,18 @@ class Linear(nn.Module):
         x = as_activation(x)
         kernel = kernel_of(self, self.config, self.parallel)
         x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))
-        rows = Rows(self.parallel.devices)
-        y = multiply(self.recipe, x.matrix(), kernel, rows, self.recipe.compute_dtype)
-        return tap(self, "output", y.reshape(*x.shape[:-1], y.shape[-1]))
+        bias: Any = None
+        if shape := bias_shape(self.path, self.config):
+            bias = self.get_variable("params", "bias")
+            if not isinstance(bias, StackedLayer):
+                bias = self.param("bias", nn.initializers.zeros, shape)
+                bias = stored(self.parallel.replicate(bias))
+        rows, product = Rows(self.parallel.devices), _product(self.recipe, bias)
+        y = multiply(self.recipe, x.matrix(), kernel, rows, product)
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
+        if not self.adds_bias:
+            return y
+        return tap(self, "output", add_bias(self.recipe, self.parallel, y, bias))
 
 
 def _as_multiplied(recipe: Recipe, kernel: LayerWeight, x: jax.Array) -> jax.Array:
@@ -183,6 +236,7 @@ class SplitLinear(nn.Module):
 
     recipe: Recipe
     parallel: Parallel
+    adds_bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
@@ -196,19 +250,25 @@ class SplitLinear(nn.Module):
             gather = None
         if cut and gather is None:
             kernel = columns.count_once(kernel, self.parallel.tensor)
-        y = multiply(
-            self.recipe, x.matrix(), kernel, Rows(gather=gather), self.recipe.compute_dtype
-        )
-        return y.reshape(*x.shape[:-1], -1)
+        bias = None
+        if self.has_variable("params", "bias"):
+            whole = _taken(self.get_variable("params", "bias"))
+            bias = columns.gather_or_slice(whole, kernel.shape[-1])
+        product = _product(self.recipe, bias)
+        y = multiply(self.recipe, x.matrix(), kernel, Rows(gather=gather), product)
+        y = y.reshape(*x.shape[:-1], -1)
+        return add_bias(self.recipe, self.parallel, y, bias) if self.adds_bias else y
 
 
-def linear(config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str) -> nn.Module:
+def linear(
+    config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str, adds_bias: bool = True
+) -> nn.Module:
     """Makes a `Linear` under the recipe of the layer `name`, or inside a shard_map a `SplitLinear`
     with the same parameters."""
     own = recipe.for_module(name)
     if parallel.inside:
-        return SplitLinear(own, parallel, name=name)
-    return Linear(config, own, parallel, name=name)
+        return SplitLinear(own, parallel, adds_bias, name=name)
+    return Linear(config, own, parallel, adds_bias, name=name)
 
 
 def linears(
@@ -219,6 +279,7 @@ def linears(
     names: Sequence[str],
     x: Activation,
     residual: jax.Array | None = None,
+    adds_bias: bool = True,
 ) -> list[jax.Array]:
     """Runs linear layers of one input, children of `module`; in one launch where a kernel reads
     their weights in stacks, with the same bits.
@@ -228,6 +289,8 @@ def linears(
       config, recipe, parallel, names: as for `linear`; three names at most.
       x: (..., in), in the compute dtype.
       residual: (..., out) to which a single layer's whole result is added, or None.
+      adds_bias: whether to add the layers' biases, if they have some; the caller adds them
+        otherwise, to products in float32.
 
     Returns:
       (..., out) of each; inside a shard_map a part of its columns, unless there is a `residual`.
@@ -240,11 +303,15 @@ def linears(
     if len(stacked) == len(names) and alike and parallel.tensor == 1:
         stacks, rows = [w.stack for w in stacked], x.matrix()
         before = None if residual is None else _rows(residual)
-        dtype, layer = recipe.compute_dtype, stacked[0].layer
+        biases = [params[name].get("bias") for name in names]  # all of them or none
+        dtype, layer = _product(recipe, biases[0]), stacked[0].layer
         with jax.named_scope("+".join(names)):
             found = layer_matmuls(owns[0], rows, stacks, layer, dtype, before)
-        return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
-    found = [linear(config, recipe, parallel, name)(x) for name in names]
+        found = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+        if not adds_bias:
+            return found
+        return [add_bias(recipe, parallel, y, b) for y, b in zip(found, biases, strict=True)]
+    found = [linear(config, recipe, parallel, name, adds_bias)(x) for name in names]
     if residual is None:
         return found
     return [plus(residual, columns.gather_or_slice(found[0], residual.shape[-1]), recipe)]

@@ -9,6 +9,7 @@ from fp8rl_jax.models.config import ModelConfig
 
 # Arguments in order: vocabulary, hidden size, width of the MLP, layers, query heads, key and value
 # heads, width of a head. Latent attention uses neither of the last two.
+_qwen2 = partial(ModelConfig, qk_norm=False, qkv_bias=True, rope_theta=1e6)
 _qwen3 = partial(ModelConfig, 151_936, num_key_value_heads=8, head_dim=128, rope_theta=1e6)
 _qwen3_moe = partial(_qwen3, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)
 _llama = partial(ModelConfig, qk_norm=False, rms_norm_eps=1e-5)
@@ -27,6 +28,13 @@ _deepseek_671b = partial(
     rope_mscale_all_dim=1.0,
 )
 PRESETS: dict[str, ModelConfig] = {
+    "qwen2p5_0p5b": _qwen2(151_936, 896, 4864, 24, 14, 2, 64, tie_word_embeddings=True),
+    "qwen2p5_1p5b": _qwen2(151_936, 1536, 8960, 28, 12, 2, 128, tie_word_embeddings=True),
+    "qwen2p5_3b": _qwen2(151_936, 2048, 11_008, 36, 16, 2, 128, tie_word_embeddings=True),
+    "qwen2p5_7b": _qwen2(152_064, 3584, 18_944, 28, 28, 4, 128),
+    "qwen2p5_14b": _qwen2(152_064, 5120, 13_824, 48, 40, 8, 128),
+    "qwen2p5_32b": _qwen2(152_064, 5120, 27_648, 64, 40, 8, 128),
+    "qwen2p5_72b": _qwen2(152_064, 8192, 29_568, 80, 64, 8, 128),
     "qwen3_0p6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
     "qwen3_1p7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
     "qwen3_4b": _qwen3(2560, 9728, 36, 32, tie_word_embeddings=True),

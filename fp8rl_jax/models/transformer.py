@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels import by_platform, gpu_kernels, kept, resolve
-from fp8rl_jax.models.arrays import GAIN, LINEAR, role_of
+from fp8rl_jax.models.arrays import BIAS, GAIN, LINEAR, role_of
 from fp8rl_jax.models.attention import KEPT
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
@@ -153,7 +153,7 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, scales, carried,
 
         def one(path, leaf):
             role = role_of(path_of(path))
-            if role == GAIN or (role == LINEAR and not isinstance(leaf, BoundWeight)):
+            if role in (GAIN, BIAS) or (role == LINEAR and not isinstance(leaf, BoundWeight)):
                 return StackedLayer(leaf, index)
             return take_layer(leaf, index)
 

@@ -1,13 +1,14 @@
 """What stands between the projections of attention and attention, in one Triton kernel.
 
-QK-norm, RoPE, quantisation of queries, keys and values, and writing keys and values to the cache in
-place; or single steps of one array, for the learner. A row is a head of a token; it is held as the
-two halves that RoPE turns against each other.
+Biases of the projections, QK-norm, RoPE, quantisation of queries, keys and values, and writing keys
+and values to the cache in place; or single steps of one array, for the learner. A row is a head of
+a token; it is held as the two halves that RoPE turns against each other.
 
 Invariants:
   * a row's result depends on the row alone;
   * each step may be left out, and a kernel that does several writes the bits of kernels that do
-    them one after another: values are rounded to the compute dtype after the norm and after RoPE;
+    them one after another: values are rounded to the compute dtype after the bias, after the norm
+    and after RoPE;
   * the norm's sum has an order that is written out: squares of both halves, then neighbours, then
     sums of neighbours. No layout of the compiler decides it. Multiply-adds are not fused;
   * quantisation is that of quant/kv.py: of the value as bf16, with one scale a row (quantiser.py)
@@ -50,6 +51,7 @@ def _sum_of_row(x):
 @triton.jit
 def _halves(
     x,  # (rows, D)
+    bias,  # (L, HEADS, D) float32, unused without BIAS
     gain,  # (L, D), unused without NORM
     layer,
     cos,  # (tokens, D / 2), unused without ROPE
@@ -57,15 +59,17 @@ def _halves(
     row,
     exists,
     token,
+    dtype: tl.constexpr,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     EPS: tl.constexpr,
+    BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Returns both halves of rows after norm and RoPE, (ROWS, WIDTH) in the dtype of x."""
-    dtype: tl.constexpr = x.dtype.element_ty
+    """Returns both halves of rows after bias, norm and RoPE, (ROWS, WIDTH) in `dtype`."""
     pair = tl.arange(0, WIDTH)
     inside = (pair < D // 2)[None, :]
     mask = exists[:, None] & inside
@@ -75,6 +79,11 @@ def _halves(
     at = x + tl.cast(row, tl.int64)[:, None] * D + feature
     first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(at + SECOND, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        bias_at = bias + layer * HEADS * D + (row % HEADS)[:, None] * D + feature
+        first = first + tl.load(bias_at, mask=mask, other=0.0)
+        second = second + tl.load(bias_at + SECOND, mask=mask, other=0.0)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
     if NORM:
         gain_at = gain + layer * D + feature
         mean = _sum_of_row(first * first + second * second) * (1.0 / D)
@@ -152,9 +161,12 @@ def _store_as_read(
 
 @triton.jit
 def attention_inputs_kernel(
-    q,  # (B, T, H, D)
+    q,  # (B, T, H, D), float32 with BIAS, else as q_out
     k,  # (B, T, HKV, D); this and all of keys and values is unused if HKV is 0
     v,  # (B, T, HKV, D)
+    q_bias,  # (L, H, D) float32, unused without BIAS
+    k_bias,  # (L, HKV, D)
+    v_bias,
     cos,  # (B, T, D / 2) float32, unused without ROPE
     sin,
     q_gain,  # (L, D), unused without NORM
@@ -184,6 +196,7 @@ def attention_inputs_kernel(
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # D / 2 or more, a power of two
     EPS: tl.constexpr,
+    BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -198,13 +211,31 @@ def attention_inputs_kernel(
     Q_TILES: tl.constexpr = (B * T * H + ROWS - 1) // ROWS
     KV_TILES: tl.constexpr = (B * T * HKV + ROWS - 1) // ROWS
     PAIRED: tl.constexpr = INTERLEAVED and not ROPE
+    DTYPE: tl.constexpr = q_out.dtype.element_ty
     number = tl.load(layer)
     tile = tl.program_id(0)
     if tile < Q_TILES:
         row = tile * ROWS + tl.arange(0, ROWS)
         exists, token = row < B * T * H, row // H
         first, second = _halves(
-            q, q_gain, number, cos, sin, row, exists, token, D, WIDTH, EPS, NORM, ROPE, INTERLEAVED
+            q,
+            q_bias,
+            q_gain,
+            number,
+            cos,
+            sin,
+            row,
+            exists,
+            token,
+            DTYPE,
+            H,
+            D,
+            WIDTH,
+            EPS,
+            BIAS,
+            NORM,
+            ROPE,
+            INTERLEAVED,
         )
         place = tl.cast(row, tl.int64)
         _store(q_out, first, second, place, exists, D, PAIRED)
@@ -231,6 +262,7 @@ def attention_inputs_kernel(
         if tile < KV_TILES:
             first, second = _halves(
                 k,
+                k_bias,
                 k_gain,
                 number,
                 cos,
@@ -238,9 +270,12 @@ def attention_inputs_kernel(
                 row,
                 exists,
                 token,
+                DTYPE,
+                HKV,
                 D,
                 WIDTH,
                 EPS,
+                BIAS,
                 NORM,
                 ROPE,
                 INTERLEAVED,
@@ -251,7 +286,24 @@ def attention_inputs_kernel(
             )
         else:
             first, second = _halves(
-                v, v, number, cos, sin, row, exists, token, D, WIDTH, EPS, False, False, False
+                v,
+                v_bias,
+                v_bias,
+                number,
+                cos,
+                sin,
+                row,
+                exists,
+                token,
+                DTYPE,
+                HKV,
+                D,
+                WIDTH,
+                EPS,
+                BIAS,
+                False,
+                False,
+                False,
             )
             _store_as_read(
                 v_stored, v_scale, v_given, first, second, place, there, D, V_SCALES, POWER_OF_TWO
@@ -310,8 +362,10 @@ def attention_inputs(
     interleaved: bool = False,
     layer: jax.Array | None = None,
     cache: Cache | None = None,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    dtype=None,
 ) -> tuple:
-    """Applies QK-norm and RoPE to queries and keys, and stores what attention reads.
+    """Adds biases, applies QK-norm and RoPE to queries and keys, and stores what attention reads.
 
     Args:
       q, k, v: (B, T, H, D), (B, T, Hkv, D) twice, bf16 or float32; D even. Or q alone, and None.
@@ -323,9 +377,12 @@ def attention_inputs(
       interleaved: whether RoPE turns neighbours (`rope.deinterleave`) and not halves.
       layer: () int32, the row of `gains`, or None.
       cache: where to write keys and values; None for q alone.
+      biases: of q, k and v, (L, H * D) float32, with a cache alone; or None. With biases q, k and v
+        are float32.
+      dtype: of the results, the compute dtype; None for that of q.
 
     Returns:
-      (q, k, stored q, its scale, stored k, stored v, their scales): q and k in their dtype, after
+      (q, k, stored q, its scale, stored k, stored v, their scales): q and k in `dtype`, after bias,
       norm and RoPE. Stored q is None unless `kept.q`, its scale float32 (B, T, H), None unless
       'row'. The others are the arrays of `cache`, written in place; scales None unless 'row'.
     """
@@ -357,6 +414,7 @@ def attention_inputs(
         q,
         k,
         v,
+        *(map(given, biases or (None, None, None))),
         *(map(given, rope or (None, None))),
         *(map(given, gains or (None, None))),
         jnp.zeros((1,), jnp.int32) if number is None else number.reshape(1),
@@ -365,8 +423,8 @@ def attention_inputs(
         given(None if cache is None else cache.table),
         *map(given, held),
         out=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            jax.ShapeDtypeStruct(q.shape, dtype or q.dtype),
+            jax.ShapeDtypeStruct(k.shape, dtype or q.dtype),
             shape(q.shape, kept.dtype, kept.q != "none"),
             shape(q.shape[:3], jnp.float32, kept.q == "row"),
             *[jax.ShapeDtypeStruct((1,), jnp.float32)] * (len(held) - in_place),
@@ -382,6 +440,7 @@ def attention_inputs(
         D=features,
         WIDTH=max(16, 1 << (features // 2 - 1).bit_length()),
         EPS=float(eps),
+        BIAS=biases is not None,
         NORM=gains is not None,
         ROPE=rope is not None,
         INTERLEAVED=interleaved,

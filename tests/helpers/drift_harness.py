@@ -43,6 +43,7 @@ _LATENT = dict(
 # What tells other families from Qwen3's, as fields of a ModelConfig.
 FAMILIES: dict[str, dict] = {
     "qwen3": {},
+    "qwen2": dict(qk_norm=False, qkv_bias=True),
     "llama": dict(
         qk_norm=False, rope_type="llama3", rope_factor=8.0, rope_original_max_position_embeddings=16
     ),
@@ -143,12 +144,14 @@ class Result:
 
 
 def _with_random_vectors(params, seed: int):
-    """Norms' weights and routers' corrections drawn at random, where they start as 1 and 0."""
+    """Norms' weights, biases and routers' corrections drawn at random, which start as 1 and 0."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         if path[-1].key == "weight":
             return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32)
+        if path[-1].key == "bias":
+            return jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
         if path[-1].key == "e_score_correction_bias":
             return jnp.asarray(rng.uniform(0, 0.5, leaf.shape), jnp.float32)
         return leaf

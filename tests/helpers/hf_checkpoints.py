@@ -51,6 +51,7 @@ CONFIGS = {
     "qwen3": ModelConfig(**_SIZES, rope_theta=1e6),
     "qwen3_tied": ModelConfig(**_SIZES, tie_word_embeddings=True),
     "qwen3_moe": ModelConfig(**_SIZES, **_EXPERTS, first_k_dense_replace=1),  # mlp_only_layers: [0]
+    "qwen2": ModelConfig(**_SIZES | dict(qk_norm=False, qkv_bias=True, head_dim=16)),
     "llama": ModelConfig(
         **_SIZES
         | dict(
@@ -133,6 +134,8 @@ def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
                 continue
             value = leaf["kernel"][i].T if "kernel" in leaf else leaf["weight"][i]
             out[f"{at}self_attn.{name}.weight"] = value
+            if "bias" in leaf:
+                out[f"{at}self_attn.{name}.bias"] = leaf["bias"][i]
         out[at + "self_attn.o_proj.weight"] = stack["o_proj"]["kernel"][i].T
         if config.latent:
             keys, values = (attention[n]["kernel"][i] for n in ("k_b_proj", "v_b_proj"))

@@ -56,7 +56,7 @@ def initial_params(config: ModelConfig, seed: int = 0):
         names = [entry.key for entry in path]
         if names[-1] == "weight":
             return jnp.ones(leaf.shape, jnp.float32)
-        if names[-1] == "e_score_correction_bias":
+        if names[-1] in ("bias", "e_score_correction_bias"):
             return jnp.zeros(leaf.shape, jnp.float32)
         deviation = 1 / math.sqrt(leaf.shape[-2])
         if names == ["embed_tokens"]:

@@ -124,6 +124,9 @@ def main() -> None:
     model = dataclasses.replace(base.model, vocab_size=case.get("vocabulary", 320))
     params = jax.device_get(initial_params(model))
     rng = np.random.default_rng(0)
+    for layer in params["layers"]["self_attn"].values():
+        if "bias" in layer:
+            layer["bias"] = rng.standard_normal(layer["bias"].shape).astype(np.float32)
     advantages = rng.standard_normal(ROWS).astype(np.float32)
     temperature = np.ones(ROWS, np.float32)
     if case.get("by_hand"):

@@ -37,6 +37,7 @@ _LATENT = dict(kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_
 _EXPERTS = dict(num_experts=6, moe_intermediate_size=52)
 _FAMILIES = {
     "dense": {},
+    "biased": {"qkv_bias": True, "qk_norm": False},
     "tied": {"tie_word_embeddings": True, "qk_norm": False},
     "experts": _EXPERTS,
     "latent": _LATENT | {"qk_norm": False},
@@ -84,8 +85,8 @@ def test_families_have_every_array():
 @pytest.mark.parametrize(
     "path",
     [
-        ("layers", "self_attn", "q_proj", "bias"),
-        ("self_attn", "q_proj", "bias"),
+        ("layers", "o_proj", "bias"),
+        ("down_proj", "bias"),
         ("layers", "bias"),
         ("bias",),
         ("other_experts", "down_proj", "kernel"),
@@ -100,9 +101,9 @@ def test_unknown_leaf_is_refused(path):
 
 
 def test_unknown_leaf_of_a_tree_is_refused():
-    """Of every function that takes a tree of parameters: none passes a bias over."""
+    """Of every function that takes a tree of parameters: none passes it over."""
     params = models.param_shapes(_family("dense"))
-    params["layers"]["self_attn"]["q_proj"]["bias"] = jax.ShapeDtypeStruct((3, 56), "float32")
+    params["layers"]["o_proj"]["bias"] = jax.ShapeDtypeStruct((3, 56), "float32")
     mesh = AbstractMesh((1, 2, 1, 1), MESH_AXES)
     config, optimizer = _family("dense"), make_optimizer(0.1, 0, 0.9, 0.99, 0.1, 1.0)[0]
     for run in (

@@ -11,6 +11,13 @@ from fp8rl_jax.models.presets import PRESETS, preset
 # (total, active or None, tables left out or None) in billions, as the models' own cards and
 # reports state them, and the decimals that they give.
 _PUBLISHED = {
+    "qwen2p5_0p5b": (0.49, None, 0.36),
+    "qwen2p5_1p5b": (1.54, None, 1.31),
+    "qwen2p5_3b": (3.09, None, 2.77),
+    "qwen2p5_7b": (7.61, None, 6.53),
+    "qwen2p5_14b": (14.7, None, 13.1),
+    "qwen2p5_32b": (32.5, None, 31.0),
+    "qwen2p5_72b": (72.7, None, 70.0),
     "qwen3_0p6b": (0.6, None, 0.44),
     "qwen3_1p7b": (1.7, None, 1.4),
     "qwen3_4b": (4.0, None, 3.6),
@@ -50,5 +57,5 @@ def test_moonlight_uses_as_many_as_published():
 
 
 def test_no_such_model():
-    with pytest.raises(UserError, match="there is no model 'qwen4'; write one of qwen3_0p6b"):
+    with pytest.raises(UserError, match="there is no model 'qwen4'; write one of qwen2p5_0p5b"):
         preset("qwen4")

@@ -1,4 +1,5 @@
-"""ModelConfig <-> the config.json of Hugging Face's Qwen3, Qwen3-MoE, Llama and DeepSeek-V3.
+"""ModelConfig <-> the config.json of Hugging Face's Qwen2, Qwen3, Qwen3-MoE, Llama and
+DeepSeek-V3.
 
 A model type implies rules that ModelConfig spells out as fields (QK-norm, sigmoid router, latent
 attention), so reading adds the rules of the type, and writing finds the type whose rules a
@@ -27,6 +28,7 @@ from fp8rl_jax.models.hf.fields import Fields
 
 # Model type -> its class in transformers.
 ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -70,6 +72,7 @@ _DEEPSEEK_EXPERTS = {
 # transformers' defaults for absent fields, by model type, where they differ from those for null
 # (the tables above) or between types.
 _ABSENT: dict[str, dict[str, Any]] = {
+    "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32},
     "qwen3_moe": {"num_key_value_heads": 4},
     "llama": {},
@@ -120,7 +123,7 @@ _DROPPED = {
     "qk_head_dim",
 }
 _SILU = "only silu is supported: take another model"
-_NO_BIAS = "linear layers have no bias here: take a model without"
+_NO_BIAS = "only qwen2 has biases here, of queries, keys and values: take another model"
 _NO_WINDOW = "sliding windows are not supported: take a model without"
 _TAKE_ONE_OUT = "take one of the two out"
 _EVERY_LAYER = "experts in every layer are supported, or in all but the first: take another model"
@@ -154,6 +157,7 @@ def read_config(fields: Fields) -> ModelConfig:
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
     values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
+    values["qkv_bias"] = kind == "qwen2"
     if kind == "deepseek_v3":
         values |= _read(fields, _LATENT) | _read_deepseek_experts(fields)
         values["head_dim"] = values["qk_rope_head_dim"]  # latent attention ignores it
@@ -264,8 +268,8 @@ def family_of(config: ModelConfig) -> str:
         if config.num_experts:
             rules["scoring_func"] = "sigmoid"
     else:
-        kind = "qwen3" if config.qk_norm else "llama"
-        rules["rope_interleave"] = False
+        kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+        rules |= {"rope_interleave": False, "qkv_bias": kind == "qwen2"}
         if config.num_experts:
             kind = "qwen3_moe"
             rules |= {

@@ -309,15 +309,18 @@ class InputsVariant:
     keys: str = "fp8"
     width: int = 128
     paged: bool = False
+    biased: bool = False
 
     def __str__(self) -> str:
-        return f"inputs {self.step}, {self.keys}, {self.width}" + ", pages" * self.paged
+        name = f"inputs {self.step}, {self.keys}, {self.width}"
+        return name + ", pages" * self.paged + ", biases" * self.biased
 
     def compile(self) -> Machine:
         stored = {"fp8": "*u8", "int8": "*i8", "bf16": "*u16"}[self.keys]
         names = attention_inputs_kernel.arg_names
         types = dict.fromkeys(names[: names.index("B")], "*fp32")
-        types |= dict.fromkeys(("q", "k", "v", "q_out", "k_out"), "*bf16")
+        types |= dict.fromkeys(("q_out", "k_out"), "*bf16")
+        types |= dict.fromkeys(("q", "k", "v"), "*fp32" if self.biased else "*bf16")
         types |= dict.fromkeys(("layer", "positions", "table"), "*i32")
         types |= {"q_stored": "*fp8e4nv"}
         types |= dict.fromkeys(("k_stored", "v_stored", "k_same", "v_same"), stored)
@@ -330,6 +333,7 @@ class InputsVariant:
             "D": self.width,
             "WIDTH": self.width // 2,
             "EPS": 1e-6,
+            "BIAS": self.biased,
             "NORM": cached or self.step == "norm",
             "ROPE": cached or self.step == "rope",
             "INTERLEAVED": False,
@@ -353,6 +357,7 @@ def inputs_variants() -> Iterator[InputsVariant]:
     yield InputsVariant("cache", paged=True)
     yield InputsVariant("cache", "bf16", paged=True)
     yield InputsVariant("cache", "int8", paged=True)
+    yield InputsVariant("cache", paged=True, biased=True)
 
 
 def attention_variants() -> Iterator[AttentionVariant]:

@@ -206,6 +206,37 @@ def test_cache_in_place(recipe, paged):
     )
 
 
+def test_biases():
+    """Added to float32 projections and rounded once, they give the bits of what was added before;
+    a kernel that leaves one out, or takes another layer's, is seen."""
+    (q, k, v), rope, gains = _inputs(64, jnp.float32)
+    rng = np.random.default_rng(1)
+    stacks = [
+        jnp.asarray(rng.standard_normal((3, x.shape[2] * 64)), jnp.float32) for x in (q, k, v)
+    ]
+    positions = jnp.asarray([[0, 63, 64], [1, 127, 5]], jnp.int32)
+    arrays = tuple(jnp.full((6, 128, 2, 64), 7, jnp.uint8) for _ in "kv")
+    arrays += tuple(jnp.full((6, 128, 2), 7.0) for _ in "kv")
+
+    def run(q, k, v, **more):
+        cache = Cache(arrays, jnp.int32(1), positions, None)
+        stack = tuple(jnp.stack([g + 1, g, g - 1]) for g in gains)
+        return kernels.attention_inputs(
+            q, k, v, rope, stack, Kept("row"), eps=_EPS, cache=cache, **more
+        )
+
+    def added(x, bias):
+        return (x + bias[1].reshape(x.shape[2:])).astype(jnp.bfloat16)
+
+    wanted = run(*map(added, (q, k, v), stacks))
+    _assert_same(run(q, k, v, biases=tuple(stacks), dtype=jnp.bfloat16), wanted)
+    for left_out in range(3):
+        fewer = [x * (i != left_out) for i, x in enumerate(stacks)]
+        found = run(q, k, v, biases=tuple(fewer), dtype=jnp.bfloat16)
+        same = [np.array_equal(*map(np.asarray, pair)) for pair in zip(found, wanted, strict=True)]
+        assert not all(same)
+
+
 def _write(cache: LayerCache, new: StoredKV, positions) -> LayerCache:
     """Runs `LayerCache.write` for the first sequences alone."""
     count = positions.shape[0]

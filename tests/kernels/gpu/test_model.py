@@ -42,6 +42,7 @@ _DENSE = ModelConfig(
     head_dim=64,
     intermediate_size=256,
 )
+_BIASED = dict(qk_norm=False, qkv_bias=True)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 _LATENT = dict(
     kv_lora_rank=32,
@@ -104,6 +105,8 @@ def _rollout(config, recipe, weights, rope):
         pytest.param("fp8", _EXPERTS, id="fp8 experts", marks=pytest.mark.slow),
         pytest.param("bf16", {}, id="bf16", marks=pytest.mark.slow),
         pytest.param("fp8", {}, id="fp8", marks=pytest.mark.slow),
+        pytest.param("fp8", _BIASED, id="fp8 biased", marks=pytest.mark.slow),
+        pytest.param("bf16", _BIASED, id="bf16 biased", marks=pytest.mark.slow),
         pytest.param("kv_formats:int8", {}, id="int8", marks=pytest.mark.slow),
         pytest.param("kv_formats:int8_fp8", {}, id="int8 and fp8", marks=pytest.mark.slow),
         pytest.param("f32", _EXPERTS, id="f32 experts", marks=pytest.mark.slow),
@@ -116,6 +119,9 @@ def test_results_and_drift(interpreted, name, more):
     recipe = get_recipe(name)
     name = "fp8" if name.startswith("kv_formats") else name
     params = initial_params(config)
+    for layer in "qkv" if config.qkv_bias else "":
+        own = params["layers"]["self_attn"][f"{layer}_proj"]
+        own["bias"] = jax.random.normal(jax.random.key(3, impl="threefry2x32"), own["bias"].shape)
     rope = tuple(map(jnp.asarray, rope_tables(config, 16)))
     on_kernels = dataclasses.replace(recipe, kernels="triton")
     weights = quantized(params, on_kernels)
@@ -134,7 +140,9 @@ def test_results_and_drift(interpreted, name, more):
     if recipe.row_local:  # no drift
         np.testing.assert_array_equal(np.asarray(logp), np.asarray(rollout.logprobs))
     fused = {kernel for kernel, quantised in interpreted if quantised}
-    dense = {"gated_silu_kernel"} if not more else set()  # experts quantise what they sorted
+    dense = (
+        set() if config.num_experts else {"gated_silu_kernel"}
+    )  # experts quantise what they sort
     assert fused == ({"rms_norm_kernel"} | dense if name in ("fp8", "fake") else set())
     used = {"matmul_kernel", "rms_norm_kernel", "gated_silu_kernel", "head_statistics_kernel"}
     used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
@@ -148,7 +156,7 @@ def test_results_and_drift(interpreted, name, more):
     # A last bit moves a value's rounding to bf16 or FP8 now and then; where two experts nearly tie,
     # it moves a token from one to the other, so the worst tokens are left out there.
     bound, gradient_bound = {"f32": (2e-5, 2e-5), "bf16": (0.05, 0.05)}.get(name, (0.2, 0.3))
-    share = 0.9 if more and name != "f32" else 1.0
+    share = 0.9 if config.num_experts and name != "f32" else 1.0
     for ours, theirs in zip((logp, entropy), want, strict=False):
         assert np.quantile(np.abs(ours - theirs), share) < bound
     size = jax.tree.map(lambda x: jnp.linalg.norm(x), want[2])
