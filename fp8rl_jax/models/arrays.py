@@ -179,8 +179,8 @@ ATTENTION = (
     _bias("self_attn/q_proj", "query_bias", "attn_q.bias"),
     _bias("self_attn/k_proj", "key_bias", "attn_k.bias"),
     _bias("self_attn/v_proj", "key_bias", "attn_v.bias"),
-    _gain("self_attn/q_norm", "normed_head"),
-    _gain("self_attn/k_norm", "normed_head"),
+    _gain("self_attn/q_norm", "normed_head", "attn_q_norm.weight"),
+    _gain("self_attn/k_norm", "normed_head", "attn_k_norm.weight"),
     _linear(
         "o_proj",
         "attended hidden",

@@ -246,7 +246,7 @@ def attention(
         return sums
 
     visible: int | jax.Array = steps
-    if table is not None:  # tables are as wide as the longest sequence may become
+    if table is not None or queries < slots:  # a cache has room for the longest sequence
         visible = jnp.minimum(positions.max() // width + 1, steps)
     top = max_last(scores(0)[0])
     if steps > 1:

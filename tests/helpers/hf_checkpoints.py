@@ -223,10 +223,11 @@ def write(
 
 
 def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields=None, **tensors):
-    """A GGUF file of CONFIGS["llama"] without scaled rotary embeddings; its parameters. `fields`
-    are further ones of its metadata."""
+    """A GGUF file of CONFIGS[architecture] without scaled rotary embeddings; its parameters.
+    `fields` are further ones of its metadata."""
     gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
-    config, params = CONFIGS["llama"], params_of("llama")
+    model = architecture if architecture in CONFIGS else "llama"
+    config, params = CONFIGS[model], params_of(model)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
@@ -238,7 +239,7 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_context_length(77)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre("smollm" if model == "llama" else "qwen2")
     letters = ["<|end|>", "<tool>", *"abcdefgh0123456789", "Ġ"]
     tokens = [*letters, "ab", "Ġab", "12"] + [f"unused{i}" for i in range(36)]
     writer.add_token_list(tokens)
@@ -260,17 +261,21 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
         "input_layernorm": "attn_norm",
         "post_attention_layernorm": "ffn_norm",
     }
     kind = gguf.GGMLQuantizationType[type_name]
     for key, value in (named(config, params) | tensors).items():
-        module = key.removesuffix(".weight")
+        module, _, form = key.rpartition(".")
         layer = "" if not module.startswith("model.layers.") else module.split(".")[2]
         short = module.split(".", 3)[3] if layer else module
-        name = f"{'blk.' + layer + '.' if layer else ''}{names.get(short, short)}.weight"
+        name = f"{'blk.' + layer + '.' if layer else ''}{names.get(short, short)}.{form}"
         heads = {"attn_q": 4, "attn_k": 2}.get(names.get(short, ""))
-        if heads:  # llama.cpp's order: for each feature of the first half its partner follows
+        if (
+            heads and model == "llama"
+        ):  # llama.cpp's order: for each feature of the first half its partner follows
             order = [h * 32 + i + j * 16 for h in range(heads) for i in range(16) for j in (0, 1)]
             value = value[order]
         if value.ndim == 1 or type_name == "F32":

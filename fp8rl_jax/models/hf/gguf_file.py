@@ -1,11 +1,11 @@
-"""GGUF files of the llama architecture, as a source of tensors and of a tokenizer.
+"""GGUF files of the architectures llama, qwen2 and qwen3: tensors and a tokenizer.
 
 GGUF (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is llama.cpp's format: metadata and
 tensors in one file. Besides the names, two things differ from Hugging Face's format.
-llama.cpp pairs neighbouring features in its rotary embedding, so the rows of the query and key
-projections are permuted within each head; `GGUF.rows` undoes this. The tokenizer is a list of
-tokens and merges, from which `GGUF.write_tokenizer` builds a tokenizer.json. Tensors of all types
-that the `gguf` package dequantises are read as float32.
+For llama, llama.cpp pairs neighbouring features in its rotary embedding, so the rows of the query
+and key projections are permuted within each head; `GGUF.rows` undoes this. The tokenizer is a list
+of tokens and merges, from which `GGUF.write_tokenizer` builds a tokenizer.json. Tensors of all
+types that the `gguf` package dequantises are read as float32.
 
 An unknown field of the architecture is refused unless its value changes nothing.
 
@@ -74,8 +74,15 @@ _PASSED_OVER: dict[str, tuple[Any, ...] | None] = {
     "pooling_type": (0,),
 }
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
-# llama.cpp's name of a pre-tokenizer -> whether it splits digits.
-_DIGITS_APART = {"smollm": True, "gpt-2": False, "default": False}
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Hugging Face's model types, too
+# llama.cpp's name of a pre-tokenizer -> what it cuts before the words of GPT-2: nothing, digits, or
+# what a pattern matches, instead of these words (Qwen2's tokenizer.json).
+_DIGITS = "digits"
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CUTS = {"smollm": _DIGITS, "gpt-2": "", "default": "", "qwen2": _QWEN2}
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -123,12 +130,12 @@ class GGUF:
 
     def _check_supported(self) -> None:
         """Raises UserError if this library does not support the model."""
-        architecture = self.get("general.architecture")
-        if architecture != "llama" or self.get("llama.expert_count"):
-            kind = "llama with experts" if architecture == "llama" else repr(architecture)
+        self._kind = kind = self.get("general.architecture")
+        if kind not in _ARCHITECTURES or self.get(f"{kind}.expert_count"):
+            kind = f"{kind} with experts" if kind in _ARCHITECTURES else repr(kind)
             raise UserError(
-                f"{self.where} is of the architecture {kind}, and llama alone is supported: "
-                f"{_INSTEAD}"
+                f"{self.where} is of the architecture {kind}, and only {', '.join(_ARCHITECTURES)} "
+                f"without experts are supported: {_INSTEAD}"
             )
         parts = self.get("split.count")
         if parts not in (None, 0, 1):
@@ -139,7 +146,7 @@ class GGUF:
         if "rope_freqs.weight" in self._tensors:
             raise UserError(f"{self.where} has scaled rotary embeddings: {_INSTEAD}")
         for name, value in self._metadata.items():
-            field = name.removeprefix("llama.")
+            field = name.removeprefix(f"{self._kind}.")
             if field == name or field in _SHAPES:
                 continue
             neutral = _PASSED_OVER.get(field, ())
@@ -151,9 +158,9 @@ class GGUF:
 
     def fields(self) -> Fields:
         """Returns the metadata as the fields of a config.json."""
-        values: dict[str, Any] = {"model_type": "llama"}
+        values: dict[str, Any] = {"model_type": self._kind}
         for theirs, name in _SHAPES.items():
-            value = self.get("llama." + theirs)
+            value = self.get(f"{self._kind}.{theirs}")
             if value is not None:
                 values[name] = value
         # GGUF stores a float32; the model was published with the shortest decimal for it.
@@ -179,11 +186,12 @@ class GGUF:
         """
         config = read_config(self.fields())
         for name in ("rope.dimension_count", "attention.value_length"):
-            size = self.get(f"llama.{name}")
+            size = self.get(f"{self._kind}.{name}")
             if size not in (None, config.head_dim):
                 raise UserError(
-                    f"{self.where}: llama.{name} is {size}, and heads have {config.head_dim} "
-                    f"features; whole heads of one size are supported here: {_INSTEAD}"
+                    f"{self.where}: {self._kind}.{name} is {size}, and heads have "
+                    f"{config.head_dim} features; whole heads of one size are supported here: "
+                    f"{_INSTEAD}"
                 )
         self._heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
         return config, load_from(self, config, dtype)
@@ -204,7 +212,7 @@ class GGUF:
                     f"the package gguf does not dequantise: {_INSTEAD}"
                 ) from None
             part = re.search(r"self_attn\.([qk])_proj", name)
-            if part:  # neighbouring pairs of a head -> paired halves
+            if part and self._kind == "llama":  # neighbouring pairs of a head -> paired halves
                 pairs = value.reshape(self._heads[part[1]], -1, 2, value.shape[1])
                 value = pairs.swapaxes(1, 2).reshape(value.shape)
             self._last = name, value.astype(np.float32)
@@ -217,13 +225,22 @@ class GGUF:
         Raises:
           UserError: the vocabulary is of an unsupported kind, or damaged.
         """
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+        from tokenizers import (
+            AddedToken,
+            Regex,
+            Tokenizer,
+            decoders,
+            models,
+            normalizers,
+            pre_tokenizers,
+            processors,
+        )
 
         kind, cut = self.get("tokenizer.ggml.model"), self.get("tokenizer.ggml.pre") or "default"
-        if kind != "gpt2" or not isinstance(cut, str) or cut not in _DIGITS_APART:
+        if kind != "gpt2" or not isinstance(cut, str) or cut not in _CUTS:
             raise UserError(
                 f"{self.where}: tokenizer.ggml.model is {kind!r} and tokenizer.ggml.pre {cut!r}; "
-                f"only gpt2 with {', '.join(_DIGITS_APART)} is supported: {_INSTEAD}"
+                f"only gpt2 with {', '.join(_CUTS)} is supported: {_INSTEAD}"
             )
         tokens = self._list("tokens", str)
         types = self._list("token_type", int) or [1] * len(tokens)
@@ -240,10 +257,14 @@ class GGUF:
                 vocabulary, list(map(tuple, merges)), unk_token=self._token("unknown")
             )
             tokenizer = Tokenizer(model)
-        steps: list[Any] = (
-            [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_APART[cut] else []
-        )
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+        steps: list[Any] = []
+        if _CUTS[cut] == _DIGITS:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        elif _CUTS[cut]:
+            steps.append(pre_tokenizers.Split(Regex(_CUTS[cut]), "isolated"))
+            tokenizer.normalizer = normalizers.NFC()
+        words = _CUTS[cut] in ("", _DIGITS)  # as GPT-2 cuts them
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
         tokenizer.decoder = decoders.ByteLevel()
         for token, number in zip(tokens, types, strict=True):

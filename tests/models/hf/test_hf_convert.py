@@ -110,6 +110,24 @@ def test_gguf(kind, error, tmp_path):
     assert about["eos_token"] == "<|end|>" and about["chat_template"] == "{{ messages }}"
 
 
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_gguf_of_other_architectures(architecture, tmp_path):
+    """Rows of q and k keep their order; biases, norms of heads; the words of Qwen2's tokenizer."""
+    file, target = tmp_path / "model.gguf", tmp_path / "out"
+    params = write_gguf(file, architecture=architecture)
+    config, loaded = GGUF(file).load("float32")
+    _equal(loaded, params)
+    assert run(["convert", str(file), str(target), "--dtype=bf16"]) == 0
+    assert hf.load(target)[0] == config
+
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    assert tokenizer.encode("ab ab12<tool><|end|>").tokens[:4] == ["ab", "Ġab", "1", "2"]
+    cut = tokenizer.pre_tokenizer.pre_tokenize_str("ab, ab12  IT'S\n\n x")
+    assert [piece for piece, _ in cut] == ["ab", ",", "Ġab", "1", "2", "Ġ", "ĠIT", "'S", "ĊĊ", "Ġx"]
+
+
 def test_gguf_refusals(tmp_path, capsys):
     file = tmp_path / "model.gguf"
 
@@ -127,12 +145,14 @@ def test_gguf_refusals(tmp_path, capsys):
         refused("no whole GGUF file")
     file.unlink()
     refused("cannot be read")
-    write_gguf(file, architecture="qwen3")
-    refused("'qwen3'", "llama alone")
+    write_gguf(file, architecture="gemma3")
+    refused("'gemma3'", "only llama, qwen2, qwen3")
+    write_gguf(file, architecture="qwen3", fields={"qwen3.expert_count": 8})
+    refused("qwen3 with experts")
     write_gguf(file, **{"rope_freqs.weight": np.ones(16, np.float32)})
     refused("scaled rotary")
-    write_gguf(file, **{"model.layers.0.attn_q_norm.weight": np.ones(16, np.float32)})
-    refused("blk.0.attn_q_norm.weight", "no place")
+    write_gguf(file, **{"model.layers.0.attn_sinks.weight": np.ones(16, np.float32)})
+    refused("blk.0.attn_sinks.weight", "no place")
     assert not (tmp_path / "out").exists()
 
 
