@@ -152,8 +152,9 @@ _SOURCES = _sources()
 # a file. A change that needs more pays by deleting, or raises the number and says why.
 # (Raised by 1,100 for kernels: attention's inputs, products at once, the embedding's gradient; by
 # 400 and 1,000 for backward passes by name, means of checkpoints, formats of keys and values, and
-# the studies of recipes and gradients.)
-_MOST_LINES = {"library": 43_000, "with users": 49_850, "package": 7_300, "file": 540}
+# the studies of recipes and gradients; by 400 and 450 for the display of what compiles, biases,
+# names on the Hub, GGUF's further architectures.)
+_MOST_LINES = {"library": 43_000, "with users": 49_850, "package": 7_350, "file": 540}
 
 
 def test_size_stays_within_the_budget():

@@ -1,4 +1,8 @@
-"""Expands the paths that users write, and opens regular files only.
+"""Expands the paths and names that users write, and opens regular files only.
+
+`hf:ORG/NAME[@REVISION]` is a snapshot in the cache of huggingface_hub. Nothing is downloaded: on a
+cluster each host would, and a job without a network would wait. A missing one is refused with the
+command that downloads it.
 
 Other users may be able to write to a run's directories: a link there would redirect a write, and a
 FIFO or a device would block it.
@@ -14,6 +18,8 @@ import stat
 from fp8rl_jax.base.errors import UserError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)", re.ASCII)
+_HUB = "hf:"
+_HUB_NAME = re.compile(r"hf:([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -22,18 +28,22 @@ def tfds_home() -> str:
     return os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
 
 
-def expanded(path: str, where: str) -> str:
-    """Replaces a leading `~` or `~name` by the home directory, as a shell does; the name of an
-    unknown user stays.
+def expanded(path: str, where: str, hub: str = "model") -> str:
+    """Replaces a leading `~` or `~name` by the home directory, as a shell does (the name of an
+    unknown user stays), and `hf:ORG/NAME[@REVISION]` by the directory of its snapshot.
 
     Args:
       path: the path as the user wrote it.
       where: the field or argument that begins error messages.
+      hub: kind of what `hf:` names: 'model' or 'dataset'.
 
     Raises:
-      UserError: the path begins with `~` and this user has no home directory; holds a NUL; or is an
-        address (`gs://...`), which would become a local directory of that name.
+      UserError: the path begins with `~` and this user has no home directory; holds a NUL; is an
+        address (`gs://...`), which would become a local directory of that name; or names a
+        repository of Hugging Face's Hub that is not in the cache.
     """
+    if path.startswith(_HUB):
+        return _snapshot(path, where, hub)
     if "\0" in path:
         raise UserError(f"{where} is {path!r}: no path holds a NUL character; leave it out")
     if _ADDRESS.match(path):
@@ -48,6 +58,27 @@ def expanded(path: str, where: str) -> str:
             "set HOME"
         )
     return found
+
+
+def _snapshot(name: str, where: str, kind: str) -> str:
+    """Returns the directory of a Hub repository's snapshot in the cache of huggingface_hub."""
+    from huggingface_hub import constants, snapshot_download
+
+    named = _HUB_NAME.fullmatch(name)
+    if named is None:
+        raise UserError(f"{where} is {name!r}: write hf:ORG/NAME or hf:ORG/NAME@REVISION")
+    repository, revision = named.groups()
+    try:
+        return snapshot_download(
+            repository, repo_type=kind, revision=revision, local_files_only=True
+        )
+    except (OSError, ValueError):
+        options = f" --repo-type {kind}" * (kind != "model")
+        options += f" --revision {revision}" if revision else ""
+        raise UserError(
+            f"{where} is {name!r}, which is not in {constants.HF_HUB_CACHE}: run `hf download "
+            f"{repository}{options}` first"
+        ) from None
 
 
 def hub_download(path: str) -> str:

@@ -87,7 +87,8 @@ FIELDS: dict[str, dict[str, Field]] = {
     "model": {
         "checkpoint": Field(
             "",
-            "directory of a Hugging Face model: shapes and initial parameters; '' for random ones",
+            "directory of a Hugging Face model, or hf:ORG/NAME[@REVISION] for one that "
+            "`hf download` fetched: shapes and initial parameters; '' for random ones",
         ),
         "name": Field(
             "",
@@ -187,7 +188,8 @@ FIELDS: dict[str, dict[str, Field]] = {
             "basic_arithmetic",
             "where questions come from: a task of reasoning_gym; "
             "gsm8k; a .jsonl, .parquet, .csv or .json file; a directory of Hugging "
-            "Face's datasets; tfds:NAME[/CONFIG]; 'module:function', which returns rows",
+            "Face's datasets, or hf:ORG/NAME[@REVISION]; tfds:NAME[/CONFIG]; "
+            "'module:function', which returns rows",
         ),
         "task_options": Field(_OPTIONS, "options of a task of reasoning_gym"),
         "reward": Field(

@@ -73,7 +73,7 @@ def find(name: str) -> Found:
     Raises:
       UserError: the path does not exist, holds no data, or holds several data sets.
     """
-    path = pathlib.Path(expanded(name, "the path"))
+    path = pathlib.Path(expanded(name, "the path", "dataset"))
     if os.path.isdir(path):
         found = _find_in_directory(path)
     elif not os.path.exists(path):

@@ -126,7 +126,7 @@ def _found(task: str, env: Any) -> Callable[[], DataSet]:
         function = user_code.load(task, "the function")
         return lambda: DataSet(_rows_of_function(task, function), a_function=True)
     if kind == "path":
-        path = pathlib.Path(expanded(task, "the path"))
+        path = pathlib.Path(expanded(task, "the path", "dataset"))
         if tfds.is_prepared(path):
             return lambda: DataSet(tfds.read(path))
         found = files.find(task)

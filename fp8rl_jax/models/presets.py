@@ -49,6 +49,20 @@ PRESETS: dict[str, ModelConfig] = {
         rope_type="llama3",
         rope_factor=8.0,
     ),
+    "llama3p2_1b": _llama(
+        *(128_256, 2048, 8192, 16, 32, 8, 64),
+        rope_theta=5e5,
+        rope_type="llama3",
+        rope_factor=32.0,
+        tie_word_embeddings=True,
+    ),
+    "llama3p2_3b": _llama(
+        *(128_256, 3072, 8192, 28, 24, 8, 128),
+        rope_theta=5e5,
+        rope_type="llama3",
+        rope_factor=32.0,
+        tie_word_embeddings=True,
+    ),
     "smollm2_135m": _llama(
         *(49_152, 576, 1536, 30, 9, 3, 64), rope_theta=1e5, tie_word_embeddings=True
     ),

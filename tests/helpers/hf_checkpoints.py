@@ -273,9 +273,7 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
         short = module.split(".", 3)[3] if layer else module
         name = f"{'blk.' + layer + '.' if layer else ''}{names.get(short, short)}.{form}"
         heads = {"attn_q": 4, "attn_k": 2}.get(names.get(short, ""))
-        if (
-            heads and model == "llama"
-        ):  # llama.cpp's order: for each feature of the first half its partner follows
+        if heads and model == "llama":  # for each feature of the first half its partner follows
             order = [h * 32 + i + j * 16 for h in range(heads) for i in range(16) for j in (0, 1)]
             value = value[order]
         if value.ndim == 1 or type_name == "F32":

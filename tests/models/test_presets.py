@@ -27,6 +27,8 @@ _PUBLISHED = {
     "qwen3_30b_a3b": (30.5, 3.3, 29.9),
     "qwen3_235b_a22b": (235, 22, 234),
     "llama3p1_8b": (8.03, None, None),
+    "llama3p2_1b": (1.236, None, None),
+    "llama3p2_3b": (3.213, None, None),
     "smollm2_135m": (0.1345, None, None),
     "moonlight_16b_a3b": (16, None, 15.29),
     "deepseek_v3": (671, 37, None),
