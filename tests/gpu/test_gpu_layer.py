@@ -17,16 +17,27 @@ pytestmark = pytest.mark.gpu
 _EPS = 1e-6
 
 
-@pytest.mark.parametrize("quantised", [True, False], ids=["fp8", "bf16"])
-def test_attention_inputs(source, quantised, heads=(32, 8), width=128, tokens=512):
-    """Norm, rotation and quantiser, one after another for all tokens of a sequence; then at once
-    for every eighth token, as a decode step writes it to a page."""
-    q, k, v = (source.take(jnp.bfloat16, 1, tokens, n, width) for n in (*heads, heads[1]))
+@pytest.mark.parametrize(
+    ("quantised", "biased"),
+    [(True, False), (False, False), (True, True)],
+    ids=["fp8", "bf16", "fp8 biased"],
+)
+def test_attention_inputs(source, quantised, biased, heads=(32, 8), width=128, tokens=512):
+    """Biases, norm, rotation and quantiser, one after another for all tokens of a sequence; then at
+    once for every eighth token, as a decode step writes it to a page."""
+    dtype, counts = jnp.float32 if biased else jnp.bfloat16, (*heads, heads[1])
+    q, k, v = (source.take(dtype, 1, tokens, n, width) for n in counts)
+    biases = [source.take(jnp.float32, n * width) for n in counts] if biased else None
     rope = tuple(source.take(jnp.float32, 1, tokens, width // 2) for _ in "cs")
     gains = tuple(source.take(jnp.float32, width) for _ in "qk")
 
     @exact_jit
-    def one_by_one(q, k, v, rope, gains):
+    def one_by_one(q, k, v, rope, gains, biases):
+        if biases is not None:
+            q, k, v = (
+                (x + bias.reshape(x.shape[2:])).astype(jnp.bfloat16)
+                for x, bias in zip((q, k, v), biases, strict=True)
+            )
         q, k = (
             attention_inputs.rotate(attention_inputs.rms_norm(x, gain, _EPS), *rope)
             for x, gain in zip((q, k), gains, strict=True)
@@ -36,7 +47,7 @@ def test_attention_inputs(source, quantised, heads=(32, 8), width=128, tokens=51
         return q, k, *(attention_inputs.quantize(x, None, False) for x in (k, v))
 
     @exact_jit
-    def at_once(q, k, v, rope, gains):
+    def at_once(q, k, v, rope, gains, biases):
         batch, bits = q.shape[0], jnp.uint8 if quantised else jnp.uint16
         pool = jnp.zeros((3 * batch, 64, heads[1], width), bits)
         scale = jnp.zeros(pool.shape[:3]) if quantised else None
@@ -46,13 +57,17 @@ def test_attention_inputs(source, quantised, heads=(32, 8), width=128, tokens=51
         how = "row" if quantised else "none"
         kept = Kept(k=how, v=how)
         run = attention_inputs.attention_inputs
-        q, k, _, _, *stored = run(q, k, v, rope, stack, kept, eps=_EPS, cache=place)
+        more = {}
+        if biases is not None:
+            stacks = tuple(jnp.stack([-bias, bias, bias]) for bias in biases)
+            more = {"biases": stacks, "dtype": jnp.bfloat16}
+        q, k, _, _, *stored = run(q, k, v, rope, stack, kept, eps=_EPS, cache=place, **more)
         return q, k, *(x if x is None else x[batch : 2 * batch, 5:6] for x in stored)
 
-    q_whole, k_whole, (k8, k_scale), (v8, v_scale) = one_by_one(q, k, v, rope, gains)
+    q_whole, k_whole, (k8, k_scale), (v8, v_scale) = one_by_one(q, k, v, rope, gains, biases)
     some = np.arange(0, tokens, 8)
     rows = [x[0, some][:, None] for x in (q, k, v)]
-    found = at_once(*rows, tuple(x[0, some][:, None] for x in rope), gains)
+    found = at_once(*rows, tuple(x[0, some][:, None] for x in rope), gains, biases)
     bits = jnp.uint8 if quantised else jnp.uint16
     wanted = [q_whole, k_whole, *(jax.lax.bitcast_convert_type(x, bits) for x in (k8, v8))]
     wanted += [k_scale, v_scale] if quantised else []
