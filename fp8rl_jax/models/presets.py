@@ -63,6 +63,7 @@ PRESETS: dict[str, ModelConfig] = {
         rope_factor=32.0,
         tie_word_embeddings=True,
     ),
+    "mistral_7b": _llama(*(32_768, 4096, 14_336, 32, 32, 8, 128), rope_theta=1e6),
     "smollm2_135m": _llama(
         *(49_152, 576, 1536, 30, 9, 3, 64), rope_theta=1e5, tie_word_embeddings=True
     ),

@@ -29,6 +29,7 @@ _PUBLISHED = {
     "llama3p1_8b": (8.03, None, None),
     "llama3p2_1b": (1.236, None, None),
     "llama3p2_3b": (3.213, None, None),
+    "mistral_7b": (7.25, None, None),
     "smollm2_135m": (0.1345, None, None),
     "moonlight_16b_a3b": (16, None, 15.29),
     "deepseek_v3": (671, 37, None),

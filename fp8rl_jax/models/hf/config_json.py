@@ -13,7 +13,7 @@ is written, because every version of transformers and the inference engines read
     5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}
 
 DeepSeek writes "type" for "rope_type". Kimi-K2's 'kimi_k2' is DeepSeek-V3's model under another
-name; it is written as 'deepseek_v3', which transformers knows.
+name, 'mistral' without a window Llama's; they are written as 'deepseek_v3' and 'llama'.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-_ALIASES = {"kimi_k2": "deepseek_v3"}
+_ALIASES = {"kimi_k2": "deepseek_v3", "mistral": "llama"}
 # Fields that config.json and ModelConfig share, with their defaults; None: required.
 _SHARED = {
     "vocab_size": None,
@@ -76,6 +76,7 @@ _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32},
     "qwen3_moe": {"num_key_value_heads": 4},
     "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "deepseek_v3": {
         "q_lora_rank": 1536,
         "first_k_dense_replace": 3,
@@ -149,10 +150,12 @@ def read_config(fields: Fields) -> ModelConfig:
     Raises:
       UserError: a field is missing, wrong or unsupported; the message says what to do.
     """
-    kind = family(fields)
-    fields = Fields({**_ABSENT[kind], **fields.values}, fields.where)
+    kind, stated = family(fields), fields.values["model_type"]
+    fields = Fields({**_ABSENT.get(stated, _ABSENT[kind]), **fields.values}, fields.where)
     fields.require_finite()
     _refuse_unsupported(fields)
+    if stated == "mistral" and fields.values["sliding_window"] is not None:
+        raise fields.error("sliding_window", _NO_WINDOW)
     values = _read(fields, _SHARED) | _read_rope(fields, kind == "deepseek_v3")
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)

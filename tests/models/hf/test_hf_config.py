@@ -25,6 +25,21 @@ _QWEN3 = json.loads("""{
     "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false,
     "vocab_size": 151936
 }""")
+_QWEN2 = json.loads("""{
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu",
+    "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
+    "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+    "use_sliding_window": false, "vocab_size": 152064
+}""")
+_MISTRAL = json.loads("""{
+    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_act": "silu",
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
+    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 32768
+}""")
 _QWEN3_MOE = _QWEN3 | json.loads("""{
     "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
     "max_window_layers": 48, "num_attention_heads": 32, "num_hidden_layers": 48,
@@ -77,6 +92,8 @@ _KIMI = _DEEPSEEK | json.loads("""{
     "type": "yarn"}, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840
 }""")
 _PUBLISHED = {
+    "qwen2p5_7b": _QWEN2,
+    "mistral_7b": _MISTRAL,
     "qwen3_0p6b": _QWEN3,
     "qwen3_30b_a3b": _QWEN3_MOE,
     "llama3p1_8b": _LLAMA,
@@ -96,11 +113,11 @@ def test_published_files_are_the_presets(name):
     assert _read(_PUBLISHED[name]) == preset(name)
 
 
-@pytest.mark.parametrize("name", ["qwen3_0p6b", "llama3p1_8b", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen2p5_7b", "qwen3_0p6b", "llama3p1_8b", "deepseek_v3"])
 def test_new_form_reads_alike(name):
     """transformers 5 gathers rotary settings in rope_parameters."""
     old = dict(_PUBLISHED[name])
-    settings = dict(old.pop("rope_scaling") or {"rope_type": "default"})
+    settings = dict(old.pop("rope_scaling", None) or {"rope_type": "default"})
     settings["rope_type"] = settings.pop("type", settings.get("rope_type"))
     new = old | {"rope_parameters": settings | {"rope_theta": old["rope_theta"]}}
     del new["rope_theta"]
@@ -187,6 +204,9 @@ def _rope(**changes) -> dict:
         ),
         (_QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, ["use_sliding_window"]),
         (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        (_QWEN2, {"use_sliding_window": True}, ["use_sliding_window"]),
+        (_QWEN3, {"attention_bias": True}, ["attention_bias", "only qwen2 has biases"]),
+        (_MISTRAL, {"sliding_window": 4096}, ["sliding_window", "4096"]),
         (_QWEN3_MOE, {"mlp_only_layers": [1]}, ["mlp_only_layers", "[1]"]),
         (_QWEN3_MOE, {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
         (_QWEN3_MOE, {"num_experts": None}, ["no field num_experts"]),
@@ -245,6 +265,15 @@ def test_models_without_a_type_are_refused(name, changes, word):
 # What transformers 5.24 takes for fields that a file of a type does not have. (kimi_k2 is not among
 # its types; the model's own code is DeepSeek-V3's.)
 _ABSENT = {
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "qkv_bias": True,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_theta": 10_000.0,
+        "rope_type": "default",
+    },
     "qwen3": {
         "num_key_value_heads": 32,
         "head_dim": 128,
@@ -308,6 +337,7 @@ _NEEDED = (
 @pytest.mark.parametrize("kind", _ABSENT)
 def test_absent_fields_have_the_types_defaults(kind):
     fields = {
+        "qwen2": _QWEN2 | dict(num_attention_heads=32, hidden_size=4096),
         "qwen3": _QWEN3 | dict(num_attention_heads=32),
         "qwen3_moe": _QWEN3_MOE,
         "llama": _LLAMA,
@@ -319,6 +349,13 @@ def test_absent_fields_have_the_types_defaults(kind):
     for name in set(_NEEDED) & set(fields):
         with pytest.raises(UserError, match=name):
             _read({n: v for n, v in fields.items() if n != name})
+
+
+def test_an_absent_window_is_mistrals():
+    """Files of its first version have the window 4096, stated or not."""
+    fields = {name: value for name, value in _MISTRAL.items() if name != "sliding_window"}
+    with pytest.raises(UserError, match="sliding_window"):
+        _read(fields)
 
 
 def test_null_is_not_absent():

@@ -31,11 +31,11 @@ def transformers():
     return pytest.importorskip("transformers", minversion="5", reason=_REASON)
 
 
-def _random_model(transformers, name: str):
+def _random_model(transformers, name: str, **changes):
     """Their model of a configuration, every parameter random."""
     import torch
 
-    fields = config_json(CONFIGS[name], "float32")
+    fields = config_json(CONFIGS[name], "float32") | changes
     kind = fields.pop("model_type")
     config = transformers.AutoConfig.for_model(kind, **fields)
     torch.manual_seed(0)
@@ -82,6 +82,24 @@ def test_both_ways(transformers, name, tmp_path):
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert again.dtype == model.dtype
+    np.testing.assert_array_equal(_logits(again.eval(), tokens), expected)
+
+
+def test_mistral_is_a_llama(transformers, tmp_path):
+    """Without a window; what we save of it is theirs again under the name llama."""
+    changes = {"model_type": "mistral", "rope_scaling": None, "sliding_window": None}
+    model = _random_model(transformers, "llama", **changes)
+    model.save_pretrained(tmp_path / "theirs")
+    config, params = hf.load(tmp_path / "theirs")
+    tokens = np.random.default_rng(0).integers(0, 60, (2, _LENGTH)).astype(np.int32)
+    expected = _logits(model, tokens)
+    program = exact_jit(lambda p, t, rope: forward(p, t, config, "f32", rope=rope).logits)
+    ours = np.asarray(program(params, tokens, rope_tables(config, _LENGTH)))
+    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+    hf.save(tmp_path / "ours", config, params, dtype="float32")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    )
     np.testing.assert_array_equal(_logits(again.eval(), tokens), expected)
 
 
