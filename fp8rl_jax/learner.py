@@ -48,6 +48,7 @@ from fp8rl_jax.models import (
     with_kv_scales,
 )
 from fp8rl_jax.models.logprobs import consecutive_rows
+from fp8rl_jax.models.lora import trained, with_trained
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
@@ -133,7 +134,7 @@ class TrainState:
     """The complete training state; restoring it resumes a run bit for bit.
 
     Attributes:
-      params: float32 master parameters.
+      params: float32 master parameters, or `Adapted`.
       opt_state: optax state of the current phase (SFT or RL).
       scaling_state: states of stateful scaling policies, by site; {} if every scale is dynamic.
       kv_scales: calibrated scales of q, k and v; None unless a recipe asks for them.
@@ -167,7 +168,7 @@ def new_state(
     """Returns the state at the start of a phase.
 
     Args:
-      params: float32 masters.
+      params: float32 masters, or `Adapted`.
       optimizer: optimiser of the phase.
       rng: key data; see `TrainState`.
       recipe: recipe of the learner.
@@ -177,7 +178,7 @@ def new_state(
     if scaling_state is None:
         scaling_state = init_scaling(params, recipe)
     zeros = (jnp.int32(0), rng, jnp.int32(0))
-    return TrainState(params, optimizer.init(params), scaling_state, kv_scales, *zeros)
+    return TrainState(params, optimizer.init(trained(params)), scaling_state, kv_scales, *zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +318,7 @@ class Gradients:
     """Gradients of one batch, and the state of the scaling policies after it.
 
     Attributes:
-      params: float32 gradients, shaped as the parameters.
+      params: float32 gradients, shaped as the parameters that are trained.
       changes: () bool, whether to make the update: loss and gradients are finite, a token counts.
       scaling_state: states after the batch; unchanged if the update is not made.
     """
@@ -368,7 +369,8 @@ def make_gradients(
     recipe = get_recipe(recipe)
     collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
 
-    def objective(params, probes, weights, state: TrainState, part: Batch, rope, loads):
+    def objective(values, probes, weights, state: TrainState, part: Batch, rope, loads):
+        params = with_trained(state.params, values)
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
         logp, entropy, aux = response_logprobs(
             paired, part, model, recipe, rope, remat, state.kv_scales, parallel, collect, taps
@@ -395,7 +397,7 @@ def make_gradients(
 
         def run(part: Batch, loads: jax.Array | None = None):
             (value, (sums, tokens, finite, tapped)), (grads, seen) = grad_fn(
-                state.params, probes, weights, state, part, rope, loads
+                trained(state.params), probes, weights, state, part, rope, loads
             )
             return (value, grads, seen, sums), (tokens, finite, tapped)
 
@@ -487,8 +489,9 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch, rope):
         found, logp, metrics = gradients(state, batch, rope)
-        updates, opt_state = optimizer.update(found.params, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        values = trained(state.params)
+        updates, opt_state = optimizer.update(found.params, state.opt_state, values)
+        params = with_trained(state.params, optax.apply_updates(values, updates))
         new = dataclasses.replace(
             state, params=params, opt_state=opt_state, scaling_state=found.scaling_state
         )

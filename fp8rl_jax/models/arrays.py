@@ -35,6 +35,8 @@ Shape = tuple[int, ...]
 # of the parameters.
 LINEAR, TABLE, ROUTER, GAIN = "linear", "table", "router", "gain"
 BIAS, CORRECTION = "bias", "correction"
+ADAPTER = "adapter"  # lora_a and lora_b beside the kernel of a linear layer (models/lora.py)
+LORA = ("lora_a", "lora_b")
 SMALL = (ROUTER, GAIN, BIAS, CORRECTION)
 # Logical axes (`sharding.RULES`) of stacked arrays; the matrix of an expert or a head is not split.
 _WIDE, EXPERTS, HEADS = ("layers", "embed", "wide"), ("layers", "experts"), ("layers", "heads")
@@ -232,7 +234,12 @@ def array_of(path: Path) -> Array:
     Raises:
       KeyError: no model has such an array.
     """
-    return _BY_PATH[path[1:] if path[0] in RUNS else path]
+    path = path[1:] if path[0] in RUNS else path
+    if path[-1] in LORA:
+        kernel = _BY_PATH[(*path[:-1], "kernel")]
+        axes = kernel.axes if kernel.axes == EXPERTS else ()
+        return Array(path, "", ADAPTER, axes, "")
+    return _BY_PATH[path]
 
 
 def bias_shape(layer: Path, config: ModelConfig) -> Shape | None:

@@ -44,6 +44,7 @@ from fp8rl_jax.models.arrays import (
     role_of,
 )
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.lora import Adapted, merged, scaled
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.stacks import DENSE_STACK, STACK, LayerGroup, is_whole, layer_groups, path_of
 from fp8rl_jax.models.transformer import Transformer
@@ -108,6 +109,7 @@ def split_layers(params, recipe: Recipe):
 
 def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
     """Returns {'layers.o_proj': (recipe of that site, weight)} of every quantised layer."""
+    params = merged(params)
     recipes = {run.name: run.recipe for run in _runs(params, recipe)}
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(split_layers(params, recipe)):
@@ -185,7 +187,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     Raises:
       ValueError: the recipe is stateful and `scaling` lacks a site.
     """
-    recipe = get_recipe(recipe)
+    recipe, params = get_recipe(recipe), merged(params)
     sites = _sites(params, recipe)
 
     def convert(path, leaf):
@@ -267,11 +269,11 @@ def trainable_params(
 ):
     """Pairs masters with the bytes that the forward pass reads.
 
-    Differentiate with respect to `params` (and `probes`); `weights` must come from outside the
-    differentiated function, or pass through `lax.stop_gradient`.
+    Differentiate with respect to `params`, or the adapters in it (and `probes`); `weights` must
+    come from outside the differentiated function, or pass through `lax.stop_gradient`.
 
     Args:
-      params: float32 masters.
+      params: float32 masters, or `Adapted`.
       weights: result of `quantize_params` on `params`.
       recipe: numerics under which they were quantised.
       scaling: states of stateful policies, as in `quantize_params`.
@@ -283,15 +285,23 @@ def trainable_params(
             return master
         state, probe = (tree.get(_site(path)) for tree in (scaling or {}, probes or {}))
         value = lax.stop_gradient(_value(weight))
-        return BoundWeight(value, master, lax.stop_gradient(state), probe)
+        own = adapters.get(path_of(path)[:-1])
+        return BoundWeight(value, master, lax.stop_gradient(state), probe, own)
 
+    adapters: dict = {}
+    if isinstance(params, Adapted):
+        whole, params = scaled(params), lax.stop_gradient(merged(params))
+        for run in _runs(params, get_recipe(recipe)):
+            for path, arrays in whole.items():
+                if path[0] == run.stack:
+                    adapters[run.name, *path[1:]] = tuple(x[run.span] for x in arrays)
     masters = split_layers(params, get_recipe(recipe))
     return jax.tree_util.tree_map_with_path(pair, masters, weights, is_leaf=is_weight)
 
 
 def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
     """Returns `block_health` of every quantised weight: {site: {count: (L,) or (L, E) float32}}."""
-    recipe = get_recipe(recipe)
+    recipe, params = get_recipe(recipe), merged(params)
     values = {
         _site(path): _value(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)

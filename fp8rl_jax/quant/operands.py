@@ -248,12 +248,15 @@ class BoundWeight:
         gradient if it is an array.
       scaling: states of the site's policies, frozen; None if no policy keeps any.
       probe: its cotangent is what the site observed; None observes nothing.
+      adapter: (a, b), a (..., K, r) and b (..., r, N) whose product `value` contains, or None. They
+        receive gradients, and the weight none.
     """
 
     value: QArray | jax.Array
     master: jax.Array | None = None
     scaling: SiteScaling | None = None
     probe: SiteProbe | None = None
+    adapter: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -219,6 +219,7 @@ class _Residual:
       parameter_dtype: dtype of the array that receives the weight's gradient; None for bytes
         without a master.
       has_master: whether that array is the master; otherwise it is the weight's value.
+      adapter: (a, b) of the weight, which then has no gradient of its own, or None.
     """
 
     x: QArray | jax.Array
@@ -227,6 +228,7 @@ class _Residual:
     gradient: tuple[OperandScaling | None, OperandProbe | None]
     seen: SiteProbe | None
     x_dtype: jnp.dtype = dataclasses.field(metadata=_STATIC)
+    adapter: tuple[jax.Array, jax.Array] | None
     parameter_dtype: jnp.dtype | None = dataclasses.field(metadata=_STATIC)
     has_master: bool = dataclasses.field(metadata=_STATIC)
 
@@ -257,7 +259,7 @@ def _forward(
         seen = _observe_forward(recipe, w.value, w.probe, value, quantized, weights, experts)
     left: Matrix
     weight: Matrix = parameter if recipe.quantized else w.value
-    if quantized is None or weights is None or recipe.backward == "bf16":
+    if quantized is None or weights is None or (recipe.backward == "bf16" and not w.adapter):
         left = compute_value(x.value, recipe)
     elif recipe.backward == "dequantized":
         left, weight = quantized[0], w.value if isinstance(w.value, QArray) else weights[0]
@@ -265,7 +267,7 @@ def _forward(
         assert recipe.activation is not None and recipe.weight is not None
         by_columns = recipe.activation.transposed
         left = quantized[0]
-        if by_columns != recipe.activation:
+        if by_columns != recipe.activation and not w.adapter:
             left, _ = quantize_activation(value, by_columns, None, recipe.kernels)
         if recipe.weight.has_square_blocks:
             weight = w.value if isinstance(w.value, QArray) else weights[0]
@@ -276,7 +278,8 @@ def _forward(
         gradient=(getattr(w.scaling, "gradient", None), getattr(w.probe, "gradient", None)),
         seen=seen,
         x_dtype=x.value.dtype,
-        parameter_dtype=None if isinstance(parameter, QArray) else parameter.dtype,
+        adapter=w.adapter,
+        parameter_dtype=None if isinstance(parameter, QArray) or w.adapter else parameter.dtype,
         has_master=w.master is not None,
     )
 
@@ -329,8 +332,41 @@ def _backward(
     dw = None  # as a cotangent: zeros
     if residual.parameter_dtype is not None:
         dw = wgrad(recipe, x, columns, experts, weight.shape[0]).astype(residual.parameter_dtype)
+    adapter = None
+    if residual.adapter is not None:
+        adapter = _adapter_gradients(recipe, x, dy, residual.adapter, experts)
     value, master = (None, dw) if residual.has_master else (dw, None)
-    return Activation(dx), BoundWeight(value, master, None, seen), None  # type: ignore[arg-type]
+    return (
+        Activation(dx),
+        BoundWeight(value, master, None, seen, adapter),  # type: ignore[arg-type]
+        None,
+    )
+
+
+def _adapter_gradients(
+    recipe: Recipe, x: Matrix, dy: jax.Array, adapter: tuple[jax.Array, jax.Array], experts: Experts
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of a and b where the weight contains ``a @ b``: ``x^T (dy b^T)`` and
+    ``(x a)^T dy``, sums in float32 (Hu et al., arXiv:2106.09685). The gradient of the whole weight
+    is not computed."""
+    a, b = (compute_value(part, recipe) for part in adapter)
+    x = compute_value(x.dequantize(), recipe) if isinstance(x, QArray) else x
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    if experts is None:
+        through = compute_value(dot("mn,rn->mr", dy, b), recipe)
+        inner = compute_value(dot("mk,kr->mr", x, a), recipe)
+        found = dot("mk,mr->kr", x, through), dot("mr,mn->rn", inner, dy)
+    else:
+        a, b = (part.at[experts].get(mode="fill", fill_value=0) for part in (a, b))
+        through = compute_value(dot("tmn,trn->tmr", dy, b), recipe)
+        inner = compute_value(dot("tmk,tkr->tmr", x, a), recipe)
+        tiles = dot("tmk,tmr->tkr", x, through), dot("tmr,tmn->trn", inner, dy)
+        found = tuple(
+            varying_as(jnp.zeros(whole.shape, jnp.float32), part).at[experts].add(part, mode="drop")
+            for whole, part in zip(adapter, tiles, strict=True)
+        )
+    one, other = (part.astype(whole.dtype) for part, whole in zip(found, adapter, strict=True))
+    return one, other
 
 
 _product.defvjp(_forward, _backward)

@@ -17,6 +17,7 @@ from random_model import initial_params
 from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.data import join
+from fp8rl_jax.models import lora
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe, get_recipe, missing_scales
 
@@ -92,6 +93,7 @@ class Case:
     norm_topk_prob: bool = True
     unroll: bool = False  # the learner's scan over layers, unrolled
     replay: int = 0  # so many of taps.ROUTING are replayed in the learner
+    rank: int = 0  # of adapters with random values
     tap_logits: bool = False  # the train step returns its logits too: one program less to compile
     seed: int = 0
 
@@ -173,7 +175,22 @@ def make_params(case: Case):
         head = np.array(params["lm_head"])
         head[:, case.eos] = np.abs(head[:, case.eos]) * 2
         params = {**params, "lm_head": jnp.asarray(head)}
-    return params
+    return with_adapters(params, case.rank, case.seed) if case.rank else params
+
+
+def with_adapters(params, rank: int, seed: int = 0, modules=("*",)) -> lora.Adapted:
+    """Parameters with adapters of every linear layer, both matrices random."""
+    key = jax.random.key(seed, impl="threefry2x32")
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        if path[-1].key == lora.LORA[0]:
+            return leaf
+        return jnp.asarray(0.05 * rng.standard_normal(leaf.shape), jnp.float32)
+
+    adapters = lora.new_adapters(params, rank, modules, key)
+    adapters = jax.tree_util.tree_map_with_path(draw, adapters)
+    return lora.Adapted(params, adapters, 2.0)
 
 
 def _rows_first(values: np.ndarray, case: Case) -> np.ndarray:

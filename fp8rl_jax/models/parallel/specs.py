@@ -110,7 +110,8 @@ def _weight_spec(weight, cut: bool, storage: int):
         rows = storage if weight.master is not None else 1
         master = jax.tree.map(lambda x: spec(x, cut, rows), weight.master)
         whole = (jax.tree.map(lambda _: WHOLE, x) for x in (weight.scaling, weight.probe))
-        return BoundWeight(_weight_spec(weight.value, cut, rows), master, *whole)
+        adapter = jax.tree.map(lambda _: WHOLE, weight.adapter)
+        return BoundWeight(_weight_spec(weight.value, cut, rows), master, *whole, adapter)
     if isinstance(weight, QArray):
         one = weight.block_shape[-1] == -1  # one scale for all columns
         scale = spec(weight.scale, cut and not one, storage)

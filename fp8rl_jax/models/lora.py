@@ -1,0 +1,138 @@
+"""Low-rank adapters of linear layers (LoRA; Hu et al., arXiv:2106.09685).
+
+One form exists: the weight ``W + (alpha / r) A B``, merged in float32 and then rounded or quantised
+like any other. Refit and train step merge by the same function, so rollout and learner read the
+same bytes; with B = 0 they are the base's. The base is frozen: gradients and optimiser state are
+those of A and B alone, and no gradient of a whole weight is computed (quant/rule.py).
+
+Not done: embeddings and output head; the matrices by head of latent attention; ranks that differ
+between layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax import lax
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.kernels import prevent_fma
+from fp8rl_jax.models.arrays import HEADS, LINEAR, LINEAR_LAYERS, LORA, array_of
+from fp8rl_jax.models.stacks import RUNS, Path, path_of
+from fp8rl_jax.quant import get_recipe, matmul
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """Parameters of a model with a frozen base. Functions of models/params.py take them in the
+    place of masters.
+
+    Attributes:
+      base: parameters, float32 or bf16.
+      adapters: {'layers': {module: {'lora_a': (L, K, r), 'lora_b': (L, r, N)}}}, of experts
+        (L, E, K, r) and (L, E, r, N), float32; the trained part.
+      scale: factor of the product, alpha / r.
+    """
+
+    base: Any
+    adapters: Any
+    scale: float = dataclasses.field(metadata={"static": True})
+
+
+def trained(params: Any) -> Any:
+    """Returns the part of parameters that is trained: adapters, or all of them."""
+    return params.adapters if isinstance(params, Adapted) else params
+
+
+def with_trained(params: Any, values: Any) -> Any:
+    """Returns parameters with another trained part."""
+    if isinstance(params, Adapted):
+        return dataclasses.replace(params, adapters=values)
+    return values
+
+
+def new_adapters(shapes: Any, rank: int, modules: Sequence[str], key: jax.Array) -> Any:
+    """Returns adapters of rank `rank`, as PEFT initialises them: A uniform within 1 / sqrt(K)
+    (Kaiming's for slope sqrt(5)), B zero.
+
+    Args:
+      shapes: parameters of the base, or their shapes.
+      rank: r.
+      modules: patterns of names of linear layers, such as '[qkv]_proj'.
+      key: random key.
+
+    Raises:
+      UserError: a pattern matches no layer of the model, or the rank exceeds a matrix.
+    """
+    found: dict[Path, jax.Array] = {}
+    names = set()
+    leaves = traverse_util.flatten_dict(shapes)
+    for number, (path, leaf) in enumerate(sorted(leaves.items())):
+        if path[0] not in RUNS or array_of(path).role != LINEAR or array_of(path).axes == HEADS:
+            continue
+        names.add(path[-2])
+        if not any(fnmatch.fnmatchcase(path[-2], pattern) for pattern in modules):
+            continue
+        *first, inputs, outputs = leaf.shape
+        if rank > min(inputs, outputs):
+            raise UserError(
+                f"lora.rank is {rank}, and {path[-2]} is {inputs} x {outputs}: write at most "
+                f"{min(inputs, outputs)}, or leave the layer out of lora.modules"
+            )
+        bound = 1 / math.sqrt(inputs)
+        own = jax.random.fold_in(key, number)
+        a = jax.random.uniform(own, (*first, inputs, rank), jnp.float32, -bound, bound)
+        found[*path[:-1], LORA[0]] = a
+        found[*path[:-1], LORA[1]] = jnp.zeros((*first, rank, outputs), jnp.float32)
+    for pattern in modules:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            known = [name for name in LINEAR_LAYERS if name in names]
+            raise UserError(
+                f"lora.modules: {pattern!r} matches no linear layer of this model, which has "
+                f"{', '.join(known)}"
+            )
+    return traverse_util.unflatten_dict(found)
+
+
+def scaled(params: Adapted) -> dict[Path, tuple[jax.Array, jax.Array]]:
+    """Returns {path of a linear layer: (A, scale * B)}."""
+    flat = traverse_util.flatten_dict(params.adapters)
+    a, b = LORA
+    return {
+        path[:-1]: (x, params.scale * flat[*path[:-1], b])
+        for path, x in flat.items()
+        if path[-1] == a
+    }
+
+
+def merged(params: Any) -> Any:
+    """Returns float32 parameters: the base with its adapters added, or `params` without adapters.
+
+    A product of A and B has the library's order of sums, so its bits do not depend on the program.
+    """
+    if not isinstance(params, Adapted):
+        return params
+    adapters = scaled(params)
+
+    def merge(path, leaf):
+        leaf, names = leaf.astype(jnp.float32), path_of(path)
+        if names[-1] != "kernel" or names[:-1] not in adapters:
+            return leaf
+        arrays = (leaf, *adapters[names[:-1]])
+        stacks = tuple(x.reshape(-1, *x.shape[-2:]) for x in arrays)
+        return lax.map(_plus_product, stacks).reshape(leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(merge, params.base)
+
+
+def _plus_product(matrices: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    base, a, b = matrices
+    return base + prevent_fma(matmul(get_recipe("f32"), a, b))
