@@ -48,7 +48,7 @@ from fp8rl_jax.models import (
     with_kv_scales,
 )
 from fp8rl_jax.models.logprobs import consecutive_rows
-from fp8rl_jax.models.lora import trained, with_trained
+from fp8rl_jax.models.lora import base_of, trained, with_base, with_trained, without_base
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
@@ -472,7 +472,8 @@ def make_train_step(
     shardings: dict | None = None,
     **options,
 ) -> Callable:
-    """Returns the jitted ``train_step(state, batch, rope) -> (state, logp, metrics)``.
+    """Returns the jitted ``train_step(state, batch, rope) -> (state, logp, metrics)``, a
+    `TrainStep`.
 
     Args:
       model, recipe, loss: as for `make_gradients`, which describes `logp` and `metrics`.
@@ -487,7 +488,8 @@ def make_train_step(
     """
     gradients = make_gradients(model, recipe, loss, **options)
 
-    def train_step(state: TrainState, batch: Batch, rope):
+    def train_step(state: TrainState, base, batch: Batch, rope):
+        state = with_base(state, base)
         found, logp, metrics = gradients(state, batch, rope)
         values = trained(state.params)
         updates, opt_state = optimizer.update(found.params, state.opt_state, values)
@@ -495,7 +497,32 @@ def make_train_step(
         new = dataclasses.replace(
             state, params=params, opt_state=opt_state, scaling_state=found.scaling_state
         )
+        new, state = without_base((new, state))
         return keep_if(found.changes, new, state), logp, metrics
 
     donated = {"donate_argnums": 0} if donate else {}
-    return exact_jit(train_step, **donated, **(shardings or {}))
+    return TrainStep(exact_jit(train_step, **donated, **(shardings or {})))
+
+
+class TrainStep:
+    """A jitted train step that never donates the frozen base of a state, which may be the
+    reference policy's too."""
+
+    def __init__(self, program: Any):
+        self._program = program
+
+    @staticmethod
+    def _arguments(state: TrainState, batch: Batch, rope) -> tuple:
+        return without_base(state), base_of(state.params), batch, rope
+
+    def __call__(self, state: TrainState, batch: Batch, rope) -> tuple[TrainState, Array, dict]:
+        new, *others = self._program(*self._arguments(state, batch, rope))
+        return with_base(new, base_of(state.params)), *others
+
+    def trace(self, state: TrainState, batch: Batch, rope) -> jax.stages.Traced:
+        """Traces the program, as `jax.jit` does."""
+        return self._program.trace(*self._arguments(state, batch, rope))
+
+    def lower(self, state: TrainState, batch: Batch, rope) -> jax.stages.Lowered:
+        """Lowers the program, as `jax.jit` does."""
+        return self._program.lower(*self._arguments(state, batch, rope))

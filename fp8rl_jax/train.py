@@ -12,18 +12,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable
 
+import jax
 import ml_collections
 
 from fp8rl_jax import sharding
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.drift import DriftMonitor, SelfCheck, kept_self_check
 from fp8rl_jax.learner import TrainState
+from fp8rl_jax.models.lora import trained
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import write_report
+from fp8rl_jax.training.checkpoint import with_checked_base
 from fp8rl_jax.training.environment import layout
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.preflight import preflight
@@ -137,7 +142,8 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> TrainState:
     run.phase, run.drifted = meta["phase"], meta.get("drifted", False)
     run.evaluation_failed = meta.get("evaluation_failed", False)
     like = run.runtime.layout.state_shapes(optimizer_of_phase(config, run.phase)[0])
-    state = run.checkpoints.restore(number, like)
+    restored, base = run.checkpoints.restore(number, like), engine.frozen_base()
+    state = with_checked_base(restored, base, meta, run.directory)
     run.open_logs(meta["offsets"])
     monitor.forget_after(meta["step"] if run.phase == "rl" else 0)
     run.display.note(f"resuming after {run.phase} step {meta['step']}")
@@ -148,6 +154,10 @@ def _describe(run: Run) -> None:
     rt, model = run.runtime, run.runtime.model
     counts = parameter_counts(model)
     active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
+    if rt.config.lora.rank:
+        own = trained(adapted_shapes(rt.config, model))
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(own))
+        active += f" and {count / 1e6:.2f}M of adapters, which are trained"
     run.display.note(
         f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "
         f"{model.num_hidden_layers} layers; rollout {rt.rollout_recipe.name}, "

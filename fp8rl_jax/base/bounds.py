@@ -148,6 +148,8 @@ BOUNDS: dict[str, Bounds] = {
     "optimizer.b2": Bounds(0, _BELOW_1),
     "optimizer.weight_decay": Bounds(0, _COEFFICIENT),
     "optimizer.clip_norm": Bounds(1e-6, 1e30),
+    "lora.rank": _whole(0, 4096),
+    "lora.alpha": _above(0, 1e6),
     "sft.steps": _whole(0, _COUNT),
     "sft.questions": _whole(1, _QUESTIONS),
     "sft.batch_size": _whole(1, _COUNT),

@@ -23,6 +23,10 @@ _HUB_NAME = re.compile(r"hf:([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
+class MissingSnapshot(UserError):
+    """A repository of Hugging Face's Hub is not in the cache."""
+
+
 def tfds_home() -> str:
     """Returns tensorflow-datasets' directory: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     return os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
@@ -75,7 +79,7 @@ def _snapshot(name: str, where: str, kind: str) -> str:
     except (OSError, ValueError):
         options = f" --repo-type {kind}" * (kind != "model")
         options += f" --revision {revision}" if revision else ""
-        raise UserError(
+        raise MissingSnapshot(
             f"{where} is {name!r}, which is not in {constants.HF_HUB_CACHE}: run `hf download "
             f"{repository}{options}` first"
         ) from None

@@ -19,6 +19,8 @@ from fp8rl_jax.plan.learner import LearnerPlan
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.plan.times import StepCost
 
+_MASTERS = {False: "masters, float32", True: "frozen base, and adapters in float32"}
+
 
 def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
     """Returns the tables of `fp8rl plan --learner`."""
@@ -26,7 +28,7 @@ def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
     recipe = planned.resolved.learner_recipe.name
     rows = work.micro_batches * work.rows * sharding.batch_divisor(planned.mesh)
     memory = [
-        ("masters, float32", plan.masters),
+        (_MASTERS[bool(planned.resolved.config.lora.rank)], plan.masters),
         ("Adam's moments", plan.moments),
         ("reference policy, states, batch", plan.others),
         ("gradients, float32", plan.gradients),

@@ -10,6 +10,7 @@ import numpy as np
 from fp8rl_jax.base.bounds import BOUNDS, check_number, check_options
 from fp8rl_jax.base.errors import UserError, did_you_mean, raised
 from fp8rl_jax.base.exact_jit import check_xla_flags, compiler_options
+from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.config.combinations import check_combinations
 from fp8rl_jax.config.fields import all_fields
 from fp8rl_jax.config.load import flatten
@@ -51,6 +52,7 @@ def check(resolved: Resolved) -> None:
     _check_experts(config.mesh.expert, resolved.model.num_experts)
     _check_precision(resolved)
     _check_rollout(resolved)
+    adapted_shapes(resolved.config, resolved.model)
     _check_schedules(config)
     _check_batches(config)
     _check_policies(resolved)

@@ -128,6 +128,12 @@ def _updates(resolved: Resolved) -> int:
     return resolved.config.algo.num_minibatches * resolved.config.algo.epochs
 
 
+def _set_for_adapters(resolved: Resolved) -> list[str]:
+    """Returns the fields of section `lora`, other than its rank, that are not at their default."""
+    fields, lora = FIELDS["lora"], resolved.config.lora
+    return [name for name in fields if name != "rank" and lora[name] != fields[name].default]
+
+
 _KL_DEFAULT = FIELDS["algo"]["kl_estimator"].default  # accepted where it has no effect
 _NORM = "seq_mean_token_sum_norm"
 
@@ -136,6 +142,14 @@ FEATURES: dict[str, Feature] = {
     "dense model": Feature(lambda r: not r.model.num_experts),
     "latent attention": Feature(lambda r: r.model.latent),
     "tensor parallelism": _field("mesh.tensor", lambda size: size != 1),
+    "adapters": _field("lora.rank"),
+    "moments in host memory": _field("learner.offload", lambda where: where != "none"),
+    "mean weights": _field("eval.average_last", lambda count: count > 1),
+    "no adapters": _field("lora.rank", lambda rank: not rank),
+    "fields of adapters": Feature(
+        _set_for_adapters,
+        lambda r: f"lora.{_set_for_adapters(r)[0]} is {r.config.lora[_set_for_adapters(r)[0]]!r}",
+    ),
     "expert parallelism": _field("mesh.expert", lambda size: size != 1),
     "routing replay": _field("algo.routing_replay", lambda what: what != "none"),
     "balance loss of routers": _field("algo.router_aux_loss_coef"),
@@ -235,6 +249,22 @@ PAIRS = (
         "per token)",
         "take a scale per token (fp8_blockwise) or one that is fixed beforehand (that of "
         "fp8_delayed, or static), or set precision.zero_drift='report'",
+    ),
+    Pair(
+        "no adapters",
+        "fields of adapters",
+        "without lora.rank there are no adapters",
+        "set lora.rank, or leave the field out",
+    ),
+    Pair("adapters", "tensor parallelism", "adapters are not cut by columns", "write 1"),
+    Pair(
+        "adapters",
+        "moments in host memory",
+        "{one}: the moments are those of the adapters alone, which are small",
+        "write 'none'",
+    ),
+    Pair(
+        "adapters", "mean weights", "the mean of adapters is not that of weights ({one})", "write 1"
     ),
     Pair("latent attention", "tensor parallelism", f"{_LATENT} is not cut by heads", "write 1"),
     Pair(

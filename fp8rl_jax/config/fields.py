@@ -382,6 +382,18 @@ FIELDS: dict[str, dict[str, Field]] = {
         "weight_decay": Field(0.0, "AdamW's decoupled weight decay"),
         "clip_norm": Field(1.0, "largest global norm of a gradient"),
     },
+    "lora": {
+        "rank": Field(
+            0, "rank of the adapters of linear layers, which alone are trained; 0 trains everything"
+        ),
+        "alpha": Field(32.0, "an adapter's product is multiplied by alpha / rank"),
+        "modules": Field("*", "linear layers with adapters, by pattern: '[qkvo]_proj'"),
+        "base": Field(
+            "bf16",
+            "how the frozen base is kept: as published models are, or in float32",
+            ("bf16", "f32"),
+        ),
+    },
     "sft": {
         "steps": Field(600, "updates of supervised fine-tuning before RL; 0 leaves it out"),
         "questions": Field(4096, "distinct demonstrations"),

@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from fp8rl_jax.base.bounds import shown
 from fp8rl_jax.base.errors import UserError, did_you_mean, raised
 from fp8rl_jax.base.json_file import plain, tabled
-from fp8rl_jax.base.paths import expanded
+from fp8rl_jax.base.paths import MissingSnapshot, expanded
 from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.config.files import read_config_file
 from fp8rl_jax.config.names import field_meant
@@ -213,7 +213,11 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
         _apply(config, argument)
     for name in _PATHS:
         section, _, field = name.partition(".")
-        config[section][field] = expanded(config[section][field], name)
+        try:
+            config[section][field] = expanded(config[section][field], name)
+        except MissingSnapshot:  # a plan needs none; `model_source` refuses it
+            if name != "model.checkpoint":
+                raise
 
 
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:

@@ -18,7 +18,7 @@ import ml_collections
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
-from fp8rl_jax.base.paths import hub_download
+from fp8rl_jax.base.paths import expanded, hub_download
 from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.presets import PRESETS, preset
@@ -79,7 +79,7 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
 
 def _read_directory(checkpoint: str) -> dict[str, Any]:
     """Reads the config.json of `model.checkpoint`, or raises UserError."""
-    described = pretrained_config(checkpoint)
+    described = pretrained_config(expanded(checkpoint, "model.checkpoint"))
     if described is not None:
         return described
     if os.path.isdir(checkpoint):

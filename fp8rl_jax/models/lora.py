@@ -24,7 +24,7 @@ from jax import lax
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.kernels import prevent_fma
-from fp8rl_jax.models.arrays import HEADS, LINEAR, LINEAR_LAYERS, LORA, array_of
+from fp8rl_jax.models.arrays import HEADS, LINEAR, LINEAR_LAYERS, LORA, SMALL, array_of, role_of
 from fp8rl_jax.models.stacks import RUNS, Path, path_of
 from fp8rl_jax.quant import get_recipe, matmul
 
@@ -57,6 +57,39 @@ def with_trained(params: Any, values: Any) -> Any:
     if isinstance(params, Adapted):
         return dataclasses.replace(params, adapters=values)
     return values
+
+
+def _each(tree: Any, change: Any) -> Any:
+    """Applies a function to every `Adapted` in a tree."""
+    is_adapted = lambda x: isinstance(x, Adapted)
+    return jax.tree.map(lambda x: change(x) if is_adapted(x) else x, tree, is_leaf=is_adapted)
+
+
+def without_base(tree: Any) -> Any:
+    """Returns a tree, such as a train state, whose `Adapted` lack the base: what is saved."""
+    return _each(tree, lambda x: dataclasses.replace(x, base=None))
+
+
+def with_base(tree: Any, base: Any) -> Any:
+    """Returns a tree whose `Adapted` have a base."""
+    return _each(tree, lambda x: dataclasses.replace(x, base=base))
+
+
+def base_of(params: Any) -> Any:
+    """Returns the frozen base of parameters; None if they are all trained."""
+    return params.base if isinstance(params, Adapted) else None
+
+
+def adapted(
+    params: Any, rank: int, alpha: float, modules: Sequence[str], dtype: Any, key: jax.Array
+) -> Adapted:
+    """Returns parameters with new adapters; `dtype`: of the base's matrices."""
+
+    def kept(path, leaf):
+        return leaf if role_of(path_of(path)) in SMALL else leaf.astype(dtype)
+
+    base = jax.tree_util.tree_map_with_path(kept, params)
+    return Adapted(base, new_adapters(params, rank, modules, key), alpha / rank)
 
 
 def new_adapters(shapes: Any, rank: int, modules: Sequence[str], key: jax.Array) -> Any:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
 from fp8rl_jax.base.jax_settings import USABLE
+from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import (
     ModelConfig,
@@ -24,6 +25,7 @@ from fp8rl_jax.models import (
     quantize_params,
 )
 from fp8rl_jax.models.arrays import EXPERTS, TABLE, array_in
+from fp8rl_jax.models.lora import trained
 from fp8rl_jax.models.stacks import RUNS
 from fp8rl_jax.quant import Recipe
 
@@ -130,13 +132,15 @@ class StateBytes:
     """Bytes of a device's part of the train state.
 
     Attributes:
-      masters: float32 parameters.
+      masters: float32 parameters; under adapters those, and the frozen base.
+      trained: the part of them that is trained.
       moments, host_moments: Adam's two moments, on the device or (`learner.offload`) on its host.
       reference: the reference policy, if `algo.kl_coef` is set.
       scaling: states of scaling policies, which are replicated.
     """
 
     masters: int
+    trained: int
     moments: int
     host_moments: int
     reference: int
@@ -149,17 +153,20 @@ class StateBytes:
     @property
     def checkpoint(self) -> int:
         """Bytes that a checkpoint holds; the reference policy has a file of its own."""
-        return self.masters + self.moments + self.host_moments + self.scaling
+        return self.trained + self.moments + self.host_moments + self.scaling
 
 
 def state_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh) -> StateBytes:
     """Counts the bytes of a device's part of the train state."""
     params = param_shapes(resolved.model)
     states = jax.eval_shape(lambda p: init_scaling(p, resolved.learner_recipe), params)
-    masters = sum(part_sizes(params, param_shardings(mesh, params)))
-    on_device, on_host = 2 * masters, 0
+    kept = adapted_shapes(resolved.config, resolved.model)
+    masters, trains = (
+        sum(part_sizes(tree, param_shardings(mesh, tree))) for tree in (kept, trained(kept))
+    )
+    on_device, on_host = 2 * trains, 0
     if resolved.config.learner.offload == "moments":
         on_device, on_host = on_host, on_device
-    reference = resolved.algorithm.needs_reference * masters
+    reference = resolved.algorithm.needs_reference * trains
     scaling = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
-    return StateBytes(masters, on_device, on_host, reference, scaling)
+    return StateBytes(masters, trains, on_device, on_host, reference, scaling)

@@ -223,12 +223,15 @@ def plan_learner(
         masters=state.masters,
         moments=state.moments,
         others=state.reference + state.scaling + batch,
-        gradients=(1 + (work.micro_batches > 1)) * masters.stored,
+        gradients=(1 + (work.micro_batches > 1)) * state.trained,
         own_weights=own.stored,
         layer_inputs=_kept_bytes(model, recipe, work),
         tables=masters.tables + own.tables,
         head=_head_bytes(model, recipe, work),
         layer=2 * masters.layer + 2 * own.layer + activations,
-        optimizer=3 * masters.largest if state.host_moments else masters.stored,
+        # The update; with adapters also the largest array when they are merged into it.
+        optimizer=3 * masters.largest
+        if state.host_moments
+        else state.trained + masters.largest * (state.trained < state.masters),
         host_moments=state.host_moments,
     )

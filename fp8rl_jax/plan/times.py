@@ -94,17 +94,20 @@ def attention_features(model: ModelConfig) -> int:
     return 2 * model.num_attention_heads * model.head_dim
 
 
-def step_flops(model: ModelConfig, work: Workload, tensor: int = 1) -> dict[str, float]:
+def step_flops(
+    model: ModelConfig, work: Workload, tensor: int = 1, adapters: bool = False
+) -> dict[str, float]:
     """Returns {part of the model: FLOPs of a device} in an update.
 
     Args:
       model: shapes of the model.
       work: work of a device; all its tokens count, padding too.
       tensor: number of devices that share each layer by columns and heads.
+      adapters: whether weights have no gradients; the thin products of adapters are left out.
     """
     counts = parameter_counts(model)
     linear = counts.active - counts.tables
-    passes = (4 if work.remat == "full" else 3) + work.counts
+    passes = (4 if work.remat == "full" else 3) + work.counts - adapters
     tokens, length = work.tokens * work.micro_batches, work.prompt + work.response
     attended = tokens * length / 2 * model.num_hidden_layers * attention_features(model)
     again = work.remat == "full" and model.latent
@@ -234,7 +237,8 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     """
     model, recipe = planned.resolved.model, planned.resolved.learner_recipe
     mesh, gpu, work = planned.mesh, planned.gpu, plan.work
-    flops = step_flops(model, work, mesh.shape["tensor"])
+    adapters = bool(planned.resolved.config.lora.rank)
+    flops = step_flops(model, work, mesh.shape["tensor"], adapters)
     transfers = step_transfers(model, recipe, mesh, work, planned.hosts)
     masters, own = learner_weight_bytes(model, recipe, mesh)
     fp8 = recipe.quantized and not recipe.fake

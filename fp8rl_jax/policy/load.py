@@ -13,17 +13,19 @@ import jax
 import ml_collections
 import numpy as np
 import optax
+from flax import traverse_util
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.learner import TrainState
+from fp8rl_jax.models.lora import merged
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.policy.source import is_released
 from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.sharding import batch_divisor
-from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.checkpoint import Checkpoints, with_checked_base
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.run_directory import as_options, as_saved, differences, run_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
@@ -123,9 +125,19 @@ class Trained(NamedTuple):
         of = f", the mean of {len(self.numbers)} checkpoints, the last" if self.numbers[1:] else ""
         return f"weights of {self.directory}{of} after {self.phase} step {self.step}"
 
+    def state(self) -> TrainState:
+        """Returns the newest checkpoint's state."""
+        number, base = self.numbers[-1], self.runtime.engine.frozen_base()
+        state = self.checkpoints.restore(number, self.shapes)
+        meta = self.checkpoints.read_meta(number)
+        return with_checked_base(state, base, meta, self.directory)
+
     def read_params(self) -> Callable[[Path], np.ndarray]:
         """Returns `Checkpoints.read_params` of the newest checkpoint, or of the mean of several,
         which is summed in float64."""
+        if self.runtime.config.lora.rank:
+            flat = traverse_util.flatten_dict(jax.device_get(merged(self.state().params)))
+            return flat.__getitem__
         reads = [self.checkpoints.read_params(number, self.shapes) for number in self.numbers]
 
         def mean(path: Path) -> np.ndarray:
@@ -191,10 +203,10 @@ def load_trained(
     """
     found = open_trained(runtime, directory, count)
     saved = found.runtime
-    state = found.checkpoints.restore(found.numbers[-1], found.shapes)
+    state = found.state()
     if averaged := len(found.numbers) > 1:
         read, old = found.read_params(), state.params
-        state = dataclasses.replace(state, params=None, opt_state=None)
+        state = dataclasses.replace(state, params={}, opt_state=None)
         params = jax.tree_util.tree_map_with_path(
             lambda keys, x: processes.place(read(path_of(keys)), x.sharding), old
         )

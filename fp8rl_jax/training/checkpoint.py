@@ -37,6 +37,7 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import array_checksums, chained
+from fp8rl_jax.models.lora import with_base, without_base
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.training.offload import is_on_host, to_device
 from fp8rl_jax.training.run_directory import STORE_ERRORS
@@ -92,13 +93,14 @@ class Checkpoints:
         return sorted(self._manager.all_steps())[-count:]
 
     def save(self, number: int, state: Any, meta: dict[str, Any]) -> None:
-        """Writes a checkpoint, unless one of that number exists.
+        """Writes a checkpoint, unless one of that number exists. The frozen base under adapters is
+        left out: it is what the run began with.
 
         Raises:
           UserError: it is the directory's first checkpoint, and cannot be read back.
           OSError: it cannot be written.
         """
-        there = self._manager.all_steps()
+        there, state = self._manager.all_steps(), without_base(state)
         if number in there:
             return
         sums = _array_checksums(state)
@@ -155,11 +157,12 @@ class Checkpoints:
 
     def restore(self, number: int, like: Any) -> Any:
         """Returns a checkpoint's state, shaped and sharded as `like` (ShapeDtypeStructs or arrays).
+        Adapters come without their base.
 
         Raises:
           UserError: the checkpoint is truncated, damaged, or of another model.
         """
-        meta = self.read_meta(number)
+        meta, like = self.read_meta(number), without_base(like)
         try:
             if meta.get("structure") != _structure(like):
                 raise _OtherState()
@@ -367,6 +370,26 @@ def _array_checksums(state: Any) -> list[int]:
     together = iter(run([x for x in leaves if not is_on_host(x)]))
     alone = (run([to_device(x)])[0] for x in away)
     return [int(np.asarray(next(alone if is_on_host(x) else together))) for x in leaves]
+
+
+def with_checked_base(state: Any, base: Any, meta: dict[str, Any], where: object) -> Any:
+    """Returns a restored state with the frozen base under its adapters.
+
+    Args:
+      state: result of `Checkpoints.restore`.
+      base: result of `frozen_base`, or None without adapters.
+      meta: the checkpoint's metadata, whose 'base' is the checksum of the base it was trained on.
+      where: the run's directory, for the error message.
+
+    Raises:
+      UserError: `base` is another one.
+    """
+    if base is not None and meta.get("base") != state_checksum(base):
+        raise UserError(
+            f"{where} holds adapters of another base than model.checkpoint, or the seed, gives "
+            "here: put the files back with which the run began"
+        )
+    return with_base(state, base)
 
 
 def state_checksum(state: Any, sums: list[int] | None = None) -> int:

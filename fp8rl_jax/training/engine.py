@@ -20,12 +20,14 @@ import optax
 from fp8rl_jax import learner
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.config.adapters import with_adapters
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import join
 from fp8rl_jax.learner import Batch, TrainState
 from fp8rl_jax.models import init_params, init_scaling, param_shardings, rope_tables
+from fp8rl_jax.models.lora import base_of, without_base
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.plan.bytes import device_memory
 from fp8rl_jax.plan.rollout import plan_rollout
@@ -191,6 +193,13 @@ class JaxEngine(Engine):
         if not self.config.model.checkpoint:
             return self.init_params()
         return load_params(self.config, self.layout.param_shardings)
+
+    def frozen_base(self):
+        """Returns the base under a run's adapters, which no checkpoint holds; None without any."""
+        if not self.config.lora.rank:
+            return None
+        params = base_of(with_adapters(self.config, self.initial_params()))
+        return processes.place(params, param_shardings(self.layout.mesh, params))
 
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> TrainState:
         """Returns the state at the start of a phase, sharded as `Layout.state_shapes`."""
@@ -372,7 +381,7 @@ class JaxEngine(Engine):
         `taps` and `donate` as for `learner.make_train_step`.
         """
         layout, model = self.layout, self.resolved.model
-        state = param_shardings(layout.mesh, layout.state_shapes(optimizer))
+        state = without_base(param_shardings(layout.mesh, layout.state_shapes(optimizer)))
         shardings = (state, layout.rows, layout.replicated)
         recipe = recipe or self.resolved.learner_recipe
         settings = {

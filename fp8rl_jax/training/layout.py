@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from fp8rl_jax import learner, sharding
 from fp8rl_jax.base import processes
+from fp8rl_jax.config.adapters import with_adapters
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
@@ -108,7 +109,7 @@ class Layout:
 
     def new_state(self, params, optimizer, rng: np.ndarray, scaling_state: dict | None = None):
         """Returns `learner.new_state` of the run's learner, on the devices of its arguments."""
-        recipe = self.resolved.learner_recipe
+        recipe, params = self.resolved.learner_recipe, with_adapters(self.resolved.config, params)
         return learner.new_state(
             params, optimizer, rng, recipe, scaling_state, self.missing_kv_scales
         )

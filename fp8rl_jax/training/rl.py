@@ -33,6 +33,7 @@ from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.data import Stream
 from fp8rl_jax.learner import Batch, TrainState, policy_of
+from fp8rl_jax.models.lora import base_of, with_base
 from fp8rl_jax.plan import gpus
 from fp8rl_jax.plan.times import useful_flops
 from fp8rl_jax.report import summarise, write_report
@@ -270,7 +271,7 @@ def _reference(run: Run, state: TrainState) -> TrainState:
     checkpoints = Checkpoints(run.directory / "reference", keep=1)
     policy = checkpoints.restore(0, policy_of(state))
     checkpoints.close()
-    return dataclasses.replace(state, **policy)
+    return dataclasses.replace(state, **with_base(policy, base_of(state.params)))
 
 
 def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:

@@ -11,7 +11,8 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.learner import TrainState
-from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.models.lora import base_of
+from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum
 from fp8rl_jax.training.compile_times import CompileTimes
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
@@ -56,6 +57,7 @@ class Run:
         self.phase, self.evaluation_failed = "sft", False
         self.doubted = self.drifted = False
         self.stopped_by: str | None = None
+        self._base: int | None = None  # checksum of the frozen base
 
     def open_logs(self, offsets: dict[str, int] | None) -> None:
         """Opens the logs at a checkpoint's `offsets`; None starts new logs."""
@@ -84,6 +86,9 @@ class Run:
             "drifted": self.drifted,
             **more,
         }
+        if (base := base_of(state.params)) is not None:
+            self._base = self._base or state_checksum(base)
+            meta["base"] = self._base
         self._lock.check()
         self.checkpoints.save(number, state, meta)
 

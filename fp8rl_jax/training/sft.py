@@ -26,6 +26,7 @@ from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, tokenizer_files
 from fp8rl_jax.learner import LossConfig, TrainState
+from fp8rl_jax.models.lora import base_of, with_base
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import RunLogs, read_log
@@ -34,7 +35,7 @@ from fp8rl_jax.training.run import Run, non_finite_message
 from fp8rl_jax.training.run_directory import cache_root, no_room
 from fp8rl_jax.training.runtime import Runtime
 
-_SECTIONS = ("model", "mesh", "data", "env", "precision", "sft", "eval")
+_SECTIONS = ("model", "mesh", "data", "env", "precision", "lora", "sft", "eval")
 _FIELDS: tuple[str, ...] = (
     "run.seed",
     "run.samples",
@@ -102,7 +103,7 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
         checkpoints.close()
     for name, records in written.items():
         logs.write(name, *records)
-    return kept["params"], kept["scaling_state"]
+    return with_base(kept["params"], base_of(like.params)), kept["scaling_state"]
 
 
 def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:

@@ -154,6 +154,8 @@ def test_experts_and_latents(plan):
 _MODELS = {  # of configs that are not named after their model
     "moonlight_16b": "moonlight_16b_a3b",
     "qwen3_1p7b_gsm8k": "qwen3_1p7b",
+    "qwen2p5_1p5b_lora": "qwen2p5_1p5b",
+    "qwen3_8b_lora_1gpu": "qwen3_8b",
     "deepseek_v3_671b": "deepseek_v3",
     "kimi_k2_1t": "kimi_k2",
     "study_scale": "",
@@ -167,7 +169,7 @@ def test_every_config_fits_its_own_mesh(plan, path):
     nothing, and says how long a step and the run take."""
     name = _MODELS.get(path.stem, path.stem)
     words = [f"--config.model.name={name}"] * bool(name)
-    gpu = "h100" if "GPUs of 80 GB" in path.read_text() else "h200"
+    gpu = "h100" if " of 80 GB" in path.read_text() else "h200"
     status, output, _ = plan("--config", str(path), *words, f"--gpu={gpu}")
     assert status == 0
     assert "The train step fits: it needs" in output

@@ -91,7 +91,7 @@ def test_a_data_set(hub, tmp_path):
 )
 def test_what_is_not_there_is_named(hub, field, words):
     with pytest.raises(UserError) as error:
-        _config(field)
+        read_model(_config(field))
     assert words in str(error.value) and field.partition("=")[0] in str(error.value)
 
 

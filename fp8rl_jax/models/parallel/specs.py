@@ -109,9 +109,10 @@ def _weight_spec(weight, cut: bool, storage: int):
     if isinstance(weight, BoundWeight):
         rows = storage if weight.master is not None else 1
         master = jax.tree.map(lambda x: spec(x, cut, rows), weight.master)
-        whole = (jax.tree.map(lambda _: WHOLE, x) for x in (weight.scaling, weight.probe))
-        adapter = jax.tree.map(lambda _: WHOLE, weight.adapter)
-        return BoundWeight(_weight_spec(weight.value, cut, rows), master, *whole, adapter)
+        others = weight.scaling, weight.probe, weight.adapter
+        scaling, probe, adapter = (jax.tree.map(lambda _: WHOLE, x) for x in others)
+        value = _weight_spec(weight.value, cut, rows)
+        return BoundWeight(value, master, scaling, probe, adapter)
     if isinstance(weight, QArray):
         one = weight.block_shape[-1] == -1  # one scale for all columns
         scale = spec(weight.scale, cut and not one, storage)

@@ -1,0 +1,41 @@
+"""GRPO on Qwen2.5-1.5B-Instruct with GSM8K on one GPU: low-rank adapters on a frozen base.
+
+Rewards are 1 for the right number and 0 else. The data set is downloaded at the first start, or
+prepared beforehand (docs/data.md).
+
+Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Command:   hf download Qwen/Qwen2.5-1.5B-Instruct
+           fp8rl train --config configs/qwen2p5_1p5b_lora.py
+Mesh:      1 GPU of 80 GB
+Expected:  not run by us (it needs the GPU and the weights); `fp8rl plan` says that it fits
+"""
+
+import ml_collections
+
+
+def get_config():
+    return ml_collections.ConfigDict(
+        {
+            "run": {"dir": "runs/qwen2p5_1p5b_lora", "steps": 100, "checkpoint_every": 25},
+            "model": {"checkpoint": "hf:Qwen/Qwen2.5-1.5B-Instruct"},
+            "precision": {"rollout": "fp8", "learner": "fp8"},
+            "lora": {"rank": 32, "alpha": 64.0},
+            "data": {"tokenizer": "checkpoint", "chat": True},
+            "env": {
+                "task": "gsm8k",
+                "reward": "gsm8k",
+                "prompt_template": "{question}\nThink step by step, and end with '#### ' and the "
+                "number that is the answer.",
+            },
+            "rollout": {
+                "prompts_per_step": 32,
+                "group_size": 8,
+                "max_prompt_tokens": 320,
+                "max_new_tokens": 768,
+            },
+            "learner": {"gradient_accumulation_steps": 8, "remat": "full"},
+            "optimizer": {"learning_rate": 2e-5, "warmup_steps": 5, "b2": 0.95},
+            "sft": {"steps": 0},
+            "eval": {"questions": 1319, "batch_size": 256, "every": 25},
+        }
+    )
