@@ -48,7 +48,7 @@ from fp8rl_jax.models import (
     with_kv_scales,
 )
 from fp8rl_jax.models.logprobs import consecutive_rows
-from fp8rl_jax.models.lora import base_of, trained, with_base, with_trained, without_base
+from fp8rl_jax.models.lora import base_of, merged, trained, with_base, with_trained, without_base
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
@@ -391,8 +391,9 @@ def make_gradients(
         return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
 
     def gradients(state: TrainState, batch: Batch, rope):
-        weights = quantize_params(state.params, recipe, state.scaling_state)
-        probes = init_probes(state.params, recipe, health)
+        params = merged(state.params)
+        weights = quantize_params(params, recipe, state.scaling_state)
+        probes = init_probes(params, recipe, health)
         grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
         def run(part: Batch, loads: jax.Array | None = None):
@@ -434,7 +435,7 @@ def make_gradients(
         norm = norm_of_gradients(recipe.kernels)(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         changes = good & (batch.weights != 0).any()
-        scaling = update_scaling(state.params, recipe, state.scaling_state, seen)
+        scaling = update_scaling(params, recipe, state.scaling_state, seen)
         scaling = keep_if(changes, scaling, state.scaling_state)
         logp, per_token = tokens
         metrics = {

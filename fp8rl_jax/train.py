@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import pathlib
 from collections.abc import Callable
 
@@ -156,7 +155,7 @@ def _describe(run: Run) -> None:
     active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
     if rt.config.lora.rank:
         own = trained(adapted_shapes(rt.config, model))
-        count = sum(math.prod(x.shape) for x in jax.tree.leaves(own))
+        count = sum(x.size for x in jax.tree.leaves(own))
         active += f" and {count / 1e6:.2f}M of adapters, which are trained"
     run.display.note(
         f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "

@@ -17,9 +17,10 @@ import stat
 
 from fp8rl_jax.base.errors import UserError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)", re.ASCII)
+_PART = r"[A-Za-z0-9][\w.-]*"  # of a repository's name on the Hub
+_HUB_ID = re.compile(rf"{_PART}/({_PART})", re.ASCII)
 _HUB = "hf:"
-_HUB_NAME = re.compile(r"hf:([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_HUB_NAME = re.compile(rf"{_HUB}({_PART}/{_PART})(?:@([\w./-]+))?", re.ASCII)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 

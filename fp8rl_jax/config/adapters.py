@@ -17,7 +17,10 @@ _FOLDED = 3  # into the run's seed
 
 def adapted_shapes(config: ml_collections.ConfigDict, model: ModelConfig) -> Any:
     """Returns the shapes of what a run trains on, see `with_adapters`; runs nothing."""
-    return jax.eval_shape(lambda params: with_adapters(config, params), param_shapes(model))
+    shapes = param_shapes(model)
+    if not config.lora.rank:
+        return shapes
+    return jax.eval_shape(lambda params: with_adapters(config, params), shapes)
 
 
 def with_adapters(config: ml_collections.ConfigDict, params: Any) -> Any:

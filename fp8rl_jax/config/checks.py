@@ -52,7 +52,7 @@ def check(resolved: Resolved) -> None:
     _check_experts(config.mesh.expert, resolved.model.num_experts)
     _check_precision(resolved)
     _check_rollout(resolved)
-    adapted_shapes(resolved.config, resolved.model)
+    adapted_shapes(resolved.config, resolved.model)  # refuses modules and a rank that do not fit
     _check_schedules(config)
     _check_batches(config)
     _check_policies(resolved)

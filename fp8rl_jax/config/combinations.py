@@ -147,8 +147,7 @@ FEATURES: dict[str, Feature] = {
     "mean weights": _field("eval.average_last", lambda count: count > 1),
     "no adapters": _field("lora.rank", lambda rank: not rank),
     "fields of adapters": Feature(
-        _set_for_adapters,
-        lambda r: f"lora.{_set_for_adapters(r)[0]} is {r.config.lora[_set_for_adapters(r)[0]]!r}",
+        _set_for_adapters, lambda r: _field(f"lora.{_set_for_adapters(r)[0]}").said(r)
     ),
     "expert parallelism": _field("mesh.expert", lambda size: size != 1),
     "routing replay": _field("algo.routing_replay", lambda what: what != "none"),

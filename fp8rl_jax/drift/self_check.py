@@ -23,7 +23,7 @@ import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.json_file import plain
-from fp8rl_jax.base.user_cache import cache_name, files_of_functions, user_cache
+from fp8rl_jax.base.user_cache import cache_name, files_of_functions
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.attribute import run_both
@@ -34,6 +34,7 @@ from fp8rl_jax.kernels import backend
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.optimizer import optimizer_of_phase
+from fp8rl_jax.training.run_directory import cache_root
 from fp8rl_jax.training.runtime import Runtime
 
 _NEW_TOKENS = 16
@@ -123,10 +124,9 @@ def _place(runtime: Runtime) -> pathlib.Path | None:
     sections = {name: plain(fields.to_dict()) for name, fields in config.items() if name != "run"}
     sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
     files = files_of_functions(named_functions(config))
-    root = config.run.cache_dir or user_cache()
-    if root is None:
+    if (root := cache_root(config)) is None:
         return None
-    return pathlib.Path(root, cache_name("self-check", sections, files) + ".json")
+    return root / (cache_name("self-check", sections, files) + ".json")
 
 
 def _keep(checked: SelfCheck, path: pathlib.Path) -> None:

@@ -220,6 +220,11 @@ _ROOTS = RUNS | {array.path[0] for array in MODEL}
 LINEAR_LAYERS = tuple(dict.fromkeys(a.path[-2] for a in LAYER if a.role == LINEAR))
 
 
+def _in_layer(path: Path) -> Path:
+    """Returns a path without the name of its stack of layers, if it has one."""
+    return path[1:] if path[0] in RUNS else path
+
+
 def layer_arrays(layer: LayerSpec) -> tuple[Array, ...]:
     """Returns the rows that a layer may have; `shape` is None for those that the model lacks."""
     return (*ATTENTION, *LATENT, *(SPARSE if layer.experts else MLP))
@@ -234,7 +239,7 @@ def array_of(path: Path) -> Array:
     Raises:
       KeyError: no model has such an array.
     """
-    path = path[1:] if path[0] in RUNS else path
+    path = _in_layer(path)
     if path[-1] in LORA:
         kernel = _BY_PATH[(*path[:-1], "kernel")]
         axes = kernel.axes if kernel.axes == EXPERTS else ()
@@ -244,7 +249,7 @@ def array_of(path: Path) -> Array:
 
 def bias_shape(layer: Path, config: ModelConfig) -> Shape | None:
     """Returns the shape of the bias of the linear layer at a path; None if it has none."""
-    array = _BY_PATH.get((*(layer[1:] if layer[0] in RUNS else layer), "bias"))
+    array = _BY_PATH.get((*_in_layer(layer), "bias"))
     return array.shape(config) if array else None
 
 

@@ -17,6 +17,7 @@ from flax import traverse_util
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.learner import TrainState
@@ -136,7 +137,9 @@ class Trained(NamedTuple):
         """Returns `Checkpoints.read_params` of the newest checkpoint, or of the mean of several,
         which is summed in float64."""
         if self.runtime.config.lora.rank:
-            flat = traverse_util.flatten_dict(jax.device_get(merged(self.state().params)))
+            flat = traverse_util.flatten_dict(
+                jax.device_get(exact_jit(merged)(self.state().params))
+            )
             return flat.__getitem__
         reads = [self.checkpoints.read_params(number, self.shapes) for number in self.numbers]
 

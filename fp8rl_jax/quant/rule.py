@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,8 +175,9 @@ def _gathered(x, axis: str | None):
     return gather(x)
 
 
-def _of_tiles(state: OperandScaling | None, experts: Experts) -> OperandScaling | None:
-    """Returns the state of each tile's expert; `state` itself without experts."""
+def _of_tiles(state: Any, experts: Experts) -> Any:
+    """Returns the arrays of each tile's expert, of a state or an adapter; `state` itself without
+    experts."""
     if experts is None:
         return state
     return jax.tree.map(lambda leaf: leaf.at[experts].get(mode="clip"), state)
@@ -349,21 +351,16 @@ def _adapter_gradients(
     """Returns the gradients of a and b where the weight contains ``a @ b``: ``x^T (dy b^T)`` and
     ``(x a)^T dy``, sums in float32 (Hu et al., arXiv:2106.09685). The gradient of the whole weight
     is not computed."""
-    a, b = (compute_value(part, recipe) for part in adapter)
+    a, b = _of_tiles(tuple(compute_value(part, recipe) for part in adapter), experts)
     x = compute_value(x.dequantize(), recipe) if isinstance(x, QArray) else x
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    if experts is None:
-        through = compute_value(dot("mn,rn->mr", dy, b), recipe)
-        inner = compute_value(dot("mk,kr->mr", x, a), recipe)
-        found = dot("mk,mr->kr", x, through), dot("mr,mn->rn", inner, dy)
-    else:
-        a, b = (part.at[experts].get(mode="fill", fill_value=0) for part in (a, b))
-        through = compute_value(dot("tmn,trn->tmr", dy, b), recipe)
-        inner = compute_value(dot("tmk,tkr->tmr", x, a), recipe)
-        tiles = dot("tmk,tmr->tkr", x, through), dot("tmr,tmn->trn", inner, dy)
+    through = compute_value(dot("...mn,...rn->...mr", dy, b), recipe)
+    inner = compute_value(dot("...mk,...kr->...mr", x, a), recipe)
+    found = dot("...mk,...mr->...kr", x, through), dot("...mr,...mn->...rn", inner, dy)
+    if experts is not None:  # of tiles: added up by expert
         found = tuple(
             varying_as(jnp.zeros(whole.shape, jnp.float32), part).at[experts].add(part, mode="drop")
-            for whole, part in zip(adapter, tiles, strict=True)
+            for whole, part in zip(adapter, found, strict=True)
         )
     one, other = (part.astype(whole.dtype) for part, whole in zip(found, adapter, strict=True))
     return one, other

@@ -28,6 +28,7 @@ from fp8rl_jax.models import (
     weight_health,
     with_kv_scales,
 )
+from fp8rl_jax.models.lora import merged
 from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe
 from fp8rl_jax.quant.scaling import find_amax
 
@@ -43,6 +44,7 @@ def make_refit(
     """
 
     def refit(params, scaling_state=None, kv_scales=None):
+        params = merged(params)
         weights = quantize_params(params, recipe, scaling_state)
         lost = weight_health(params, weights, recipe) if health else {}
         weights = with_kv_scales(weights, kv_scales)

@@ -59,6 +59,16 @@ def _logits(model, tokens: np.ndarray) -> np.ndarray:
         return model(torch.tensor(tokens)).logits.numpy()
 
 
+def _assert_same_logits(model, config, params) -> tuple[np.ndarray, np.ndarray]:
+    """Compares their logits with ours; returns the tokens, and their logits."""
+    tokens = np.random.default_rng(0).integers(0, 60, (2, _LENGTH)).astype(np.int32)
+    expected = _logits(model, tokens)
+    program = exact_jit(lambda p, t, rope: forward(p, t, config, "f32", rope=rope).logits)
+    ours = np.asarray(program(params, tokens, rope_tables(config, _LENGTH)))
+    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+    return tokens, expected
+
+
 @pytest.mark.parametrize("name", _NAMES)
 def test_both_ways(transformers, name, tmp_path):
     """What they save is our model, and what we save is theirs again, bit for bit."""
@@ -70,11 +80,7 @@ def test_both_ways(transformers, name, tmp_path):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
         lambda x: (x.shape, x.dtype), shapes
     )
-    tokens = np.random.default_rng(0).integers(0, 60, (2, _LENGTH)).astype(np.int32)
-    expected = _logits(model, tokens)
-    program = exact_jit(lambda p, t, rope: forward(p, t, config, "f32", rope=rope).logits)
-    ours = np.asarray(program(params, tokens, rope_tables(config, _LENGTH)))
-    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+    tokens, expected = _assert_same_logits(model, config, params)
 
     hf.save(tmp_path / "ours", config, params, dtype="float32")
     again, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -91,11 +97,7 @@ def test_mistral_is_a_llama(transformers, tmp_path):
     model = _random_model(transformers, "llama", **changes)
     model.save_pretrained(tmp_path / "theirs")
     config, params = hf.load(tmp_path / "theirs")
-    tokens = np.random.default_rng(0).integers(0, 60, (2, _LENGTH)).astype(np.int32)
-    expected = _logits(model, tokens)
-    program = exact_jit(lambda p, t, rope: forward(p, t, config, "f32", rope=rope).logits)
-    ours = np.asarray(program(params, tokens, rope_tables(config, _LENGTH)))
-    assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+    tokens, expected = _assert_same_logits(model, config, params)
     hf.save(tmp_path / "ours", config, params, dtype="float32")
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager"
