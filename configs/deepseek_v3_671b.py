@@ -1,6 +1,6 @@
 """GRPO on DeepSeek-V3, 671B: latent attention, 256 experts of which a token uses 8, 1 shared.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/deepseek_v3_671b.py --config.model.checkpoint=DIR
            with the files of deepseek-ai/DeepSeek-V3 in DIR
 Mesh:      128 GPUs of 141 GB: fsdp 8, expert 16, moments in the host's memory (54 GiB for each

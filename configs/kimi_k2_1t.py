@@ -1,6 +1,6 @@
 """GRPO on Kimi-K2, 1T: latent attention, 384 experts of which a token uses 8, 1 shared.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/kimi_k2_1t.py --config.model.checkpoint=DIR
            with the files of moonshotai/Kimi-K2-Instruct in DIR, and a tokenizer.json made of its
            tiktoken.model

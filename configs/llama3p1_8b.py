@@ -1,6 +1,6 @@
 """GRPO on Llama-3.1-8B-Instruct on word problems.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/llama3p1_8b.py --config.model.checkpoint=DIR
            with the files of meta-llama/Llama-3.1-8B-Instruct in DIR
 Mesh:      8 GPUs of 80 GB: fsdp 8

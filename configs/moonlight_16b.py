@@ -1,6 +1,6 @@
 """GRPO on Moonlight-16B-A3B: latent attention, 64 experts of which a token uses 6, 2 shared.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/moonlight_16b.py --config.model.checkpoint=DIR
            with the files of moonshotai/Moonlight-16B-A3B-Instruct in DIR
 Mesh:      8 GPUs of 141 GB: fsdp 2, expert 4. Compiled without them, a train step needs 60.9 GiB

@@ -3,7 +3,7 @@
 Rewards are 1 for the right number and 0 else. The data set is downloaded at the first start, or
 prepared beforehand (docs/data.md).
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   hf download Qwen/Qwen2.5-1.5B-Instruct
            fp8rl train --config configs/qwen2p5_1p5b_lora.py
 Mesh:      1 GPU of 80 GB

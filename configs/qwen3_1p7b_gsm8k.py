@@ -3,7 +3,7 @@
 Rewards are 1 for the right number and 0 else; thinking is off. The data set is downloaded at the
 first start, or prepared beforehand (docs/data.md).
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_1p7b_gsm8k.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-1.7B in DIR
 Mesh:      4 GPUs of 80 GB: fsdp 4

@@ -1,6 +1,6 @@
 """GRPO on Qwen3-235B-A22B, the shapes of the largest published Qwen3 run.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_235b_a22b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-235B-A22B in DIR
 Mesh:      64 GPUs of 141 GB: fsdp 8, expert 8. Compiled without them, a train step needs 99.3 GiB

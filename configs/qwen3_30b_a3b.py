@@ -1,6 +1,6 @@
 """GRPO on Qwen3-30B-A3B, 128 experts of which a token uses 8.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_30b_a3b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-30B-A3B in DIR
 Mesh:      16 GPUs of 141 GB: fsdp 4, expert 4. Compiled without them, a train step needs 49.3 GiB

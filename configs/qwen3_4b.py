@@ -1,6 +1,6 @@
 """GRPO on Qwen3-4B with DAPO's bounds, the smallest of the published unified-FP8 runs.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_4b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-4B in DIR
 Mesh:      8 GPUs of 80 GB: fsdp 8

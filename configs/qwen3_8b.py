@@ -1,6 +1,6 @@
 """GRPO on Qwen3-8B-Base with DAPO's bounds: 32 prompts of 16 responses, one update a rollout.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_8b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-8B-Base in DIR
 Mesh:      8 GPUs of 80 GB: fsdp 8

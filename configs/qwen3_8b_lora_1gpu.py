@@ -3,7 +3,7 @@
 Rewards are 1 for the right number and 0 else; thinking is off. The data set is downloaded at the
 first start, or prepared beforehand (docs/data.md).
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   hf download Qwen/Qwen3-8B
            fp8rl train --config configs/qwen3_8b_lora_1gpu.py
 Mesh:      1 GPU of 80 GB

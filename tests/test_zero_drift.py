@@ -35,7 +35,7 @@ def _assert_exact(case: Case) -> Result:
     return result
 
 
-_FP8 = get_recipe("fp8")
+_FP8 = get_recipe("fp8_blockwise")
 _VARIANTS = {
     "fake": get_recipe("fake"),
     "static activations": dataclasses.replace(

@@ -30,8 +30,8 @@ ARMS = {
     "bf16": ("bf16", ""),
     "fp8_linear": ("fp8_linear", ""),
     "fp8_linear, backward=dequantized": ("fp8_linear", "backward=dequantized"),
+    "fp8_blockwise": ("fp8_blockwise", ""),
     "fp8": ("fp8", ""),
-    "fp8, kv_cache=int8": ("fp8", "kv_cache=int8"),
 }
 
 

@@ -33,7 +33,8 @@ ROTATED = 240e6  # least bytes of operands that one program reads: four times an
 IN_FLIGHT = 4e-3  # least estimated seconds of a sample
 MOST_CALLS = 128  # most calls in a program: more would time the passing of its arguments
 # Estimates that choose the number of calls; what is reported is measured.
-_BYTES_PER_S, _FLOPS_PER_S = 4e12, {"fp8": 1.2e15, "bf16": 7e14, "float32": 4e13}
+_BYTES_PER_S = 4e12
+_FLOPS_PER_S = {"fp8": 1.2e15, "int8": 1.2e15, "bf16": 7e14, "float32": 4e13}
 _ITEM = {"fp8": 1, "bf16": 2, "float32": 4}  # bytes
 
 
@@ -99,7 +100,7 @@ class Attention:
 
     Attributes:
       use: 'decode', one query a sequence over pages, or 'prefill', all of a sequence's queries.
-      kind: dtype of keys and values, 'fp8' or 'bf16'; queries are bf16.
+      kind: dtype of keys and values, 'int8', 'fp8' or 'bf16'; queries are bf16.
       batch, length: number of sequences, and of keys in each.
     """
 
@@ -127,7 +128,7 @@ class Attention:
     @property
     def bytes(self) -> int:
         """Fewest bytes through memory: the cache, bf16 queries, float32 results."""
-        vector = 2 * WIDTH if self.kind == "bf16" else WIDTH + 4  # FP8: with its scale
+        vector = 2 * WIDTH if self.kind == "bf16" else WIDTH + 4  # with its scale
         cache = 2 * self.batch * self.length * KV_HEADS * vector
         return cache + self.batch * self.queries * HEADS * WIDTH * (2 + 4)
 
@@ -146,11 +147,12 @@ def calls(case: Product | Attention) -> tuple[int, int]:
 
 
 def attention_cases(quick: bool = False) -> list[Attention]:
-    """Lists the decode and prefill cases in FP8 and bf16; `quick` keeps those with a target and the
-    prefill of 4096 tokens."""
+    """Lists the decode and prefill cases in INT8, FP8 and bf16; `quick` keeps those with a target
+    and the prefill of 4096 tokens."""
     shapes = [("decode", b, n) for n in (4096, 8192, 32_768) for b in (8, 32, 128, 256)]
     shapes += [("prefill", 1, n) for n in (4096, 16_384)]
-    found = [Attention(use, kind, *size) for use, *size in shapes for kind in ("fp8", "bf16")]
+    kinds = ("int8", "fp8", "bf16")
+    found = [Attention(use, kind, *size) for use, *size in shapes for kind in kinds]
     return [c for c in found if not quick or c.decides or (c.use, c.length) == ("prefill", 4096)]
 
 

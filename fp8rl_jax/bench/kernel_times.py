@@ -237,7 +237,7 @@ def _attention(case: Attention, source: Source) -> dict[str, Version]:
     def cached() -> dict[str, jax.Array]:
         take = functools.partial(source.take, DTYPES[case.kind])
         found = {name: cache(take, WIDTH) for name in ("k", "v")}
-        if case.kind == "fp8":
+        if case.kind != "bf16":
             found |= {name: cache(source.scales) for name in ("k_scale", "v_scale")}
         return found
 

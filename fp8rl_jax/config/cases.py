@@ -10,10 +10,10 @@ from __future__ import annotations
 # Fields of section `precision`; fields that a case does not name keep the file's values.
 CASES: dict[str, dict[str, str]] = {
     "bf16": {"rollout": "bf16", "learner": "bf16", "kv_cache": "bf16", "attention": "bf16"},
-    "case1": {"rollout": "fp8", "learner": "bf16"},
-    "case2": {"rollout": "fp8", "learner": "fake_forward"},
-    "case3": {"rollout": "fp8", "learner": "fake"},
-    "case4": {"rollout": "fp8", "learner": "fp8"},
+    "case1": {"rollout": "fp8_blockwise", "learner": "bf16"},
+    "case2": {"rollout": "fp8_blockwise", "learner": "fake_forward"},
+    "case3": {"rollout": "fp8_blockwise", "learner": "fake"},
+    "case4": {"rollout": "fp8_blockwise", "learner": "fp8_blockwise"},
     "fp8_linear": {
         "rollout": "fp8_linear",
         "learner": "fp8_linear",

@@ -106,10 +106,10 @@ def _observing(resolved: Resolved) -> list[str]:
     return [n for n in names if resolved.config.precision[n]] or ["rollout"] * bool(names)
 
 
-def _bf16_cache(resolved: Resolved) -> list[str]:
-    """Describes the recipes that keep K and V in bf16."""
+def _other_cache(resolved: Resolved) -> list[str]:
+    """Describes the recipes that do not keep both K and V in E4M3."""
     sides = {"rollout": resolved.rollout_recipe, "learner": resolved.learner_recipe}
-    return [f"recipe {r.name!r} of precision.{s}" for s, r in sides.items() if not r.kv_quantized]
+    return [f"recipe {r.name!r} of precision.{s}" for s, r in sides.items() if not r.kv_e4m3]
 
 
 def _cache(on: Callable[[Recipe], bool], what: str) -> Feature:
@@ -171,7 +171,7 @@ FEATURES: dict[str, Feature] = {
         ),
     ),
     "FP8 attention": _field("precision.attention", lambda dtype: dtype == "fp8"),
-    "a recipe with K and V in bf16": Feature(_bf16_cache, lambda r: _bf16_cache(r)[0]),
+    "a recipe without K and V in E4M3": Feature(_other_cache, lambda r: _other_cache(r)[0]),
     "calibrated scales of K and V": _cache(lambda r: r.kv == "calibrated", "is calibrated"),
     "K and V in two formats": _cache(
         lambda r: r.stored_dtype("k") != r.stored_dtype("v"), "has two formats"
@@ -224,9 +224,12 @@ PAIRS = (
     Pair("dense model", "balance loss of routers", "a dense model has no routers", "write 0"),
     Pair("dense model", "expert parallelism", "a dense model has no experts", "write 1"),
     Pair(
-        "a recipe with K and V in bf16",
+        "latent attention", "FP8 attention", f"{_LATENT} keeps its queries in bf16", "write 'bf16'"
+    ),
+    Pair(
+        "a recipe without K and V in E4M3",
         "FP8 attention",
-        "FP8 attention needs K and V in FP8, which {one} lacks",
+        "FP8 attention needs K and V in FP8 (E4M3), which {one} lacks",
         "set precision.kv_cache='fp8' or 'fp8_calibrated'",
     ),
     Pair(
@@ -266,9 +269,6 @@ PAIRS = (
         "adapters", "mean weights", "the mean of adapters is not that of weights ({one})", "write 1"
     ),
     Pair("latent attention", "tensor parallelism", f"{_LATENT} is not cut by heads", "write 1"),
-    Pair(
-        "latent attention", "FP8 attention", f"{_LATENT} keeps its queries in bf16", "write 'bf16'"
-    ),
     Pair(
         "latent attention",
         "calibrated scales of K and V",

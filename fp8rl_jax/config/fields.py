@@ -139,7 +139,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "attention": Field(
             "bf16",
-            "bf16, or fp8: queries too are quantised, as the KV cache is",
+            "bf16, or fp8: queries too are quantised (needs kv_cache fp8 or fp8_calibrated)",
             choices=("bf16", "fp8"),
         ),
         "kv_margin": Field(1.05, "headroom factor of calibrated scales of the KV cache"),

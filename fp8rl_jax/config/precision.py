@@ -69,7 +69,7 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
     if precision.kv_cache != "recipe":
         with _field("kv_cache"):
             recipe = dataclasses.replace(recipe, **_kv_fields(precision.kv_cache))
-    if precision.attention == "fp8" and recipe.kv_quantized:  # else refused by `combinations`
+    if precision.attention == "fp8" and recipe.kv_e4m3:  # else refused by `combinations`
         with _field("attention"):
             recipe = dataclasses.replace(recipe, fp8_attention=True)
     if precision.kernels != "auto":

@@ -1,9 +1,10 @@
 """Recipes: which format, block and scaling policy each operand of each GEMM gets. A recipe is data.
 
-The default is DeepSeek-V3's (arXiv:2412.19437), as NeMo RL and Miles use it: weights E4M3 in
-128x128 blocks, activations and output gradients E4M3 in 1x128 blocks along the contraction, wgrad
-requantised along tokens from the bf16 value; stored K and V in E4M3 with one scale per (token, kv
-head). Embeddings, norms and the output head stay in bf16, routers in float32.
+The default `fp8` has DeepSeek-V3's blocks (arXiv:2412.19437), as NeMo RL and Miles use them:
+weights E4M3 in 128x128 blocks, activations and output gradients E4M3 in 1x128 blocks along the
+contraction, wgrad requantised along tokens from the bf16 value. It stores K and V in INT8 with one
+scale per (token, kv head): as many bytes as E4M3, and nearer to bf16 (`fp8rl study recipes`).
+Embeddings, norms and the output head stay in bf16, routers in float32.
 
 Of the named recipes, `fake_forward` and `fake` imitate FP8 by quantising and dequantising before
 bf16 products, as the cases 2 and 3 of the article "Unified FP8: Moving Beyond Mixed Precision for
@@ -160,7 +161,7 @@ class Recipe:
         dtypes = {self.k_dtype, self.v_dtype}
         if not dtypes <= {None, *KV_DTYPES}:
             yield f"k_dtype is {self.k_dtype} and v_dtype {self.v_dtype}; write E4M3, INT8 or None"
-        if self.fp8_attention and (self.kv == "none" or dtypes != {E4M3}):
+        if self.fp8_attention and not self.kv_e4m3:
             yield (
                 "FP8 attention needs K and V in E4M3; set k_dtype and v_dtype to it, and kv to "
                 "'dynamic' or 'calibrated' (precision.kv_cache='fp8' or 'fp8_calibrated')"
@@ -228,6 +229,11 @@ class Recipe:
     def kv_quantized(self) -> bool:
         """Whether stored K or V, or both, are quantised."""
         return self.kv != "none"
+
+    @property
+    def kv_e4m3(self) -> bool:
+        """Whether both K and V are stored in E4M3."""
+        return self.kv_quantized and {self.k_dtype, self.v_dtype} == {E4M3}
 
     def stored_dtype(self, name: str) -> jnp.dtype | None:
         """Returns the dtype in which attention reads 'q', 'k' or 'v'; None for the compute
@@ -315,6 +321,7 @@ _UNQUANTIZED = {"weight": None, "activation": None, "kv": "none"}
 _RECIPES = {
     recipe.name: recipe
     for recipe in (
+        Recipe("fp8", k_dtype=INT8, v_dtype=INT8),
         Recipe("fp8_blockwise"),
         Recipe("fp8_linear", kv="none"),
         Recipe(
@@ -349,11 +356,11 @@ _RECIPES = {
         Recipe("f32", compute_dtype=FLOAT32, **_UNQUANTIZED),  # type: ignore[arg-type]
     )
 }
-_ALIASES = {"fp8": "fp8_blockwise"}
 # A line of at most 78 characters for each of `recipe_names`.
 DESCRIPTIONS = {
-    "fp8_blockwise": "DeepSeek-V3: weights 128x128, activations and gradients 1x128, E4M3",
-    "fp8_linear": "fp8_blockwise with K and V in bf16, as NVIDIA's NeMo RL",
+    "fp8": "weights E4M3 128x128, activations and gradients E4M3 1x128, K and V INT8",
+    "fp8_blockwise": "fp8 with K and V in E4M3",
+    "fp8_linear": "fp8 with K and V in bf16, as NVIDIA's NeMo RL",
     "fp8_blockwise_pow2": "fp8_blockwise with scales that are powers of two",
     "fp8_tensorwise": "one dynamic scale per tensor, E4M3",
     "fp8_delayed": "one scale per tensor from earlier steps (TransformerEngine's HYBRID)",
@@ -362,15 +369,14 @@ DESCRIPTIONS = {
     "fake": "quantise, dequantise, bf16 GEMM in both directions (case 3 of the Miles study)",
     "bf16": "no quantisation",
     "f32": "no quantisation, everything float32: the canary of the drift tests",
-    "fp8": "another name of fp8_blockwise",
 }
 _FORMATS = {E4M3: "E4M3", E5M2: "E5M2", INT8: "INT8"}
 _BLOCK_NAMES = {(-1, -1): "tensor", (1, -1): "row", (-1, 1): "column"}
 
 
 def recipe_names() -> list[str]:
-    """Returns every name that `get_recipe` takes, aliases included."""
-    return [*_RECIPES, *_ALIASES]
+    """Returns every name that `get_recipe` takes."""
+    return list(_RECIPES)
 
 
 def get_recipe(recipe: Recipe | str) -> Recipe:
@@ -392,12 +398,11 @@ def get_recipe(recipe: Recipe | str) -> Recipe:
         )
     if ":" in recipe:
         return _load(recipe)
-    name = _ALIASES.get(recipe, recipe)
-    if name not in _RECIPES:
+    if recipe not in _RECIPES:
         known = "write one of " + ", ".join(recipe_names())
         hint = did_you_mean(recipe, recipe_names(), known, "{!r}")
         raise UserError(f"unknown recipe {recipe!r}; {hint}")
-    return _RECIPES[name]
+    return _RECIPES[recipe]
 
 
 @functools.cache

@@ -10,6 +10,6 @@ from fp8rl_jax.quant import Recipe, get_recipe
 CASES: dict[str, Callable[[], Recipe]] = {
     "bf16": lambda: get_recipe("bf16"),
     "fp8_linear": lambda: get_recipe("fp8_linear"),
-    "fp8_kv": lambda: dataclasses.replace(get_recipe("bf16"), name="fp8_kv", kv="dynamic"),
+    "fp8_kv": lambda: dataclasses.replace(get_recipe("fp8").unquantized(), name="fp8_kv"),
     "fp8": lambda: get_recipe("fp8"),
 }

@@ -48,8 +48,12 @@ _BF16: Fields = {
     "precision.learner": "bf16",
     "algo.correction": "none",
 }
-_FP8: Fields = {"precision.rollout": "fp8", "precision.learner": "fp8", "algo.correction": "none"}
-_MIXED: Fields = {"precision.rollout": "fp8", "precision.learner": "bf16"}
+_FP8: Fields = {
+    "precision.rollout": "fp8_blockwise",
+    "precision.learner": "fp8_blockwise",
+    "algo.correction": "none",
+}
+_MIXED: Fields = {"precision.rollout": "fp8_blockwise", "precision.learner": "bf16"}
 _CLIPPED: Fields = {**_MIXED, "precision.activation_policy": f"static(amax={CLIP})"}
 BASELINE = "bf16"
 ARMS: dict[str, Fields] = {

@@ -29,7 +29,7 @@ from fp8rl_jax.study.subjects import Subject
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CASES = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8"}
+CASES = {"case1": "bf16", "case2": "fake_forward", "case3": "fake", "case4": "fp8_blockwise"}
 _CAP = 2.0  # largest weight of TIS
 _POW2, _ENDS = "fp8_blockwise_pow2", "fp8, first and last layer bf16"  # names of ablations
 _KL = 1e-3  # algo.kl_coef, so that runs record the divergence from the reference
@@ -117,13 +117,13 @@ CURVE_ORDER = Hypothesis(
 
 
 def ablations(layers: int) -> dict[str, Recipe]:
-    """Returns the rollout recipes that are compared with fp8, each with a bf16 learner.
+    """Returns the rollout recipes that are compared with fp8_blockwise, each with a bf16 learner.
 
     They are the options of NeMo RL's FP8 (scales that are powers of two, first and last layers in
     bf16) and other granularities. Not done: delayed scales, which have no history before the first
     step.
     """
-    fp8 = get_recipe("fp8")
+    fp8 = get_recipe("fp8_blockwise")
     found = {
         "fp8, bf16 KV": dataclasses.replace(fp8, kv="none"),
         _POW2: get_recipe(_POW2),
@@ -154,7 +154,11 @@ def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
     views |= {name: View(recipe) for name, recipe in ablations(layers).items()}
     fp8 = Scoring(views, _pairs(layers), "case4", plan.size.questions)
     bf16 = Scoring({"bf16": View(get_recipe("bf16"))}, {}, "bf16", plan.size.questions)
-    common = {"precision.reference": "bf16", "algo.kl_coef": _KL, "precision.rollout": "fp8"}
+    common = {
+        "precision.reference": "bf16",
+        "algo.kl_coef": _KL,
+        "precision.rollout": "fp8_blockwise",
+    }
     arms = {case: {**common, "precision.learner": recipe} for case, recipe in CASES.items()}
     return {
         "fp8": fp8.cell("cases", subject, plan.note),
@@ -236,8 +240,9 @@ def _tables(result: Result) -> str:
     }
     text = (
         f"Step 0 of {result['name']}: {result['questions']} questions of {result['group']} samples "
-        f"for each of {len(result['subjects'])} seeds, sampled under fp8, the mean and its 95% "
-        f"interval.\n\n{writing.table('learner / rollout', result['pooled'].items(), columns)}"
+        f"for each of {len(result['subjects'])} seeds, sampled under fp8_blockwise, the mean and "
+        f"its 95% interval.\n\n"
+        f"{writing.table('learner / rollout', result['pooled'].items(), columns)}"
     )
     if not result["runs"]:
         return text

@@ -35,9 +35,9 @@ from fp8rl_jax.study.cells import rounded
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 MODULES = tuple("/".join(a.path[:-1]) for a in (*ATTENTION, *MLP) if a.role == LINEAR)
-RECIPES = ("bf16", "fake", "fp8")
+RECIPES = ("bf16", "fake", "fp8_blockwise")
 # Pairs of recipes: the measured one, and the one that it is compared with.
-PAIRS = (("fp8", "bf16"), ("fake", "bf16"), ("fp8", "fake"))
+PAIRS = (("fp8_blockwise", "bf16"), ("fake", "bf16"), ("fp8_blockwise", "fake"))
 MEASURES = ("rms", "calc_diff")
 
 

@@ -3,11 +3,11 @@ the forward pass moves the probabilities of right answers.
 
 Both at given weights, so that the noise of training does not enter.
 
-*Backward.* Batches of RL are sampled under `fp8`, rewarded, and their gradients computed with one
-forward pass and several backward passes. Reference is `backward='dequantized'`, the gradient of
-what the forward pass computed, straight through its rounding. For scale, the gradient of another
-function on the same tokens: bf16 forward and backward. A batch is a sample; what batches share is
-the bias ``(g - r) . r / |r|^2``.
+*Backward.* Batches of RL are sampled under `fp8_blockwise`, rewarded, and their gradients computed
+with one forward pass and several backward passes. Reference is `backward='dequantized'`, the
+gradient of what the forward pass computed, straight through its rounding. For scale, the gradient
+of another function on the same tokens: bf16 forward and backward. A batch is a sample; what batches
+share is the bias ``(g - r) . r / |r|^2``.
 
 *Forward.* The probability of each held-out question's demonstration, by one forward pass (no
 sampling noise), under recipes that quantise parts: its error against bf16, as RMS over questions,
@@ -49,7 +49,7 @@ from fp8rl_jax.training.step_record import StepRecord
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FP8, _BF16, _LINEAR = (get_recipe(name) for name in ("fp8", "bf16", "fp8_linear"))
+_FP8, _BF16, _LINEAR = (get_recipe(name) for name in ("fp8_blockwise", "bf16", "fp8_linear"))
 _EXACT = "exact"
 _TRIES = 16  # batches sampled, at most, for each one that has a gradient
 # The reference, backward passes at its forward pass, and another function.
@@ -116,9 +116,10 @@ def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
 
 
 def _runtime(subject: Subject) -> Runtime:
-    """Returns the subject's runtime with `fp8` on both sides."""
+    """Returns the subject's runtime with `fp8_blockwise` on both sides."""
     config = ml_collections.ConfigDict(subject.runtime.config.to_dict())
     config.precision = default_config().precision
+    config.precision.rollout = config.precision.learner = _FP8.name
     config.precision.health = config.precision.self_check = False
     config.algo.correction = "none"
     config.algo.kl_coef = 0.0  # the reference policy would be the policy itself

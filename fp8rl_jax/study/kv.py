@@ -92,7 +92,7 @@ SHARE = Hypothesis(
 
 def recipes() -> dict[str, Recipe]:
     """Returns the rollouts' recipes, and the learner's, 'bf16'."""
-    fp8, bf16 = get_recipe("fp8"), get_recipe("bf16")
+    fp8, bf16 = get_recipe("fp8_blockwise"), get_recipe("bf16")
     return {
         "both": fp8,
         "bf16": bf16,
@@ -191,8 +191,8 @@ def _tables(result: Result) -> str:
     )
     return (
         f"{result['name']}: {result['questions']} questions of {result['group']} samples of up to "
-        f"{result['slots']} tokens for each of {len(result['subjects'])} seeds, sampled under fp8; "
-        "the mean and its 95% interval against a bf16 learner.\n\n"
+        f"{result['slots']} tokens for each of {len(result['subjects'])} seeds, sampled under "
+        "fp8_blockwise; the mean and its 95% interval against a bf16 learner.\n\n"
         f"{writing.table('rollout', result['pooled'].items(), columns)}"
         f"{'' if result['slots'] >= LONG else short}"
     )

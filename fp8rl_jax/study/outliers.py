@@ -26,7 +26,7 @@ from fp8rl_jax.study.scoring import Scorer, View
 from fp8rl_jax.study.subjects import Subject
 
 POWERS = (0, 8, 12, 14, 16, 18, 20)
-RECIPES = ("fp8_tensorwise", "fp8", "mxfp8")  # from coarse to fine blocks
+RECIPES = ("fp8_tensorwise", "fp8_blockwise", "mxfp8")  # from coarse to fine blocks
 _CANARIES = ("bf16", "f32")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 

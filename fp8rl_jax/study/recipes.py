@@ -1,11 +1,11 @@
 """`fp8rl study recipes`: which FP8 recipe learns as much as bf16.
 
 NVIDIA's report on FP8 for RL gives Llama 3.1 8B 0.616 in BF16 and 0.613 in FP8 end to end, with FP8
-in linear layers alone: K and V stay in bf16. The recipe `fp8` stores them in E4M3, too. The arms
-are bf16, `fp8`, `fp8_linear` (the claim's recipe), as a control `fp8_linear` whose backward pass
-multiplies in bf16 the bytes of its forward pass, and `fp8` with K and V in INT8, which has the
-bytes of `fp8` and adds less than half of its variance (`study gradients`). Sampler and learner have
-one recipe, so none of the arms drifts.
+in linear layers alone: K and V stay in bf16. The recipe `fp8_blockwise` stores them in E4M3, too.
+The arms are bf16, `fp8_blockwise`, `fp8_linear` (the claim's recipe), as a control `fp8_linear`
+whose backward pass multiplies in bf16 the bytes of its forward pass, and `fp8` with K and V in
+INT8, which has the bytes of `fp8_blockwise` and adds less than half of its variance (`study
+gradients`). Sampler and learner have one recipe, so none of the arms drifts.
 
 Fixed before the first run:
 
@@ -15,7 +15,7 @@ Fixed before the first run:
   points within ten steps. Equivalence to bf16: two one-sided t-tests with MARGIN, and the whole
   95% interval within it.
 * *Secondary*: the training reward of the last quarter of the steps. *Third*: accuracy at the end.
-* Whether FP8 keys and values cost: the paired t-test of `fp8_linear` less `fp8`.
+* Whether FP8 keys and values cost: the paired t-test of `fp8_linear` less `fp8_blockwise`.
 * Seeds 0 to 11, all arms of a seed on one machine from one start. Verdicts are drawn when all are
   there. The last arm was added when the others of seeds 0 to 3 had been run.
 
@@ -59,16 +59,16 @@ def _arm(recipe: str, **more: Any) -> Fields:
 
 ARMS: dict[str, Fields] = {
     BASELINE: _arm("bf16"),
-    "fp8": _arm("fp8"),
+    "fp8_blockwise": _arm("fp8_blockwise"),
     "fp8_linear": _arm("fp8_linear"),
     "fp8_linear_dequantized": _arm("fp8_linear", backward="dequantized"),
-    "fp8_int8": _arm("fp8", kv_cache="int8"),
+    "fp8": _arm("fp8"),
 }
 _TEXTS = {
-    "fp8": "FP8 with keys and values in E4M3",
+    "fp8_blockwise": "FP8 with keys and values in E4M3",
     "fp8_linear": "FP8 in linear layers, the claim's recipe,",
     "fp8_linear_dequantized": "FP8 in linear layers with a bf16 backward pass of its bytes",
-    "fp8_int8": "FP8 with keys and values in INT8",
+    "fp8": "FP8 with keys and values in INT8",
 }
 
 _FIGURE = "probability of the right answer in bf16, mean of the last snapshots, less that of {}"
@@ -85,7 +85,7 @@ EQUALS = {
 KV_COSTS = Hypothesis(
     "kv_costs",
     "FP8 learns more with keys and values in bf16 than in E4M3",
-    _FIGURE.format("fp8"),
+    _FIGURE.format("fp8_blockwise"),
     Zone(low=ANY),
 )
 AVERAGE_GAINS = {
@@ -155,7 +155,7 @@ def _judge(found: Found) -> list[Verdict]:
         each = right[arm] - right[BASELINE]
         p = equivalence(each, MARGIN) if len(each) > 1 else math.nan
         verdicts.append(hypothesis.judge(seed_mean(each), p))
-    verdicts.append(KV_COSTS.judge(seed_mean(right["fp8_linear"] - right["fp8"])))
+    verdicts.append(KV_COSTS.judge(seed_mean(right["fp8_linear"] - right["fp8_blockwise"])))
     for arm, hypothesis in AVERAGE_GAINS.items():
         verdicts.append(hypothesis.judge(seed_mean(_averaged(runs[arm]) - right[arm])))
     return verdicts

@@ -79,25 +79,25 @@ EXACT = Hypothesis(
 HARMLESS = Hypothesis(
     "harmless",
     "Blocks of 1x128 bear an outlier of 2^12: E4M3's normal numbers span 2^14.8",
-    "exact KL of fp8 to bf16 with the outlier over that without",
+    "exact KL of fp8_blockwise to bf16 with the outlier over that without",
     Zone(0.8, 1.25),
 )
 BREAKS = Hypothesis(
     "breaks",
     "Blocks of 1x128 do not bear one of 2^20",
-    "exact KL of fp8 to bf16 with the outlier over that without",
+    "exact KL of fp8_blockwise to bf16 with the outlier over that without",
     Zone(low=2.0),
 )
 GRANULARITY = Hypothesis(
     "granularity",
     "An outlier of 2^18 costs a scale per tensor more than blocks of 1x128",
-    "exact KL to bf16, fp8_tensorwise over fp8, with the outlier over without",
+    "exact KL to bf16, fp8_tensorwise over fp8_blockwise, with the outlier over without",
     Zone(low=1.0),
 )
 FINEST = Hypothesis(
     "finest",
     "An outlier of 2^18 costs blocks of 1x128 more than blocks of 1x32",
-    "exact KL to bf16, fp8 over mxfp8, with the outlier over without",
+    "exact KL to bf16, fp8_blockwise over mxfp8, with the outlier over without",
     Zone(low=1.0),
 )
 
@@ -105,7 +105,7 @@ FINEST = Hypothesis(
 def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
     """Returns 'scores', and 'outliers' on one dense rung of the ladder."""
     bf16 = View(get_recipe("bf16"))
-    views = {"rollout": View(get_recipe("fp8")), _PLAIN: bf16}
+    views = {"rollout": View(get_recipe("fp8_blockwise")), _PLAIN: bf16}
     if subject.model.num_experts:
         views[_EXPERTS] = View(bf16.recipe, "experts", "rollout")
         views[_WEIGHTS] = View(bf16.recipe, "weights", "rollout")
@@ -200,10 +200,10 @@ def _judge_outliers(outliers: list[Numbers]) -> list[Verdict]:
 
     return [
         EXACT.judge(span(changed)),
-        compare(HARMLESS, 12, "fp8"),
-        compare(BREAKS, 20, "fp8"),
-        compare(GRANULARITY, 18, "fp8_tensorwise", "fp8"),
-        compare(FINEST, 18, "fp8", "mxfp8"),
+        compare(HARMLESS, 12, "fp8_blockwise"),
+        compare(BREAKS, 20, "fp8_blockwise"),
+        compare(GRANULARITY, 18, "fp8_tensorwise", "fp8_blockwise"),
+        compare(FINEST, 18, "fp8_blockwise", "mxfp8"),
     ]
 
 
@@ -273,8 +273,8 @@ def _tables(result: Result) -> str:
         for rung, views in result["pooled"].items()
     ]
     text = (
-        f"Sampled under fp8, scored by a bf16 learner: {result['questions']} questions of "
-        f"{result['group']} samples, seeds {', '.join(map(str, result['seeds']))}.\n\n"
+        f"Sampled under fp8_blockwise, scored by a bf16 learner: {result['questions']} questions "
+        f"of {result['group']} samples, seeds {', '.join(map(str, result['seeds']))}.\n\n"
         f"{writing.table('rung', rows, _COLUMNS)}"
     )
     if not result["outliers"]:

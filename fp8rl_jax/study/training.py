@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _LEAST = 8  # least steps: two for each quarter
 _BLOCKS = 16  # blocks into which the bootstrap divides a run's steps
 ARMS: dict[str, Fields] = {
-    name: {"precision.rollout": "fp8", "precision.learner": "bf16", **correction}
+    name: {"precision.rollout": "fp8_blockwise", "precision.learner": "bf16", **correction}
     for name, correction in (("uncorrected", UNCORRECTED), ("tis", TIS))
 }
 MEASURES = {
@@ -69,7 +69,7 @@ MEASURES = {
     "per_nat": "mismatch KL per nat of entropy",
 }
 
-_SIDES = ("fp8", "bf16")  # rollout and learner
+_SIDES = ("fp8_blockwise", "bf16")  # rollout and learner
 _PAIR = "learner / rollout"
 _VIEWS = {name: View(get_recipe(name)) for name in _SIDES}
 

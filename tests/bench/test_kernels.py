@@ -123,10 +123,10 @@ def test_tiles_of_experts():
 
 
 def test_attention_cases():
-    """Each shape in FP8 and bf16; the targets' are among the quick ones."""
+    """Each shape in INT8, FP8 and bf16; the targets' are among the quick ones."""
     found, quick = shapes.attention_cases(), shapes.attention_cases(quick=True)
-    assert len(found) == len(set(found)) == 28 and len(quick) == 8
-    assert set(quick) < set(found) and sum(c.decides for c in quick) == 6
+    assert len(found) == len(set(found)) == 42 and len(quick) == 12
+    assert set(quick) < set(found) and sum(c.decides for c in quick) == 9
 
 
 def test_work_and_bytes_of_attention():
@@ -292,7 +292,7 @@ def test_rows_and_targets():
         "decode of 32 and more, 8k keys, over a copy": (
             "missed by 8% at attention decode fp8 KV 32 x 8192"
         ),
-        "the same, FP8 KV over bf16 KV": "missed by 3% at attention decode fp8 KV 32 x 8192",
+        "the same, 8-bit KV over bf16 KV": "missed by 3% at attention decode fp8 KV 32 x 8192",
     }
 
 
@@ -325,7 +325,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert output.endswith("deep/down/kernels.json\n") and "smollm2_135m" in error
     written = json.loads((tmp_path / "deep/down/kernels.json").read_text())
     assert written["ok"] and written["ceilings"] == _CEILINGS
-    assert len(written["rows"]) == 14 and "128 experts, 8k tokens" in output
+    assert len(written["rows"]) == 18 and "128 experts, 8k tokens" in output
     assert written["environment"]["versions"]["jax"] == jax.__version__
     assert [p.name for p in (tmp_path / "deep/down").iterdir()] == ["kernels.json"]
     found = {"error": "no"}

@@ -51,7 +51,7 @@ def test_qwen3_8b(plan, memory):
     )
     assert (status, error) == (0, "")
     assert f"8 devices of {memory}.00 GiB" in output
-    assert "fp8_blockwise *" in output
+    assert "fp8 *" in output
     weights, state, work = (_row(output, n) for n in ("weights", "train state", "workspace"))
     # 6.95e9 numbers in linear layers and 1.24e9 in tables, of bf16 in either case.
     assert weights == pytest.approx([9.44e9 / _GIB, 16.38e9 / _GIB], rel=0.002)
@@ -139,7 +139,7 @@ def test_tiny_config_and_other_recipes(plan):
     assert "32 samples" in output
     status, output, _ = plan("--rollout", "--config", _TINY, "--config.precision.rollout=f32")
     assert status == 0
-    assert re.search(r"f32 \* +fp8_blockwise +bf16", output)
+    assert re.search(r"f32 \* +fp8 +bf16", output)
 
 
 def test_experts_and_latents(plan):

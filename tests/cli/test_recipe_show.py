@@ -83,7 +83,8 @@ def test_show_holds_the_table(name, capsys):
     ("name", "label", "words"),
     [
         ("fp8", "product", ["real", "FP8 operands"]),
-        ("fp8", "KV cache", ["E4M3", "(token, kv head)", "dynamic"]),
+        ("fp8", "KV cache", ["INT8", "(token, kv head)", "dynamic"]),
+        ("fp8_blockwise", "KV cache", ["E4M3", "(token, kv head)", "dynamic"]),
         ("fp8", "FP8 attention", ["no", "q stays bf16"]),
         ("fp8", "row-local", ["yes", "exactly zero"]),
         ("fp8", "state", ["none"]),
@@ -178,4 +179,4 @@ def test_shown_facts_follow_the_recipe():
         recipe, text = get_recipe(name), str(get_recipe(name))
         assert _fact(text, "row-local").startswith("yes" if recipe.row_local else "no")
         assert (_fact(text, "state") == "none") != recipe.stateful
-        assert _fact(text, "KV cache").startswith("E4M3") == recipe.kv_quantized
+        assert _fact(text, "KV cache").startswith(("E4M3", "INT8")) == recipe.kv_quantized

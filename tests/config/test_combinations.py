@@ -41,7 +41,7 @@ _ON: dict[str, list[str]] = {
     "FP8 attention": ["precision.attention=fp8"],
     "calibrated scales of K and V": ["precision.kv_cache=fp8_calibrated"],
     "K and V in two formats": ["precision.kv_cache=k=int8,v=fp8"],
-    "a recipe with K and V in bf16": ["precision.kv_cache=bf16"],
+    "a recipe without K and V in E4M3": [],
     "continuous batching": ["rollout.slots=2"],
     "all samples at once": [],
     "pages": ["rollout.pages=9"],

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 BF16, BF16_GRADIENT, FLOAT32 = 2.0**-8, 4e-3, 4e-6
 CASES = (
-    Attention("fp8", 300, (300, 300), 8, 2, paged=False),
+    Attention("int8", 300, (300, 300), 8, 2, paged=False),
     Attention("bf16", 200, (333, 333), 8, 2, paged=False),
     Attention("fp8", 130, (130,), 16, 8, 64, paged=False),
     Attention("bf16", 100, (100,), 4, 1, 256, paged=False),
@@ -62,7 +62,7 @@ def test_float64(case, source):
 
 
 @reports
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
 def test_speed(kind, source, tokens=4096):
     """Gradients of one sequence, beside XLA's own attention of bf16 operands and its gradients."""
     case = Attention(kind, tokens, (tokens,), paged=False)

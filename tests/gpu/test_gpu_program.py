@@ -123,15 +123,12 @@ def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> 
     }
 
 
-_INT8 = dataclasses.replace(get_recipe("fp8"), name="int8", k_dtype=jnp.int8, v_dtype=jnp.int8)
-
-
 @pytest.mark.parametrize(
     ("recipe", "model"),
     [
         ("fp8", DENSE),
         ("bf16", DENSE),
-        (_INT8, DENSE),
+        ("fp8_blockwise", DENSE),
         ("fp8", SPARSE),
         ("fp8", LAYER),
         ("bf16", LAYER),
@@ -139,7 +136,7 @@ _INT8 = dataclasses.replace(get_recipe("fp8"), name="int8", k_dtype=jnp.int8, v_
     ids=[
         "fp8",
         "bf16",
-        "int8 keys and values",
+        "fp8_blockwise",
         "fp8, experts",
         "fp8, Qwen3-8B's layer",
         "bf16, Qwen3-8B's layer",

@@ -1,4 +1,4 @@
-"""Recipes whose keys and values are stored in other formats than E4M3 or bf16 alike.
+"""Recipes whose keys and values are stored in formats of their own.
 
 Each is also a function of no arguments, so that a configuration can name it.
 """
@@ -27,7 +27,7 @@ def with_formats(recipe: Recipe, name: str) -> Recipe:
     )
 
 
-RECIPES = {name: with_formats(get_recipe("fp8"), name) for name in _DTYPES}
+RECIPES = {name: with_formats(get_recipe("fp8_blockwise"), name) for name in _DTYPES}
 
 
 def int8() -> Recipe:

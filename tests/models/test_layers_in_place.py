@@ -23,6 +23,7 @@ from fp8rl_jax.models import (
 from fp8rl_jax.models.layers import StackedLayer, multiply, multiply_experts
 from fp8rl_jax.models.stacks import layer_stacks
 from fp8rl_jax.quant import Activation, Rows, get_recipe, missing_scales, quantize, take_layer
+from fp8rl_jax.quant.qarray import E4M3
 
 _DENSE = ModelConfig(
     vocab_size=96,
@@ -111,7 +112,12 @@ def test_products():
 
 @pytest.mark.parametrize(
     ("changes", "more"),
-    [({}, {}), (dict(kv="calibrated", fp8_attention=True), {}), ({}, _LATENT), (None, _EXPERTS)],
+    [
+        ({}, {}),
+        (dict(kv="calibrated", k_dtype=E4M3, v_dtype=E4M3, fp8_attention=True), {}),
+        ({}, _LATENT),
+        (None, _EXPERTS),
+    ],
     ids=["fp8", "calibrated", "latent", "bf16 experts"],
 )
 def test_both_platforms_give_the_same_tree(monkeypatch, changes, more):

@@ -116,7 +116,7 @@ def test_equals_the_static_sampler(slots, pages, preempted):
     )
 
 
-_CALIBRATED = dataclasses.replace(get_recipe("fp8"), kv="calibrated", fp8_attention=True)
+_CALIBRATED = dataclasses.replace(get_recipe("fp8_blockwise"), kv="calibrated", fp8_attention=True)
 _MODELS = {
     "fp8": (DENSE, "fp8"),
     "bf16": (DENSE, "bf16"),
@@ -127,7 +127,7 @@ _MODELS = {
     "calibrated": (DENSE, _CALIBRATED),
     "first layer": (DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),
     "keys int8, values fp8": (DENSE, kv_formats.RECIPES["int8_fp8"]),
-    "latent int8": (LATENT, kv_formats.RECIPES["int8"]),
+    "latent fp8": (LATENT, "fp8_blockwise"),
 }
 
 

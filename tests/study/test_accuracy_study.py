@@ -136,11 +136,11 @@ def test_arms():
             assert resolved.same_forward
     assert found == {
         "bf16": ("bf16", "bf16", []),
-        "rollout": ("fp8", "bf16", []),
-        "rollout_tis": ("fp8", "bf16", ["tis"]),
-        "unified": ("fp8", "fp8", []),
-        "stress_rollout": (f"fp8static(amax={accuracy.CLIP})", "bf16", []),
-        "stress_rollout_tis": (f"fp8static(amax={accuracy.CLIP})", "bf16", ["tis"]),
+        "rollout": ("fp8_blockwise", "bf16", []),
+        "rollout_tis": ("fp8_blockwise", "bf16", ["tis"]),
+        "unified": ("fp8_blockwise", "fp8_blockwise", []),
+        "stress_rollout": (f"fp8_blockwisestatic(amax={accuracy.CLIP})", "bf16", []),
+        "stress_rollout_tis": (f"fp8_blockwisestatic(amax={accuracy.CLIP})", "bf16", ["tis"]),
     }
 
 

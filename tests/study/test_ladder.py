@@ -133,7 +133,7 @@ _MIXTURE = {
     "bf16": {"rms_logits": (2.0, 1.9, 2.1), "flips_by_layer": [0.1, 0.2]},
     "bf16, experts replayed": {"rms_logits": (1.0, 0.9, 1.1)},
 }
-_OUTLIERS = {"fp8": [1.0] * len(POWERS)}
+_OUTLIERS = {"fp8_blockwise": [1.0] * len(POWERS)}
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,16 @@ def test_no_panel_is_empty(pooled, outliers, panels):
 
 def test_outliers_are_judged():
     coarse = {(k, "fp8_tensorwise"): 4.0 for k in POWERS}  # without an outlier too
-    good = coarse | {(20, "fp8"): 50.0, (18, "fp8_tensorwise"): 100.0, (18, "fp8"): 10.0}
+    good = coarse | {
+        (20, "fp8_blockwise"): 50.0,
+        (18, "fp8_tensorwise"): 100.0,
+        (18, "fp8_blockwise"): 10.0,
+    }
     found = _verdicts(scale._judge_outliers([_outliers(good)]))
     assert found == dict.fromkeys(
         ("exact", "harmless", "breaks", "granularity", "finest"), "supported"
     )
-    bad = coarse | {(12, "fp8"): 3.0, (18, "fp8"): 5.0, (18, "mxfp8"): 9.0}
+    bad = coarse | {(12, "fp8_blockwise"): 3.0, (18, "fp8_blockwise"): 5.0, (18, "mxfp8"): 9.0}
     bad[18, "fp8_tensorwise"] = 10.0
     found = _verdicts(scale._judge_outliers([_outliers(bad, changed=2)]))
     assert found["exact"] == "not resolved", "zero for some, not for all"

@@ -87,9 +87,9 @@ def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
     """Planted: gradients in E5M2. The errors of dgrad and wgrad grow, those of fprop stay."""
     recipes = layers.recipes()
     coarse = Operand("float8_e5m2", (1, 128))
-    recipes["fp8"] = dataclasses.replace(recipes["fp8"], gradient=coarse)
+    recipes["fp8_blockwise"] = dataclasses.replace(recipes["fp8_blockwise"], gradient=coarse)
     other = copy.copy(programs)  # only the GEMMs from equal inputs are compiled again
-    other._gemms = programs._gemms | {"fp8": _make_gemms(recipes["fp8"])}
+    other._gemms = programs._gemms | {"fp8_blockwise": _make_gemms(recipes["fp8_blockwise"])}
     found = [_study(tmp_path / "fine")]
     monkeypatch.setattr(layers, "recipes", lambda: recipes)
     monkeypatch.setattr(layers, "GemmFlow", lambda _, given: other)
@@ -104,7 +104,7 @@ def test_other_recipes_are_another_configuration(tmp_path, monkeypatch):
     """Cells of one recipe are not taken for another's."""
     _study(tmp_path)
     recipes = layers.recipes()
-    recipes["fp8"] = dataclasses.replace(recipes["fp8"], last_layers=1)
+    recipes["fp8_blockwise"] = dataclasses.replace(recipes["fp8_blockwise"], last_layers=1)
     monkeypatch.setattr(layers, "recipes", lambda: recipes)
     with pytest.raises(layers.UserError, match="recipes differ"):
         _study(tmp_path)

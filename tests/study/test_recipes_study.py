@@ -10,7 +10,6 @@ from study_cells import arm_config, result_of, run_numbers
 from fp8rl_jax import cli
 from fp8rl_jax.config.precision import side_recipe
 from fp8rl_jax.quant import get_recipe, same_forward
-from fp8rl_jax.quant.qarray import INT8
 from fp8rl_jax.study import frame, gradients, recipes
 from fp8rl_jax.study.frame import Size
 
@@ -35,8 +34,8 @@ def _verdicts(result) -> dict[str, str]:
 
 
 def test_verdicts_of_recipes(tmp_path):
-    equal = _verdicts(_study({"fp8": -0.05}, 0.002, average=0.03))
-    assert equal.pop("fp8_equals") == "not supported"
+    equal = _verdicts(_study({"fp8_blockwise": -0.05}, 0.002, average=0.03))
+    assert equal.pop("fp8_blockwise_equals") == "not supported"
     assert set(equal.values()) == {"supported"} and len(equal) == 9
     lost = _verdicts(_study({"fp8_linear": -0.05}, 0.002, average=-0.03))
     assert lost["fp8_linear_equals"] == lost["kv_costs"] == "not supported"
@@ -64,8 +63,8 @@ def test_arms_of_recipes():
         found[arm] = side_recipe(config.precision, "learner", 2)
         assert found[arm] == resolved.learner_recipe
     assert found["bf16"] == get_recipe("bf16") and found["fp8"] == get_recipe("fp8")
+    assert found["fp8_blockwise"] == get_recipe("fp8_blockwise")
     assert found["fp8_linear"] == get_recipe("fp8_linear")
-    assert {found["fp8_int8"].stored_dtype(name) for name in "kv"} == {INT8}
     control = found["fp8_linear_dequantized"]
     assert control.backward == "dequantized" and same_forward(control, found["fp8_linear"])
 

@@ -165,7 +165,7 @@ def test_arms():
     weights = []
     for fields in (plain, tis):
         config, resolved = arm_config(fields)
-        assert (config.precision.rollout, config.precision.learner) == ("fp8", "bf16")
+        assert (config.precision.rollout, config.precision.learner) == ("fp8_blockwise", "bf16")
         assert not resolved.takes_rollout_logprobs(drifted=False)
         weights.append(
             prepare(

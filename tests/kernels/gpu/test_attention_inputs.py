@@ -25,7 +25,7 @@ from fp8rl_jax.quant.kv import kept_by_kernel
 from fp8rl_jax.quant.qarray import E4M3, INT8
 
 _EPS = 1e-6
-_FP8 = get_recipe("fp8")
+_FP8 = get_recipe("fp8_blockwise")
 _CALIBRATED = dataclasses.replace(_FP8, kv="calibrated")
 _QUERIES = dataclasses.replace(_FP8, fp8_attention=True)
 _BY = {"dynamic": "row", "calibrated": "given", "none": "none"}
@@ -83,7 +83,7 @@ def _assert_same(found, wanted):
         slow(96, get_recipe("f32"), True, id="f32"),
         slow(64, _CALIBRATED, True, id="calibrated"),
         slow(32, _FP8, False, id="keys and values"),
-        pytest.param(32, kv_formats.RECIPES["int8"], False, id="int8"),
+        pytest.param(32, get_recipe("fp8"), False, id="int8"),
         slow(64, kv_formats.RECIPES["int8_bf16"], False, id="int8 and bf16"),
     ],
 )

@@ -107,7 +107,7 @@ def _rollout(config, recipe, weights, rope):
         pytest.param("fp8", {}, id="fp8", marks=pytest.mark.slow),
         pytest.param("fp8", _BIASED, id="fp8 biased", marks=pytest.mark.slow),
         pytest.param("bf16", _BIASED, id="bf16 biased", marks=pytest.mark.slow),
-        pytest.param("kv_formats:int8", {}, id="int8", marks=pytest.mark.slow),
+        pytest.param("fp8_blockwise", {}, id="fp8_blockwise", marks=pytest.mark.slow),
         pytest.param("kv_formats:int8_fp8", {}, id="int8 and fp8", marks=pytest.mark.slow),
         pytest.param("f32", _EXPERTS, id="f32 experts", marks=pytest.mark.slow),
         pytest.param("fake", {}, id="fake", marks=pytest.mark.slow),
@@ -117,7 +117,7 @@ def _rollout(config, recipe, weights, rope):
 def test_results_and_drift(interpreted, name, more):
     config = dataclasses.replace(_DENSE, **more)
     recipe = get_recipe(name)
-    name = "fp8" if name.startswith("kv_formats") else name
+    name = "fp8" if name.startswith(("kv_formats", "fp8_blockwise")) else name
     params = initial_params(config)
     for layer in "qkv" if config.qkv_bias else "":
         own = params["layers"]["self_attn"][f"{layer}_proj"]
