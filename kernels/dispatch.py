@@ -185,30 +185,37 @@ def _of_layer(cached, layer: jax.Array, batch: int):
 
 
 def attention_vjp(
-    *arrays: jax.Array, scale: float, implementation: str = "auto", **scales: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    *arrays: jax.Array,
+    scale: float,
+    implementation: str = "auto",
+    window: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    **scales: jax.Array | None,
+) -> tuple[jax.Array, ...]:
     """Computes `reference.attention_gradient.attention_vjp` by an implementation.
 
     Args:
       arrays: q, k, v, positions and the cotangent; q, k and v in the form that `attention` takes.
-      scale, implementation: as for `attention`.
+      scale, implementation, window, sinks: as for `attention`.
       scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
 
     Returns:
-      Gradients with respect to the dequantised q, k and v, float32.
+      Gradients with respect to the dequantised q, k and v, and to the sinks if given, float32.
     """
 
-    def kernel(arrays, scales):
-        return gpu_kernels().attention_gradient.attention_vjp(*arrays, scale=scale, **scales)
+    def kernel(arrays, scales, window, sinks):
+        run = gpu_kernels().attention_gradient.attention_vjp
+        return run(*arrays, scale=scale, window=window, sinks=sinks, **scales)
 
-    def plain(arrays, scales):
+    def plain(arrays, scales, window, sinks):
         *operands, positions, cotangent = arrays
         operands = (
             reference.attention.dequantized(x, scales.get(f"{name}_scale"))
             for name, x in zip("qkv", operands, strict=True)
         )
+        settings = {"window": window, "sinks": sinks, "way": _way(implementation)}
         return reference.attention_gradient.attention_vjp(
-            *operands, positions, cotangent, scale=scale, way=_way(implementation)
+            *operands, positions, cotangent, scale=scale, **settings
         )
 
-    return by_platform(implementation, kernel, plain, arrays, scales)
+    return by_platform(implementation, kernel, plain, arrays, scales, window, sinks)

@@ -2,8 +2,8 @@
 
 Arguments and definition are those of `reference.attention`; the bits are not. A tile is 16 rows:
 queries of one sequence and the heads of one group, which share keys and values. Keys come in blocks
-of 64 cache slots, blocks in splits of 512. Tile, block and split decide bits. `_one_split` is the
-online softmax over the blocks of a split, `_join` adds a split to the previous ones, both in
+of 64 cache slots, blocks in splits of 512. Tile, block and split decide bits. `one_split_of` is the
+online softmax over the blocks of a split, `join` adds a split to the previous ones, both in
 ascending order and float32. `attention_kernel` runs all splits of a tile in one program (prefill
 and learner: many tiles), or writes each split's results for `join_kernel` (decode: few tiles, long
 caches): the same functions in the same order, hence the same bits.
@@ -19,6 +19,8 @@ Invariants for the bits of a row:
     page is a block; no page after the last position of the tile is read;
   * slots after the last position of the tile are not read but replaced by 0: garbage may be NaN,
     and 0 * NaN is NaN;
+  * with a window, blocks before the first key of every row of a tile are left out. To a row that
+    begins later such a block adds nothing either: the maximum is LOWEST, the sums are 0;
   * the sum over a block's 64 weights is the one reduction whose order the compiler chooses, by the
     layout of the score's tile. It is the same in all three uses (tests/kernels/gpu/test_sass.py).
 
@@ -49,16 +51,22 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, fp8_max
+from fp8rl_jax.kernels.arrays import K_BLOCK, fp8_max
 from fp8rl_jax.kernels.gpu import attention_operands as operands
+from fp8rl_jax.kernels.gpu.online_softmax import (
+    BLOCK,
+    LOWEST,
+    ROWS,
+    SPLIT,
+    first_seen,
+    join,
+    nothing,
+    one_split_of,
+    scale_at,
+)
 from fp8rl_jax.kernels.gpu.quantiser import Quantisation, block_scales, magnitude_bits
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
-from fp8rl_jax.kernels.gpu.vectors import exponent, load_pairs, query_pairs, store_vectors, vectors
-
-ROWS = tl.constexpr(operands.ROWS)
-BLOCK = tl.constexpr(KV_CHUNK)
-SPLIT = tl.constexpr(operands.SPLIT)
-LOWEST = tl.constexpr(-3.4e38)
+from fp8rl_jax.kernels.gpu.vectors import query_pairs, store_vectors, vectors
 
 
 @triton.jit
@@ -78,137 +86,31 @@ def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HK
 
 
 @triton.jit
-def multiply(a, b):
-    return tl.dot(a, b, input_precision="ieee")  # has an effect on float32 only
-
-
-@triton.jit
-def _scale_at(x, first, place, there, SCALES: tl.constexpr):
-    """Loads scales at `first` + `place`: one for each (SCALES 2), or one for all (1)."""
-    if SCALES == 2:
-        scale = tl.load(x + first + place, mask=there, other=0.0)
-    else:
-        scale = tl.broadcast_to(tl.load(x), there.shape)
-    return scale
-
-
-@triton.jit
-def _nothing(V_WIDTH: tl.constexpr):
-    """Returns the initial maximum, sum and weighted values, of no keys."""
-    top = tl.full((ROWS,), LOWEST, tl.float32)
-    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
-
-
-@triton.jit
-def _one_split(
-    split,
-    rows,  # the tile's queries, their odd features (only beside keys of a byte: then the former are
-    # the even ones), their rotated features and scales, positions, and the last position
-    cache,  # pointers to k, v, k_scale, v_scale, k_rope and table
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    DR: tl.constexpr,
-    WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    R_WIDTH: tl.constexpr,
-    SCALE: tl.constexpr,
-    Q_SCALES: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    PAGED: tl.constexpr,
-):
-    """Computes maximum, sum and weighted values of a tile's rows over the keys of a split."""
-    query, odd_query, query_rope, query_scale, position, last = rows
-    k, v, k_scale, v_scale, k_rope, table = cache
-    K_PAIRS: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 8
-    V_PAIRS: tl.constexpr = v.dtype.element_ty.primitive_bitwidth == 8
-    top, total, values = _nothing(V_WIDTH // 2 if V_PAIRS else V_WIDTH)
-    odd_values = values
-    page = 0
-    if PAGED:
-        page = tl.load(table + split * (SPLIT // BLOCK))
-    for start in range(split * SPLIT, tl.minimum(split * SPLIT + SPLIT, last + 1), BLOCK):
-        slot = start + tl.arange(0, BLOCK)
-        there = slot <= last
-        if PAGED:
-            first = tl.cast(page, tl.int64) * (BLOCK * HKV)
-            place = tl.arange(0, BLOCK) * HKV
-            # One block ahead: in the same iteration it would take a pipeline stage from the keys.
-            page = tl.load(table + tl.minimum(start + BLOCK, last) // BLOCK)
-        else:
-            first = 0
-            place = slot * HKV
-        if K_PAIRS:
-            key, odd_key = load_pairs(k + first * D, place, there, D, WIDTH)
-            score = tl.dot(odd_query, odd_key.T, tl.dot(query, key.T))
-        else:
-            key = vectors(k + first * D, place, there, D, WIDTH)
-            score = multiply(query, key.T)
-        multiplier = tl.full((1, BLOCK), SCALE, tl.float32)
-        if K_SCALES > 0:
-            multiplier *= _scale_at(k_scale, first, place, there, K_SCALES)[None, :]
-        if Q_SCALES > 0:
-            multiplier = multiplier * query_scale[:, None]
-        score *= multiplier
-        if DR > 0:
-            key_rope = vectors(k_rope + first * DR, place, there, DR, R_WIDTH)
-            score += multiply(query_rope, key_rope.T) * SCALE
-        score = tl.where(slot[None, :] <= position[:, None], score, float("-inf"))
-        scaled_score = score
-        if V_SCALES > 0:
-            value_scale = _scale_at(v_scale, first, place, there, V_SCALES)
-            if V_PAIRS:
-                scaled_score += exponent(value_scale)[None, :]
-        above = tl.maximum(top, tl.max(scaled_score, 1))
-        weight = tl.exp2(score - above[:, None])
-        rescale = tl.exp2(top - above)
-        total = tl.fma(total, rescale, tl.sum(weight, 1))
-        if V_SCALES > 0:
-            weight *= value_scale[None, :]
-        wide_rescale = tl.broadcast_to(rescale[:, None], values.shape)
-        if V_PAIRS:
-            value, odd_value = load_pairs(v + first * DV, place, there, DV, V_WIDTH)
-            weight = weight.to(tl.float16)
-            values = tl.fma(values, wide_rescale, tl.dot(weight, value))
-            odd_values = tl.fma(odd_values, wide_rescale, tl.dot(weight, odd_value))
-        else:
-            value = vectors(v + first * DV, place, there, DV, V_WIDTH)
-            part = multiply(weight.to(value.dtype), value)
-            values = tl.fma(values, wide_rescale, part)
-        top = above
-    if V_PAIRS:
-        values = tl.interleave(values, odd_values)
-    return top, total, values
-
-
-@triton.jit
-def _join(top, total, values, more_top, more_total, more_values):
-    """Joins the results of two splits; a split without visible keys changes nothing."""
-    above = tl.maximum(top, more_top)
-    rescale, more_rescale = tl.exp2(top - above), tl.exp2(more_top - above)
-    total = tl.fma(total, rescale, more_total * more_rescale)
-    wide = tl.broadcast_to(rescale[:, None], values.shape)
-    return above, total, tl.fma(values, wide, more_values * more_rescale[:, None])
-
-
-@triton.jit
 def _store_result(
     results,  # pointers to out, q and q_scale
+    sinks,
     place,
     exists,
+    top,
     total,
     values,
     T: tl.constexpr,
     H: tl.constexpr,
     DV: tl.constexpr,
     V_WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
     """Stores a tile's results, and with QUANTIZE what `norm.quantize_rows` makes of them."""
     out, q, q_scale = results
+    if SINKS:
+        sink = tl.load(sinks + place % H, mask=exists, other=0.0) * 1.4426950408889634
+        above = tl.maximum(top, sink)
+        rescale = tl.exp2(top - above)
+        total = tl.fma(total, rescale, tl.exp2(sink - above))
+        values *= tl.broadcast_to(rescale[:, None], values.shape)
     # Adding 0.0 makes -0.0 positive: another block without visible keys would do that, too.
     result = tl.div_rn(values, tl.broadcast_to(total[:, None], values.shape)) + 0.0
     rounded = result.to(out.dtype.element_ty)
@@ -237,6 +139,8 @@ def attention_kernel(
     table,  # (B, S / BLOCK) int32, the page of each block of slots, unused without PAGED; with
     # LAYERS (L, B, S / BLOCK)
     layer,  # (1,) int32, unused without LAYERS
+    window,  # (1,) int32, unused without WINDOWED
+    sinks,  # (H,) float32, unused without SINKS
     out,  # (B, T, H, DV); with ONE_SPLIT (SPLITS, B, T, H, DV) float32, weighted values
     top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
     total,  # as top
@@ -258,6 +162,8 @@ def attention_kernel(
     V_SCALES: tl.constexpr,
     PAGED: tl.constexpr,
     LAYERS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     ONE_SPLIT: tl.constexpr,  # a program runs one split of a tile, for `join_kernel`
     QUANTIZE: tl.constexpr,  # also store out_q and out_scale (without ONE_SPLIT)
     FP8_MAX: tl.constexpr,
@@ -267,6 +173,7 @@ def attention_kernel(
     # The tiles with the most keys start first: they take longest.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
     place, exists, position, last = _rows(positions, tile, S, T, H, HKV)
+    oldest, begin = first_seen(window, position, exists, WINDOWED)
     # From here on, 32-bit offsets count from the first token's keys of a sequence or page.
     batch, first = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     sequence = batch  # of all layers
@@ -290,16 +197,16 @@ def attention_kernel(
         odd_query = query
     query_rope, query_scale = query, position
     if Q_SCALES > 0:
-        query_scale = _scale_at(q_scale, 0, place, exists, Q_SCALES)
+        query_scale = scale_at(q_scale, 0, place, exists, Q_SCALES)
     if DR > 0:
         query_rope = vectors(q_rope, place, exists, DR, R_WIDTH)
-    rows = query, odd_query, query_rope, query_scale, position, last
+    rows = query, odd_query, query_rope, query_scale, position, last, oldest, begin
     cache = k, v, k_scale, v_scale, k_rope, table
 
     if ONE_SPLIT:
         split = tl.program_id(0) % SPLITS
-        if split * SPLIT <= last:
-            row_top, row_total, values = _one_split(
+        if (split * SPLIT <= last) & (split * SPLIT + SPLIT > begin):
+            row_top, row_total, values = one_split_of(
                 split,
                 rows,
                 cache,
@@ -315,15 +222,16 @@ def attention_kernel(
                 K_SCALES,
                 V_SCALES,
                 PAGED,
+                WINDOWED,
             )
             place += tl.cast(split, tl.int64) * tl.num_programs(2) * (T * H)
             tl.store(top + place, row_top, mask=exists)
             tl.store(total + place, row_total, mask=exists)
             store_vectors(out, values, place, exists, DV, V_WIDTH)
     else:
-        row_top, row_total, values = _nothing(V_WIDTH)
-        for split in range(0, last // SPLIT + 1):
-            more_top, more_total, more_values = _one_split(
+        row_top, row_total, values = nothing(V_WIDTH)
+        for split in range(begin // SPLIT, last // SPLIT + 1):
+            more_top, more_total, more_values = one_split_of(
                 split,
                 rows,
                 cache,
@@ -339,20 +247,24 @@ def attention_kernel(
                 K_SCALES,
                 V_SCALES,
                 PAGED,
+                WINDOWED,
             )
-            row_top, row_total, values = _join(
+            row_top, row_total, values = join(
                 row_top, row_total, values, more_top, more_total, more_values
             )
         _store_result(
             (out, out_q, out_scale),
+            sinks,
             place,
             exists,
+            row_top,
             row_total,
             values,
             T,
             H,
             DV,
             V_WIDTH,
+            SINKS,
             QUANTIZE,
             FP8_MAX,
             POWER_OF_TWO,
@@ -365,6 +277,8 @@ def join_kernel(
     parts,  # (SPLITS, B, T, H, DV), as `attention_kernel` wrote it with ONE_SPLIT
     top,  # (SPLITS, B, T, H)
     total,  # as top
+    window,  # as in `attention_kernel`, as the next one
+    sinks,
     out,  # (B, T, H, DV)
     out_q,  # as in `attention_kernel`
     out_scale,
@@ -374,31 +288,39 @@ def join_kernel(
     HKV: tl.constexpr,
     DV: tl.constexpr,
     V_WIDTH: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     QUANTIZE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    place, exists, _, last = _rows(positions, tl.program_id(0), S, T, H, HKV)
+    place, exists, position, last = _rows(positions, tl.program_id(0), S, T, H, HKV)
+    _, begin = first_seen(window, position, exists, WINDOWED)
     feature = tl.arange(0, V_WIDTH)
     mask = exists[:, None] & (feature < DV)[None, :]
-    row_top, row_total, values = _nothing(V_WIDTH)
+    row_top, row_total, values = nothing(V_WIDTH)
     at = place
-    for _ in tl.range(0, last // SPLIT + 1, num_stages=4):
+    if WINDOWED:
+        at += begin // SPLIT * tl.num_programs(2) * (T * H)
+    for _ in tl.range(begin // SPLIT, last // SPLIT + 1, num_stages=4):
         part = tl.load(parts + at[:, None] * DV + feature[None, :], mask=mask, other=0.0)
         more_top = tl.load(top + at, mask=exists, other=LOWEST)
         more_total = tl.load(total + at, mask=exists, other=0.0)
-        row_top, row_total, values = _join(row_top, row_total, values, more_top, more_total, part)
+        row_top, row_total, values = join(row_top, row_total, values, more_top, more_total, part)
         at += tl.num_programs(2) * (T * H)
     _store_result(
         (out, out_q, out_scale),
+        sinks,
         place,
         exists,
+        row_top,
         row_total,
         values,
         T,
         H,
         DV,
         V_WIDTH,
+        SINKS,
         QUANTIZE,
         FP8_MAX,
         POWER_OF_TWO,
@@ -424,6 +346,8 @@ def attention(
     k_rope: jax.Array | None = None,
     table: jax.Array | None = None,
     layer: jax.Array | None = None,
+    window: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     dtype=jnp.float32,
     quantisation: Quantisation | None = None,
     one_split: bool | None = None,
@@ -431,8 +355,8 @@ def attention(
     """Computes `reference.attention` by the Triton kernels, rounded once to `dtype`.
 
     Args:
-      q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope, table: as for the
-        reference. Page ids are not checked: one outside the pool reads other memory.
+      q, k, v, positions, scale, q_scale, k_scale, v_scale, q_rope, k_rope, table, window, sinks: as
+        for the reference. Page ids are not checked: one outside the pool reads other memory.
       layer: () int32, for keys and values of several layers: without a table the sequences of this
         layer are entries ``layer * B`` to ``layer * B + B - 1`` of the first axis; `table` is that
         of all layers, (L, B, N). Or None.
@@ -468,6 +392,10 @@ def attention(
     unused = jnp.zeros((1,), jnp.float32)
     others = [unused if x is None else x for x in (*scales, *ropes, table)]
     others.append(unused if layer is None else layer.reshape(1))
+    more = [
+        unused if window is None else window.reshape(1).astype(jnp.int32),
+        unused if sinks is None else sinks.astype(jnp.float32),
+    ]
     rows = batch, queries, heads
     assert quantisation is None or v_features == K_BLOCK
     given = quantisation or Quantisation()
@@ -486,6 +414,8 @@ def attention(
         "HKV": kv_heads,
         "DV": v_features,
         "V_WIDTH": operands.head_width(v_features, v.dtype),
+        "WINDOWED": window is not None,
+        "SINKS": sinks is not None,
         "FP8_MAX": fp8_max(given.dtype),
         "POWER_OF_TWO": given.power_of_two,
     }
@@ -498,6 +428,7 @@ def attention(
         v,
         positions,
         *others,
+        *more,
         out=(*parts, one, one) if one_split else (results[0], one, one, *results[1:]),
         grid=(tiles * (splits if one_split else 1), kv_heads, batch),
         warps=warps,
@@ -521,6 +452,7 @@ def attention(
             join_kernel,
             positions,
             *found[:3],
+            *more,
             out=results,
             grid=(tiles, kv_heads, batch),
             warps=4,

@@ -28,14 +28,15 @@ import triton.language as tl
 
 from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu import fast_attention
-from fp8rl_jax.kernels.gpu.attention import multiply
 from fp8rl_jax.kernels.gpu.fast_attention import Tile, scores_of, seen_by, tile_rows
+from fp8rl_jax.kernels.gpu.online_softmax import first_seen, multiply
 from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 from fp8rl_jax.kernels.reference import attention_gradient as reference
 from fp8rl_jax.kernels.reference.attention import dequantized
 
 _SCAN = tl.constexpr(1024)  # positions that are loaded at a time
 _LOG_2 = tl.constexpr(0.6931471805599453)
+_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -43,7 +44,8 @@ def _add_to_query(
     dquery,
     start,
     end,
-    rows,  # the tile's queries, their scales, cotangents, logsumexp, delta, and positions
+    rows,  # the tile's queries, their scales, cotangents, logsumexp, delta, positions, and first
+    # slots of their windows
     cache,  # pointers to k, v, k_scale and v_scale
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -54,9 +56,10 @@ def _add_to_query(
     SCALE: tl.constexpr,
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    query, query_scale, dout, logsumexp, delta, position = rows
+    query, query_scale, dout, logsumexp, delta, position, oldest = rows
     k, v, k_scale, v_scale = cache
     slot = start + tl.arange(0, KEYS)
     there = slot < end
@@ -65,7 +68,10 @@ def _add_to_query(
     score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
     weight = tl.exp2(score - logsumexp[:, None])
     if MASKED:
-        weight = tl.where(slot[None, :] <= position[:, None], weight, 0.0)
+        seen = slot[None, :] <= position[:, None]
+        if WINDOWED:
+            seen &= slot[None, :] >= oldest[:, None]
+        weight = tl.where(seen, weight, 0.0)
     value = vectors(v, place, there, DV, V_WIDTH)
     dweight = multiply(dout, value.T)
     if KV_SCALED:
@@ -85,6 +91,8 @@ def query_gradient_kernel(
     q_scale,  # (B, T, H) float32, unused without Q_SCALED
     k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
     v_scale,  # as k_scale
+    window,  # (1,) int32, unused without WINDOWED
+    sinks,  # unused: they are in logsumexp
     dout,  # (B, T, H, DV)
     logsumexp,  # (B, T, H) float32, over log 2
     delta,  # (B, T, H) float32
@@ -100,6 +108,8 @@ def query_gradient_kernel(
     SCALE: tl.constexpr,  # factor of the scores, over log 2
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -119,10 +129,13 @@ def query_gradient_kernel(
     query_scale = position
     if Q_SCALED:
         query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
-    rows = query, query_scale, row_dout, row_logsumexp, row_delta, position
+    oldest, begin = first_seen(window, position, exists, WINDOWED)
+    rows = query, query_scale, row_dout, row_logsumexp, row_delta, position, oldest
     dquery = tl.zeros((ROWS, WIDTH), tl.float32)
     unmasked, end = seen_by(position, exists, S, KEYS)
-    first, last = 0, unmasked
+    if WINDOWED:
+        unmasked = begin // KEYS * KEYS
+    first, last = unmasked if WINDOWED else 0, unmasked
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
             dquery = _add_to_query(
@@ -140,6 +153,7 @@ def query_gradient_kernel(
                 SCALE,
                 Q_SCALED,
                 KV_SCALED,
+                WINDOWED,
                 masked == 1,
             )
         first, last = unmasked, end
@@ -147,29 +161,40 @@ def query_gradient_kernel(
 
 
 @triton.jit
-def _first_and_unmasked(positions, slot, T: tl.constexpr, KEYS: tl.constexpr):
+def _first_and_unmasked(
+    positions, window, slot, T: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr
+):
     """Returns, for the block of keys at `slot`, the first query that sees any of its slots (T if
-    none does), and the query, not before that one, from which on all queries see all its slots."""
-    first, unmasked = T, 0
+    none does), and the query, not before that one, from which on all queries see all its slots;
+    with a window, from which on none sees any."""
+    first, unmasked, reach = T, 0, 0
+    if WINDOWED:
+        reach = tl.load(window)
     for start in range(0, T, _SCAN):
         query = start + tl.arange(0, _SCAN)
         position = tl.load(positions + query, mask=query < T, other=-1)
         sees = (position >= slot) & (query < T)
+        if WINDOWED:
+            sees &= position - reach < slot + KEYS - 1
+            partly = sees
+        else:
+            partly = (position < slot + KEYS - 1) & (query < T)
         first = tl.minimum(first, tl.min(tl.where(sees, query, T), 0))
-        partly = (position < slot + KEYS - 1) & (query < T)
         unmasked = tl.maximum(unmasked, tl.max(tl.where(partly, query + 1, 0), 0))
     return first, tl.maximum(first, unmasked)
 
 
 @triton.jit
 def key_gradient_kernel(
-    q,  # this and the next nine as in `query_gradient_kernel`
+    q,  # this and the next eleven as in `query_gradient_kernel`
     k,
     v,
     positions,
     q_scale,
     k_scale,
     v_scale,
+    window,
+    sinks,
     dout,
     logsumexp,
     delta,
@@ -186,6 +211,8 @@ def key_gradient_kernel(
     SCALE: tl.constexpr,
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -210,10 +237,12 @@ def key_gradient_kernel(
         key_scale = tl.load(k_scale + first_key + place, mask=there, other=0.0) * SCALE
         value_scale = tl.load(v_scale + first_key + place, mask=there, other=0.0)
     dkey, dvalue = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, V_WIDTH), tl.float32)
-    first, unmasked = _first_and_unmasked(positions, start, T, KEYS)
+    first, unmasked = _first_and_unmasked(positions, window, start, T, KEYS, WINDOWED)
     tiles = (T * GROUP + ROWS - 1) // ROWS
     border = tl.minimum((unmasked * GROUP + ROWS - 1) // ROWS, tiles)
     first, last = first * GROUP // ROWS, border
+    if WINDOWED:
+        tiles = border
     for unmasked_part in tl.static_range(2):
         for tile in range(first, last):
             # Scores and weights are (keys, rows) here, to serve as left operands.
@@ -230,7 +259,11 @@ def key_gradient_kernel(
             row_logsumexp = tl.load(logsumexp + row_place, mask=exists, other=0.0)
             weight = tl.exp2(score - row_logsumexp[None, :])
             if unmasked_part == 0:
-                weight = tl.where(slot[:, None] <= position[None, :], weight, 0.0)
+                seen = slot[:, None] <= position[None, :]
+                if WINDOWED:
+                    oldest, _ = first_seen(window, position, exists, WINDOWED)
+                    seen &= slot[:, None] >= oldest[None, :]
+                weight = tl.where(seen, weight, 0.0)
             row_dout = vectors(dout, row_place, exists, DV, V_WIDTH)
             dvalue = tl.dot(weight.to(row_dout.dtype), row_dout, dvalue, input_precision="ieee")
             dweight = multiply(value, row_dout.T)
@@ -268,21 +301,26 @@ def attention_vjp(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes gradients of attention with respect to the dequantised q, k and v.
+    window: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Computes gradients of attention with respect to the dequantised q, k and v, and to sinks.
 
     Args:
-      q, k, v, positions, scale, q_scale, k_scale, v_scale: as for `reference.attention`.
+      q, k, v, positions, scale, q_scale, k_scale, v_scale, window, sinks: as for
+        `reference.attention`; latent attention's heads have neither window nor sinks.
       cotangent: (B, T, H, Dv), gradient of the output; rounded to bf16 if the operands are bf16.
 
     Returns:
-      (dq, dk, dv) float32, shaped as q, k, v.
+      (dq, dk, dv) float32, shaped as q, k, v, and with sinks their gradient (H,).
     """
     if not fast_attention.supports(q, v):
+        assert window is None and sinks is None
         whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
         return reference.attention_vjp_by_blocks(*whole, positions, cotangent, scale=scale)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales)
+    more = {"window": window, "sinks": sinks}
+    operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales, **more)
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)
     delta = jnp.where(positions[..., None] >= 0, delta, 0)  # `out` is NaN at negative positions
@@ -291,4 +329,8 @@ def attention_vjp(
     dk, dv = operands.call(
         key_gradient_kernel, KEY_TILES, *of_rows, out=(k.shape, v.shape), over="keys"
     )
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    seen = positions[..., None] >= 0
+    weight = jnp.where(seen, jnp.exp2(sinks * _LOG2_E - logsumexp), 0)
+    return dq, dk, dv, -(weight * delta).sum((0, 1))

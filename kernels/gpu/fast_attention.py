@@ -7,7 +7,7 @@ It is the online softmax of FlashAttention-2 (Dao, arXiv:2307.08691, algorithm 1
 wide tensor core instruction (wgmma); strict attention has tiles of 16 rows. A row is a query and
 one head of a group; keys come in blocks. Scores are in units of log 2, for exp2. The mask is by
 positions, which may have any order: blocks of keys that all rows of a tile see need no mask, blocks
-that no row sees are skipped.
+that no row sees are skipped. With a window every block is masked.
 
 Operands of the tensor core are all bf16 or all float32 (then without TF32). E4M3 is widened to bf16
 beforehand, exactly, because this instruction reads bf16 from shared memory. Scales are folded and
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.gpu.attention import LOWEST, multiply
 from fp8rl_jax.kernels.gpu.attention_operands import check_operands, head_width, in_float32
+from fp8rl_jax.kernels.gpu.online_softmax import LOWEST, first_seen, multiply
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 
@@ -87,7 +87,7 @@ def _add_block(
     values,
     start,
     end,
-    rows,  # the tile's queries, their scales, and positions
+    rows,  # the tile's queries, their scales, positions, and first slots of their windows
     cache,  # pointers to k, v, k_scale and v_scale
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -98,10 +98,11 @@ def _add_block(
     SCALE: tl.constexpr,
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds a block of keys to a tile's maximum, sum and weighted values."""
-    query, query_scale, position = rows
+    query, query_scale, position, oldest = rows
     k, v, k_scale, v_scale = cache
     slot = start + tl.arange(0, KEYS)
     there = slot < end
@@ -109,7 +110,10 @@ def _add_block(
     key = vectors(k, place, there, D, WIDTH)
     score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
     if MASKED:
-        score = tl.where(slot[None, :] <= position[:, None], score, float("-inf"))
+        seen = slot[None, :] <= position[:, None]
+        if WINDOWED:
+            seen &= slot[None, :] >= oldest[:, None]
+        score = tl.where(seen, score, float("-inf"))
     above = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - above[:, None])
     rescale = tl.exp2(top - above)
@@ -132,6 +136,8 @@ def fast_attention_kernel(
     q_scale,  # (B, T, H) float32, unused without Q_SCALED
     k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
     v_scale,  # as k_scale
+    window,  # (1,) int32, unused without WINDOWED
+    sinks,  # (H,) float32, unused without SINKS
     out,  # (B, T, H, DV) float32
     logsumexp,  # (B, T, H) float32, over log 2
     T: tl.constexpr,
@@ -145,6 +151,8 @@ def fast_attention_kernel(
     SCALE: tl.constexpr,  # factor of the scores, over log 2
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -165,7 +173,10 @@ def fast_attention_kernel(
     top = tl.full((ROWS,), LOWEST, tl.float32)
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
     unmasked, end = seen_by(position, exists, S, KEYS)
-    first, last = 0, unmasked
+    oldest, begin = first_seen(window, position, exists, WINDOWED)
+    if WINDOWED:
+        unmasked = begin // KEYS * KEYS
+    first, last = unmasked if WINDOWED else 0, unmasked
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
             top, total, values = _add_block(
@@ -174,7 +185,7 @@ def fast_attention_kernel(
                 values,
                 start,
                 end,
-                (query, query_scale, position),
+                (query, query_scale, position, oldest),
                 (k, v, k_scale, v_scale),
                 HKV,
                 D,
@@ -185,9 +196,18 @@ def fast_attention_kernel(
                 SCALE,
                 Q_SCALED,
                 KV_SCALED,
+                WINDOWED,
                 masked == 1,
             )
         first, last = unmasked, end
+    if SINKS:
+        sink = kv_head * (H // HKV) + place % H
+        sink = tl.load(sinks + sink, mask=exists, other=0.0) * 1.4426950408889634
+        above = tl.maximum(top, sink)
+        rescale = tl.exp2(top - above)
+        total = tl.fma(total, rescale, tl.exp2(sink - above))
+        values *= rescale[:, None]
+        top = above
     values *= (1.0 / total)[:, None]
     store_vectors(out + first_row * DV, values, place, exists, DV, V_WIDTH)
     tl.store(logsumexp + first_row + place, top + tl.log2(total), mask=exists)
@@ -218,8 +238,8 @@ class Operands:
     """Operands of the kernels of fast attention and its gradients; q, k and v in one type.
 
     Attributes:
-      arrays: q, k, v in bf16 or float32, positions, and the scales of q, k and v: one for each
-        vector, or an unused placeholder.
+      arrays: q, k, v in bf16 or float32, positions, the scales of q, k and v, one for each
+        vector, window and sinks; an unused placeholder for what is not given.
       constants: constants of every kernel: shapes, factor of the scores, which scales are used.
     """
 
@@ -256,7 +276,9 @@ def supports(q: jax.Array, v: jax.Array) -> bool:
     return max(q.shape[3], v.shape[3]) <= WIDEST
 
 
-def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=None) -> Operands:
+def prepare(
+    q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=None, window=None, sinks=None
+) -> Operands:
     """Makes the kernels' operands from arguments of `reference.attention` that `supports` allows.
 
     Raises:
@@ -291,8 +313,15 @@ def prepare(q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=No
         "SCALE": scale / math.log(2),
         "Q_SCALED": q_scaled,
         "KV_SCALED": kv_scaled,
+        "WINDOWED": window is not None,
+        "SINKS": sinks is not None,
     }
-    return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales), constants)
+    unused = jnp.zeros((1,), jnp.float32)
+    more = [
+        unused if window is None else window.reshape(1).astype(jnp.int32),
+        unused if sinks is None else sinks.astype(jnp.float32),
+    ]
+    return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales, *more), constants)
 
 
 def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:

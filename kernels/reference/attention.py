@@ -162,6 +162,8 @@ def attention(
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     table: jax.Array | None = None,
+    window: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     keys_by_feature: bool = False,
     way: Way | None = None,
 ) -> jax.Array:
@@ -186,6 +188,9 @@ def attention(
         v, k_rope and the scales with the same first axes; slot j of sequence b is in page
         ``table[b, j // 64]``. None for a cache of (B, S). Entries after a sequence's position are
         never used.
+      window: () int32, most keys that a query sees: slots p - window + 1 to p. None for all.
+      sinks: (H,) float32, for each head the score of a further key, which has no value: the softmax
+        alone counts it (attention sinks, Xiao et al., arXiv:2309.17453). None for none.
       keys_by_feature: whether k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: the layout
         of the products. In the other layout decoding transposes all keys for every token.
       way: way of multiplying (ways.py); None for this machine's.
@@ -229,8 +234,10 @@ def attention(
             rope = read["k_rope"](step).swapaxes(2, 3)
             score = score + prevent_fma(matmul_by_blocks(way, q_rope, rope) * jnp.float32(scale))
         slot = step * width + jnp.arange(width)
-        mask = (slot[None, None, :] <= position[:, :, None])[:, None]
-        return masked(score, mask), mask
+        mask = slot[None, None, :] <= position[:, :, None]
+        if window is not None:
+            mask &= slot[None, None, :] > position[:, :, None] - window
+        return masked(score, mask[:, None]), mask[:, None]
 
     def add(step: int | jax.Array, sums: Any, top: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Adds the sums of a step's chunks to `sums`, one chunk after another."""
@@ -248,13 +255,32 @@ def attention(
     visible: int | jax.Array = steps
     if table is not None or queries < slots:  # a cache has room for the longest sequence
         visible = jnp.minimum(positions.max() // width + 1, steps)
-    top = max_last(scores(0)[0])
-    if steps > 1:
-        top = lax.fori_loop(1, visible, lambda i, m: jnp.maximum(m, max_last(scores(i)[0])), top)
-    sums = add(0, None, top)
-    if steps > 1:
-        sums = lax.fori_loop(1, visible, lambda i, sums: add(i, sums, top), sums)
+
+    def raised(step: int | jax.Array, top: jax.Array) -> jax.Array:
+        return jnp.maximum(top, max_last(scores(step)[0]))
+
+    if window is None:
+        top = max_last(scores(0)[0])
+        if steps > 1:
+            top = lax.fori_loop(1, visible, raised, top)
+    else:  # steps before every query's window add exactly nothing to sums that begin with 0
+        first = jnp.maximum(positions.min() - window + 1, 0) // width
+        lowest = jnp.full((q.shape[0], kv_heads, q.shape[2]), -1e30, jnp.float32)
+        top = lax.fori_loop(first, visible, raised, lowest)
+    if sinks is not None:
+        of_rows = jnp.tile(sinks.reshape(1, kv_heads, groups), (1, 1, queries))
+        sink = _enough_rows(of_rows, 2, way)
+        top = jnp.maximum(top, sink)
+    if window is None:
+        sums = add(0, None, top)
+        if steps > 1:
+            sums = lax.fori_loop(1, visible, lambda i, sums: add(i, sums, top), sums)
+    else:
+        nothing = jnp.zeros_like(top), jnp.zeros((*top.shape, v.shape[-1]), jnp.float32)
+        sums = lax.fori_loop(first, visible, lambda i, sums: add(i, sums, top), nothing)
     total, out = sums
+    if sinks is not None:
+        total = total + prevent_fma(jnp.exp(sink - top))
     # XLA turns some quotients by a broadcast divisor into products with its reciprocal, depending
     # on the divisor's expression, which differs between one chunk and several.
     out = out * lax.optimization_barrier(1.0 / total)[..., None]

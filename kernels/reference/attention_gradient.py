@@ -35,8 +35,10 @@ def attention_vjp(
     cotangent: jax.Array,
     *,
     scale: float,
+    window: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     way: Way | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Computes gradients of attention for dequantised q, k and v; memory grows with T * S.
 
     Args:
@@ -44,10 +46,11 @@ def attention_vjp(
       positions: (B, T) int32.
       cotangent: (B, T, H, Dv), gradient of the output of `attention`.
       scale: softmax scale.
+      window, sinks: as for `attention`.
       way: way of multiplying (ways.py); None for this machine's.
 
     Returns:
-      (dq, dk, dv) float32, shaped as q, k, v.
+      (dq, dk, dv) float32, shaped as q, k, v, and with sinks their gradient (H,).
     """
     way = way or cpu_way()
     matmul = functools.partial(matmul_by_blocks, way) if way.exact else jnp.matmul
@@ -55,15 +58,31 @@ def attention_vjp(
     groups = heads // kv_heads
     qs, dout = by_kv_head(q, kv_heads), by_kv_head(cotangent, kv_heads)
     keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
-    seen = jnp.arange(k.shape[1]) <= jnp.repeat(positions, groups, axis=1)[:, None, :, None]
+    slot, position = jnp.arange(k.shape[1]), jnp.repeat(positions, groups, axis=1)[:, None, :, None]
+    seen = slot <= position
+    if window is not None:
+        seen &= slot > position - window
     score = masked(matmul(qs, keys.mT) * scale, seen)
-    weight = jnp.exp(score - max_last(score)[..., None])
-    weight = weight / sum_last(weight)[..., None]
+    top = max_last(score)
+    if sinks is not None:
+        sink = jnp.tile(sinks.reshape(1, kv_heads, groups), (1, 1, queries))
+        top = jnp.maximum(top, sink)
+    weight = jnp.exp(score - top[..., None])
+    total = sum_last(weight)
+    if sinks is not None:
+        sink_weight = jnp.exp(sink - top)
+        total += sink_weight
+    weight = weight / total[..., None]
     dvalues = matmul(weight.mT, dout)
     dweight = matmul(dout, values.mT)
-    dscore = weight * (dweight - sum_last(dweight * weight)[..., None]) * scale
+    mean = sum_last(dweight * weight)
+    dscore = weight * (dweight - mean[..., None]) * scale
     dqs, dkeys = matmul(dscore, keys), matmul(dscore.mT, qs)
-    return by_query(dqs, queries), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)
+    found = by_query(dqs, queries), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)
+    if sinks is None:
+        return found
+    of_rows = -(sink_weight / total * mean).reshape(-1, kv_heads, queries, groups)
+    return *found, of_rows.sum((0, 2)).reshape(-1)
 
 
 def attention_vjp_by_blocks(

@@ -246,6 +246,7 @@ class AttentionVariant:
     slots: int = 4096  # of the cache; as many queries of the learner
     paged: bool = False
     values: str = ""  # the values' type, if it is not that of the keys
+    windowed: bool = False  # a window and sinks
 
     def __str__(self) -> str:
         q = f" by {self.queries}" * (self.queries != "bf16")
@@ -253,7 +254,8 @@ class AttentionVariant:
         rope = f" + {self.rope}" * bool(self.rope)
         pages = ", pages" * self.paged
         keys = f"{self.keys} and {self.values}" if self.values else self.keys
-        return f"attention {self.use}, {keys}{q}, {self.width}{rope}{scales}{pages}"
+        window = ", window" * self.windowed
+        return f"attention {self.use}, {keys}{q}, {self.width}{rope}{scales}{pages}{window}"
 
     def compile(self) -> Machine:
         values = self.values or self.keys
@@ -266,6 +268,7 @@ class AttentionVariant:
         types["layer"] = "*fp32" if self.use == "learner" else "*i32"
         types["out"] = "*fp32" if self.use == "decode" or self.keys == "float32" else "*bf16"
         types |= {"out_q": "*fp8e4nv", "out_scale": "*fp32"}
+        types |= {"window": "*i32" if self.windowed else "*fp32", "sinks": "*fp32"}
         types |= {"k": _POINTERS[self.keys], "v": _POINTERS[values]}
         types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
         k_scales, v_scales = (self.scales * (dtype.itemsize == 1) for dtype in both)
@@ -285,6 +288,8 @@ class AttentionVariant:
             "ONE_SPLIT": self.use == "decode",
             "PAGED": self.paged,
             "LAYERS": self.use != "learner",
+            "WINDOWED": self.windowed,
+            "SINKS": self.windowed,
             "QUANTIZE": self.use == "join" and self.width == K_BLOCK,
             "FP8_MAX": 448.0,
             "POWER_OF_TWO": False,
@@ -376,7 +381,10 @@ def attention_variants() -> Iterator[AttentionVariant]:
         for keys, values in (("int8", ""), ("int8", "fp8"), ("bf16", "fp8"), ("int8", "bf16")):
             yield AttentionVariant(use, keys, values=values, paged=True)
         yield AttentionVariant(use, "int8", 512, rope=64)
+        yield AttentionVariant(use, "int8", paged=use == "decode", windowed=True)
+        yield AttentionVariant(use, "bf16", 256, windowed=True)
     yield AttentionVariant("join")
+    yield AttentionVariant("join", windowed=True)
     yield AttentionVariant("join", width=512)
 
 
@@ -389,11 +397,12 @@ class FastVariant:
     width: int = 128
     scaled: bool = True  # keys and values were E4M3
     q_scaled: bool = False
+    windowed: bool = False  # a window and sinks
 
     def __str__(self) -> str:
         scales = " of fp8" * self.scaled + " by fp8" * self.q_scaled
         tile = self.tile
-        size = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}"
+        size = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}" + ", window" * self.windowed
         return f"fast attention {self.use}, {self.kind}{scales}, {self.width}, {size}"
 
     @property
@@ -405,6 +414,7 @@ class FastVariant:
         types = dict.fromkeys(("q", "k", "v", "dout"), _POINTERS[self.kind])
         types |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "logsumexp", "delta"), "*fp32")
         types |= dict.fromkeys(("out", "dq", "dk", "dv"), "*fp32") | {"positions": "*i32"}
+        types |= {"window": "*i32" if self.windowed else "*fp32", "sinks": "*fp32"}
         width, kernel, tile = 1 << (self.width - 1).bit_length(), _FAST[self.use][0], self.tile
         constants = {
             "T": 4096,
@@ -418,6 +428,8 @@ class FastVariant:
             "SCALE": 0.1,
             "Q_SCALED": self.q_scaled,
             "KV_SCALED": self.scaled,
+            "WINDOWED": self.windowed,
+            "SINKS": self.windowed,
             "ROWS": tile.rows,
             "KEYS": tile.keys,
         }
@@ -441,6 +453,7 @@ def fast_variants() -> Iterator[FastVariant]:
             yield FastVariant(use, "float32", width, scaled=False)
         yield FastVariant(use, scaled=False)
         yield FastVariant(use, q_scaled=True)
+        yield FastVariant(use, windowed=True)
 
 
 def table() -> str:

@@ -34,7 +34,7 @@ _PRODUCTS = {
 }
 _ATTENTION = {
     "attention decode, fp8, 128",
-    "attention decode, fp8, 128, pages",
+    "attention decode, int8, 128, pages",
     "attention join, fp8, 128",
     "attention learner, fp8, 128",
 }
@@ -225,7 +225,24 @@ def test_decode_and_learner_add_in_one_order(keys, queries, width):
     decode, learner = (
         _attention(u, keys, width, queries, 2, 0, 4096) for u in ("decode", "learner")
     )
-    assert len(decode.dots) == (4 if keys == "fp8" else 2) and len(decode.sums) == 2
+    _assert_same_order(decode, learner, keys, queries)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", ["int8", "bf16"])
+def test_windows_keep_the_order(keys):
+    """Of one split and of all, and of pages: the window's comparisons are integers'."""
+    rest = (keys, 128, "bf16", 2, 0, 4096)
+    decode, paged, learner = (
+        _attention(use, *rest, pages, "", True)
+        for use, pages in (("decode", False), ("decode", True), ("learner", False))
+    )
+    for other in (paged, learner):
+        _assert_same_order(decode, other, keys, "bf16")
+
+
+def _assert_same_order(decode, learner, keys, queries):
+    assert len(decode.dots) == (4 if keys in ("fp8", "int8") else 2) and len(decode.sums) == 2
     assert decode.dots == learner.dots and decode.sums == learner.sums
     if queries == "bf16":  # FP8: LLVM writes -inf as 1 * -inf in one of the two
         found = arithmetic_of_products(decode.ptx)
