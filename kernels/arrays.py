@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,6 +31,10 @@ def fp8_max(dtype) -> float:
             f"{jnp.dtype(dtype)} is no format of one byte; use float8_e4m3fn, float8_e5m2 or int8"
         )
     return _LARGEST[jnp.dtype(dtype)]
+
+
+# Of the argument s of `gated_activation`: s(x) = GELU_FACTOR * x * (1 + GELU_CUBE * x^2).
+GELU_FACTOR, GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 def prevent_fma(product: jax.Array) -> jax.Array:

@@ -104,6 +104,7 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
         "query_bias": queries if c.qkv_bias else 0,
         "key_bias": keys if c.qkv_bias else 0,
         "normed_head": c.head_dim if c.qk_norm and not c.latent else 0,
+        "sandwich": c.hidden_size if c.sandwich_norms else 0,
         "attended": c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
         "q_latent": c.q_lora_rank,
         "latent_queries": queries if c.q_lora_rank else 0,
@@ -148,7 +149,8 @@ def _gated_mlp(
     outer: str, hf: str, width: str, axes: tuple[str, ...], front: str = "", **others: Any
 ) -> tuple[Array, ...]:
     """Makes the rows gate, up and down of a gated MLP; `front`: name of a leading axis, if any."""
-    normed, gated = ("post_attention_layernorm/output",), (f"{outer}gated",)
+    normed = "pre_feedforward_layernorm/output", "post_attention_layernorm/output"
+    gated = (f"{outer}gated",)
     return tuple(
         _array(
             f"{outer}{name}_proj/kernel",
@@ -175,6 +177,8 @@ MODEL = (
 ATTENTION = (
     _gain("input_layernorm", "hidden", "attn_norm.weight"),
     _gain("post_attention_layernorm", "hidden", "ffn_norm.weight"),
+    _gain("pre_feedforward_layernorm", "sandwich"),
+    _gain("post_feedforward_layernorm", "sandwich"),
     _linear("self_attn/q_proj", "hidden queries", _NORMED, gguf="attn_q.weight", columns=True),
     _linear("self_attn/k_proj", "hidden keys", _NORMED, gguf="attn_k.weight", columns=True),
     _linear("self_attn/v_proj", "hidden keys", _NORMED, gguf="attn_v.weight", columns=True),

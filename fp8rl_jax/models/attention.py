@@ -20,6 +20,7 @@ from fp8rl_jax.models.layers import (
     StackedLayer,
     add_bias,
     by_kernel_or_jnp,
+    gain_of,
     linears,
     rms_norm,
 )
@@ -60,6 +61,7 @@ def _attend(
     positions,
     scales: Scales | None,
     scale: float,
+    window: jax.Array | None,
     reader: Recipe | None = None,
 ) -> Activation:
     """Runs attention; returns (B, T, H * Dh) in the compute dtype.
@@ -74,7 +76,7 @@ def _attend(
     k_scale, v_scale = _scales(kv, scales)
     run = functools.partial(kernels.attention, scale=scale)
     others = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    others |= {"table": cache.table, "layer": cache.layer}
+    others |= {"table": cache.table, "layer": cache.layer, "window": window}
 
     def kernel(arrays, others, dtype, quantisation):
         settings = {"dtype": dtype, "quantisation": quantisation}
@@ -111,6 +113,7 @@ def self_attention(
     v: jax.Array,
     positions: jax.Array,
     scales: Scales | None,
+    window: jax.Array | None,
 ) -> jax.Array:
     """Computes attention within the given sequences without a cache, for the learner.
 
@@ -123,23 +126,24 @@ def self_attention(
       q: (B, T, H, Dh); k, v: (B, T, Hkv, Dh), in the compute dtype.
       positions: (B, T) int32.
       scales: this layer's calibrated scales, or None.
+      window: () int32, the most tokens that a query sees, or None.
 
     Returns:
       (B, T, H, Dh) in the compute dtype.
     """
-    return _self_attention_forward(recipe, scale, q, k, v, positions, scales)[0]
+    return _self_attention_forward(recipe, scale, q, k, v, positions, scales, window)[0]
 
 
-def _self_attention_forward(recipe, scale, q, k, v, positions, scales):
+def _self_attention_forward(recipe, scale, q, k, v, positions, scales, window):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    out = _attend(recipe, query, LayerCache(kv), positions, scales, scale).value
-    residual = kernels.keep((query, kv, positions, scales))
+    out = _attend(recipe, query, LayerCache(kv), positions, scales, scale, window).value
+    residual = kernels.keep((query, kv, positions, scales, window))
     return out.reshape(q.shape), (residual, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
     operands, like = residual
-    (q, q_scale), kv, positions, scales = kernels.kept(operands)
+    (q, q_scale), kv, positions, scales, window = kernels.kept(operands)
     k_scale, v_scale = _scales(kv, scales)
     grads = kernels.attention_vjp(
         q,
@@ -151,9 +155,10 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
+        window=window,
         implementation=recipe.kernels,
     )
-    return (*(g.astype(like.dtype) for g in grads), None, None)
+    return (*(g.astype(like.dtype) for g in grads), None, None, None)
 
 
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
@@ -244,9 +249,17 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Activation, cache: LayerCache | None, scales: Scales | None, positions, cos, sin
+        self,
+        x: Activation,
+        cache: LayerCache | None,
+        scales: Scales | None,
+        positions,
+        cos,
+        sin,
+        window,
     ):
-        """Runs attention on x (B, T, D) with positions (B, T) and cos/sin (B, T, Dh/2).
+        """Runs attention on x (B, T, D) with positions (B, T) and cos/sin (B, T, Dh/2); `window`
+        () int32 is the most tokens that a query sees, or None.
 
         Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation);
         where devices share the heads, H counts this device's heads.
@@ -278,15 +291,18 @@ class Attention(nn.Module):
             if apart:
                 biases = tuple(params[name]["bias"] for name in features)
             if config.qk_norm:
-                gains = params["q_norm"]["weight"], params["k_norm"]["weight"]
+                given = (params[f"{name}_norm"]["weight"] for name in "qk")
+                gains = tuple(gain_of(gain, config.unit_offset_norms) for gain in given)
             q, k, query, cache = _inputs_by_kernel(
                 config, recipe, (q, k, v), biases, gains, (cos, sin), scales, cache, positions
             )
-            read = _attend(recipe, query, cache, positions, scales, scale, reader)
+            read = _attend(recipe, query, cache, positions, scales, scale, window, reader)
             return read, cache, {"q": q, "k": k, "v": v}
         if config.qk_norm:
-            q = RMSNorm(config.rms_norm_eps, recipe, parallel, name="q_norm")(q).value
-            k = RMSNorm(config.rms_norm_eps, recipe, parallel, name="k_norm")(k).value
+            norm = functools.partial(
+                RMSNorm, config.rms_norm_eps, recipe, parallel, offset=config.unit_offset_norms
+            )
+            q, k = norm(name="q_norm")(q).value, norm(name="k_norm")(k).value
         q, k = _rotated(config, recipe, q, k, (cos, sin))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
         q, k, v = (
@@ -294,11 +310,11 @@ class Attention(nn.Module):
             for name, y in (("q", q), ("k", k), ("v", v))
         )
         if cache is None:
-            out = self_attention(recipe, scale, q, k, v, positions, scales)
+            out = self_attention(recipe, scale, q, k, v, positions, scales, window)
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
             query = _query(q, recipe, scales)
-            out = _attend(recipe, query, cache, positions, scales, scale).value
+            out = _attend(recipe, query, cache, positions, scales, scale, window).value
             out = out.reshape(batch, length, -1, dim)
         out = tap(self, "attention", checkpoint_name(out, KEPT))
         return Activation(out.reshape(batch, length, -1)), cache, {"q": q, "k": k, "v": v}

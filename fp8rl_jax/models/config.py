@@ -8,8 +8,9 @@ from typing import Any
 from fp8rl_jax.base.bounds import BOUNDS, check_number
 from fp8rl_jax.base.errors import UserError
 
-ROPE_TYPES = ("default", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SCORING = ("softmax", "sigmoid")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
@@ -19,8 +20,8 @@ def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with RMSNorm, RoPE and SwiGLU: Qwen2, Qwen3, Qwen3-MoE, Llama 3 or
-    DeepSeek-V3.
+    """A pre-norm decoder with RMSNorm, RoPE and a gated MLP: Qwen2, Qwen3, Qwen3-MoE, Llama 3,
+    Mistral, Gemma 3 or DeepSeek-V3.
 
     Families differ in these fields alone, so one forward pass runs them all. `models.presets` has
     the published sizes by name.
@@ -35,14 +36,36 @@ class ModelConfig:
     head_dim: int = _field("width of a head, even, at most 256")
     qk_norm: bool = _field("RMSNorm of every query and key head (Qwen3)", True)
     qkv_bias: bool = _field("query, key and value projections have biases (Qwen2)", False)
+    query_pre_attn_scalar: int = _field(
+        "scores are divided by the root of this number; 0 for the width of a head", 0
+    )
+    sliding_window: int = _field(
+        "most tokens that a query attends to, its own one included; 0 for all", 0
+    )
+    sliding_window_pattern: int = _field(
+        "with a window: every n-th layer attends to all tokens; 0 for none", 0
+    )
+    sandwich_norms: bool = _field(
+        "results of attention and MLP are normed, too, before they are added (Gemma)", False
+    )
+    unit_offset_norms: bool = _field("norms multiply by 1 + weight (Gemma)", False)
+    hidden_act: str = _field("activation of the gated MLP: silu, gelu_pytorch_tanh", "silu")
+    scale_embeddings: bool = _field(
+        "embeddings are multiplied by the root of hidden_size (Gemma)", False
+    )
     rope_theta: float = _field("base of the rotary frequencies", 10_000.0)
+    rope_local_base_freq: float = _field(
+        "base of the rotary frequencies of layers with a window; 0 for that of all", 0.0
+    )
     rope_interleave: bool = _field(
         "rotary pairs are neighbours (0, 1), (2, 3), ..., not halves of a head apart", False
     )
     rope_type: str = _field(
-        "default; llama3 (Llama 3.1's bands); yarn (Peng et al., arXiv:2309.00071)", "default"
+        "default; linear (positions are divided by rope_factor); llama3 (Llama 3.1's bands); yarn "
+        "(Peng et al., arXiv:2309.00071)",
+        "default",
     )
-    rope_factor: float = _field("llama3 and yarn: context length over the original one", 1.0)
+    rope_factor: float = _field("context length over the original one", 1.0)
     rope_original_max_position_embeddings: int = _field(
         "llama3 and yarn: the original context, in tokens", 8192
     )
@@ -101,12 +124,17 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             if (name := f"model.{field.name}") in BOUNDS:
                 check_number(name, getattr(self, field.name))
-        for name, choices in (("rope_type", ROPE_TYPES), ("scoring_func", SCORING)):
+        for name, choices in (
+            ("rope_type", ROPE_TYPES),
+            ("scoring_func", SCORING),
+            ("hidden_act", ACTIVATIONS),
+        ):
             if getattr(self, name) not in choices:
                 raise UserError(
                     f"model.{name} is {getattr(self, name)!r}; write one of {', '.join(choices)}"
                 )
         self._check_rope()
+        self._check_window()
         self._check_attention()
         if self.num_experts:
             self._check_experts()
@@ -140,8 +168,27 @@ class ModelConfig:
                 "larger number, such as 32.0 with 1.0"
             )
 
+    def _check_window(self):
+        for name in ("sliding_window_pattern", "rope_local_base_freq"):
+            if getattr(self, name) and not self.sliding_window:
+                raise UserError(
+                    f"model.{name} is {getattr(self, name)} and model.sliding_window 0: no layer "
+                    "has a window; set model.sliding_window, or leave the other out"
+                )
+        if self.sliding_window_pattern == 1:
+            raise UserError(
+                "model.sliding_window_pattern is 1, so that every layer attends to all tokens: set "
+                "model.sliding_window=0, or write 0 or a number from 2"
+            )
+
     def _check_attention(self):
         if self.latent:
+            for name in ("sliding_window", "query_pre_attn_scalar"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"model.{name} and model.kv_lora_rank are both set: latent attention has "
+                        f"none; set model.{name}=0"
+                    )
             if self.qk_rope_head_dim % 2:
                 raise UserError(
                     f"model.qk_rope_head_dim is {self.qk_rope_head_dim}; rotary embeddings need an "
@@ -169,6 +216,11 @@ class ModelConfig:
             )
 
     def _check_experts(self):
+        if self.hidden_act != "silu":
+            raise UserError(
+                f"model.hidden_act is {self.hidden_act!r}: experts have 'silu' only; write that, "
+                "or set model.num_experts=0"
+            )
         if self.num_experts_per_tok > self.num_experts:
             raise UserError(
                 f"model.num_experts_per_tok = {self.num_experts_per_tok} is more than "

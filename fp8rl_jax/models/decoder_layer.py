@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -16,7 +17,7 @@ from fp8rl_jax.models.latent_attention import LatentAttention
 from fp8rl_jax.models.layers import RMSNorm, linears
 from fp8rl_jax.models.parallel.columns import combine
 from fp8rl_jax.models.parallel.mesh import Parallel
-from fp8rl_jax.models.stacks import LayerSpec
+from fp8rl_jax.models.stacks import ALL, LayerSpec
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, as_activation, kv_health, quantize_kv
 from fp8rl_jax.quant.products import plus
@@ -29,10 +30,12 @@ class PerLayer(NamedTuple):
     Attributes:
       number: () int32, the layer's index in the cache, or None.
       scales: the layer's calibrated scales, {'q' | 'k' | 'v': ()}, or None.
+      window: () int32, the most tokens that a query sees (`stacks.layer_windows`), or None.
     """
 
     number: Any
     scales: dict[str, jax.Array] | None
+    window: jax.Array | None
 
 
 class DecoderLayer(nn.Module):
@@ -61,22 +64,33 @@ class DecoderLayer(nn.Module):
             cache = dataclasses.replace(cache, layer=per_layer.number)
         scales = per_layer.scales
         config, spec, recipe, parallel = self.config, self.spec, self.recipe, self.parallel
-        h = RMSNorm(config.rms_norm_eps, recipe, parallel, True, name="input_layernorm")(x)
-        attention = LatentAttention if config.latent else Attention
-        a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
-            h, cache, scales, positions, cos, sin
+        norm = functools.partial(
+            RMSNorm, config.rms_norm_eps, recipe, parallel, offset=config.unit_offset_norms
         )
-        (x,) = linears(self, config, recipe, parallel, ["o_proj"], as_activation(a), x)
-        x = tap(self, "residual_attention", x)
+        h = norm(quantise=True, name="input_layernorm")(x)
+        attention = LatentAttention if config.latent else Attention
+        rope = _own_tables(config, per_layer.window, cos, sin)
+        a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
+            h, cache, scales, positions, *rope, per_layer.window
+        )
+        sandwich, before_mlp = config.sandwich_norms, "post_attention_layernorm"
+        residual = None if sandwich else x
+        (y,) = linears(self, config, recipe, parallel, ["o_proj"], as_activation(a), residual)
+        if sandwich:
+            y = plus(x, norm(name="post_attention_layernorm")(y).value, recipe)
+            before_mlp = "pre_feedforward_layernorm"
+        x = tap(self, "residual_attention", y)
         mlp = not spec.experts or config.n_shared_experts > 0  # experts quantise after sorting
-        h2 = RMSNorm(config.rms_norm_eps, recipe, parallel, mlp, name="post_attention_layernorm")(x)
+        h2 = norm(quantise=mlp, name=before_mlp)(x)
         aux: dict = {}
+        residual = None if sandwich or spec.experts else x
         if spec.experts:
-            down, aux = sparse_mlp(self, config, recipe, parallel, h2, valid, self.collect)
-            x = plus(x, down, recipe)
+            y, aux = sparse_mlp(self, config, recipe, parallel, h2, valid, self.collect)
         else:
-            x = gated_mlp(self, config, recipe, parallel, h2, config.intermediate_size, x)
-        x = tap(self, "residual_mlp", x)
+            y = gated_mlp(self, config, recipe, parallel, h2, config.intermediate_size, residual)
+        if sandwich:
+            y = norm(name="post_feedforward_layernorm")(y).value
+        x = tap(self, "residual_mlp", y if residual is not None else plus(x, y, recipe))
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
         if "kv_health" in self.collect and recipe.kv_quantized:
             names = [name for name in qkv if recipe.stored_dtype(name) is not None]
@@ -88,6 +102,17 @@ class DecoderLayer(nn.Module):
             aux["kv_amax"] = {name: find_amax(y, (1, 2, 3)) for name, y in valid_only.items()}
         aux = combine(aux) if parallel.inside else aux
         return (x, cache and dataclasses.replace(cache, layer=None)), aux
+
+
+def _own_tables(
+    config: ModelConfig, window: jax.Array | None, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a layer's part of the rotary tables (`rope_tables`)."""
+    if window is None or not config.rope_local_base_freq:
+        return cos, sin
+    half = config.rope_dim // 2
+    cos, sin = (jnp.where(window < ALL, x[..., half:], x[..., :half]) for x in (cos, sin))
+    return cos, sin
 
 
 def _kv_health(

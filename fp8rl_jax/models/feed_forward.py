@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import gated_silu, linears, tap_activation
+from fp8rl_jax.models.layers import gated_activation, linears, tap_activation
 from fp8rl_jax.models.moe import Experts, moe_forward
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.experts import exchange_forward
@@ -36,7 +36,8 @@ def gated_mlp(
     width: int,
     residual: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes ``down(silu(gate x) * up x)`` with three linear layers as children of `module`.
+    """Computes ``down(f(gate x) * up x)``, f the model's activation, with three linear layers as
+    children of `module`.
 
     Args:
       module: Flax module whose compact `__call__` calls this.
@@ -56,7 +57,8 @@ def gated_mlp(
     gate, up = linears(module, config, recipe, parallel, ["gate_proj", "up_proj"], x)
     up = gather_or_slice(up, gate.shape[-1])
     quantise = gate.shape[-1] == width  # only if this device holds all features
-    gated = tap_activation(module, "gated", gated_silu(recipe, quantise, gate, up))
+    gated = gated_activation(recipe, config.hidden_act, quantise, gate, up)
+    gated = tap_activation(module, "gated", gated)
     (down,) = linears(module, config, recipe, parallel, ["down_proj"], gated, residual)
     return gather_or_slice(down, hidden)
 

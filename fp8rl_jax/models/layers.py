@@ -4,7 +4,7 @@
 
     Linear  --multiply-->  quant.matmul            one product, input and output tapped
     SplitLinear                                    `Linear` on one device inside a shard_map
-    RMSNorm, gated_silu                            kernels on a GPU, jnp elsewhere
+    RMSNorm, gated_activation                      kernels on a GPU, jnp elsewhere
 
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). On a GPU
 norm and gate are kernels: XLA would order a norm's sum by the number of rows. On a CPU the
@@ -37,6 +37,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import by_platform, gpu_kernels, keep, kept, prevent_fma, stored, sum_last
+from fp8rl_jax.kernels.arrays import GELU_CUBE, GELU_FACTOR
 from fp8rl_jax.models.arrays import array_of, bias_shape
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel import columns
@@ -440,55 +441,84 @@ def _rms_norm_backward(recipe, eps, quantise, parallel, residual, cotangent):
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
+def gain_of(weight: Any, offset: bool) -> Any:
+    """Returns what a norm multiplies by: its weight, or with `offset` 1 + weight (Gemma)."""
+    if not offset:
+        return weight
+    if isinstance(weight, StackedLayer):
+        return dataclasses.replace(weight, stack=gain_of(weight.stack, offset))
+    return 1.0 + weight
+
+
 class RMSNorm(nn.Module):
-    """Module of `rms_norm` that holds its weight and taps its output."""
+    """Module of `rms_norm` that holds its weight, with `offset` less 1, and taps its output."""
 
     eps: float
     recipe: Recipe
     parallel: Parallel = ONE_DEVICE
     quantise: bool = False
+    offset: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Activation:
         weight: Any = self.get_variable("params", "weight")
         if not isinstance(weight, StackedLayer):
-            weight = self.param("weight", nn.initializers.ones_init(), (x.shape[-1],))
+            init = nn.initializers.constant(0.0 if self.offset else 1.0)
+            weight = self.param("weight", init, (x.shape[-1],))
             weight = stored(self.parallel.replicate(weight))
+        weight = gain_of(weight, self.offset)
         y = rms_norm(self.recipe, self.eps, self.quantise, self.parallel, x, weight)
         return tap_activation(self, "output", y)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gated_silu(recipe: Recipe, quantise: bool, gate: jax.Array, up: jax.Array) -> Activation:
-    """Returns ``silu(gate) * up``, silu(x) = x / (1 + exp(-x)) (SwiGLU, Shazeer, 2002.05202).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def gated_activation(
+    recipe: Recipe, activation: str, quantise: bool, gate: jax.Array, up: jax.Array
+) -> Activation:
+    """Returns ``f(gate) * up``, ``f(x) = x / (1 + exp(-s(x)))`` (Shazeer, arXiv:2002.05202).
 
-    Keeps gate and up for the backward pass in their dtype, without float32 copies. `quantise` as
-    in `by_kernel_or_jnp`; only the value has a gradient.
+    `activation` is 'silu', with ``s(x) = x``, or 'gelu_pytorch_tanh', the approximation of GELU
+    (Hendrycks and Gimpel, arXiv:1606.08415), with ``s(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3)``:
+    ``0.5 (1 + tanh(s / 2))`` is ``1 / (1 + exp(-s))``. Keeps gate and up for the backward pass in
+    their dtype, without float32 copies. `quantise` as in `by_kernel_or_jnp`; only the value has a
+    gradient.
     """
 
     def kernel(gate, up, *settings):
-        return gpu_kernels().norm.gated_silu(_rows(gate), _rows(up), *settings)
+        run = gpu_kernels().norm.gated_activation
+        return run(_rows(gate), _rows(up), activation, *settings)
 
     def plain(gate, up):
         gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        return gate / (1.0 + jnp.exp(-gate)) * up
+        return gate / (1.0 + jnp.exp(-_exponent(activation, gate)[0])) * up
 
     return by_kernel_or_jnp(recipe, quantise, kernel, plain, gate.shape, gate, up)
 
 
-def _gated_silu_forward(recipe, quantise, gate, up):
-    return gated_silu(recipe, quantise, gate, up), keep((gate, up))
+def _exponent(activation: str, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns s(x) of `gated_activation` and its slope, None for 1."""
+    if activation == "silu":
+        return x, None
+    factor, inner = jnp.float32(GELU_FACTOR), prevent_fma(x * x) * jnp.float32(GELU_CUBE)
+    inner = prevent_fma(inner)
+    return x * factor * (1.0 + inner), factor * (1.0 + 3.0 * inner)
 
 
-def _gated_silu_backward(recipe, quantise, residual, cotangent):
+def _gated_activation_forward(recipe, activation, quantise, gate, up):
+    return gated_activation(recipe, activation, quantise, gate, up), keep((gate, up))
+
+
+def _gated_activation_backward(recipe, activation, quantise, residual, cotangent):
     residual = kept(residual)
     gate, up = (x.astype(jnp.float32) for x in residual)
     dy = cotangent.value.astype(jnp.float32)
-    sigmoid = 1.0 / (1.0 + jnp.exp(-gate))
-    slope = sigmoid + gate * sigmoid * (1.0 - sigmoid)  # this form never overflows
+    exponent, rise = _exponent(activation, gate)
+    sigmoid = 1.0 / (1.0 + jnp.exp(-exponent))
+    part = gate * sigmoid * (1.0 - sigmoid)  # this form never overflows
+    slope = sigmoid + (part if rise is None else jnp.where(part == 0, 0.0, part * rise))
     return (dy * up * slope).astype(residual[0].dtype), (dy * gate * sigmoid).astype(
         residual[1].dtype
     )
 
 
-gated_silu.defvjp(_gated_silu_forward, _gated_silu_backward)
+gated_activation.defvjp(_gated_activation_forward, _gated_activation_backward)

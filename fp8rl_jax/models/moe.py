@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.kernels import keep, kept, prevent_fma
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import Kernel, LayerWeight, gated_silu, multiply_experts
+from fp8rl_jax.models.layers import Kernel, LayerWeight, gated_activation, multiply_experts
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant import Activation, Recipe, compute_value
 
@@ -194,7 +194,7 @@ def expert_results(
         return multiply_experts(recipe.for_module(name), x, experts[name], of_tiles)
 
     gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
-    return product(gated_silu(recipe, False, gate, up), "down_proj")
+    return product(gated_activation(recipe, "silu", False, gate, up), "down_proj")
 
 
 def moe_forward(

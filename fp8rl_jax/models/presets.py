@@ -13,6 +13,22 @@ _qwen2 = partial(ModelConfig, qk_norm=False, qkv_bias=True, rope_theta=1e6)
 _qwen3 = partial(ModelConfig, 151_936, num_key_value_heads=8, head_dim=128, rope_theta=1e6)
 _qwen3_moe = partial(_qwen3, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)
 _llama = partial(ModelConfig, qk_norm=False, rms_norm_eps=1e-5)
+_gemma3 = partial(
+    ModelConfig,
+    sandwich_norms=True,
+    unit_offset_norms=True,
+    hidden_act="gelu_pytorch_tanh",
+    scale_embeddings=True,
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=256,
+    sliding_window_pattern=6,
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+)
+_gemma3_small = partial(_gemma3, 262_144, sliding_window=512)
+_gemma3_large = partial(  # its vocabulary has tokens of images, too
+    _gemma3, 262_208, sliding_window=1024, rope_type="linear", rope_factor=8.0
+)
 _latent = partial(
     ModelConfig, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
 )
@@ -64,6 +80,12 @@ PRESETS: dict[str, ModelConfig] = {
         tie_word_embeddings=True,
     ),
     "mistral_7b": _llama(*(32_768, 4096, 14_336, 32, 32, 8, 128), rope_theta=1e6),
+    "mistral_7b_v0p1": _llama(*(32_000, 4096, 14_336, 32, 32, 8, 128), sliding_window=4096),
+    "gemma3_270m": _gemma3_small(640, 2048, 18, 4, 1, 256),
+    "gemma3_1b": _gemma3_small(1152, 6912, 26, 4, 1, 256),
+    "gemma3_4b": _gemma3_large(2560, 10_240, 34, 8, 4, 256),
+    "gemma3_12b": _gemma3_large(3840, 15_360, 48, 16, 8, 256),
+    "gemma3_27b": _gemma3_large(5376, 21_504, 62, 32, 16, 128, query_pre_attn_scalar=168),
     "smollm2_135m": _llama(
         *(49_152, 576, 1536, 30, 9, 3, 64), rope_theta=1e5, tie_word_embeddings=True
     ),

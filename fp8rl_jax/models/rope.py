@@ -18,6 +18,7 @@ from fp8rl_jax.quant.varying import varying_vjp
 def _frequencies(config: ModelConfig) -> np.ndarray:
     """Returns the radians per position of every pair of features, float64 (rope_dim / 2,).
 
+    * linear: all frequencies are divided by the factor.
     * llama3: the bands of Llama 3.1 (`rope_scaling` of its config.json). Slow frequencies are
       divided by the factor, fast ones are kept, those between are interpolated.
     * yarn: "NTK by parts" (arXiv:2309.00071, section 3.2), a ramp over pairs of features. Its ends
@@ -28,6 +29,8 @@ def _frequencies(config: ModelConfig) -> np.ndarray:
     context = config.rope_original_max_position_embeddings
     if config.rope_type == "default":
         return plain
+    if config.rope_type == "linear":
+        return plain / factor
     if config.rope_type == "llama3":
         turns = context * plain / (2 * np.pi)
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -52,7 +55,7 @@ def _yarn_temperature(factor: float, mscale: float) -> float:
 def softmax_scale(config: ModelConfig) -> float:
     """Returns the factor of the scores: 1/sqrt(Dh), times YaRN's temperature squared if set."""
     head_dim = config.qk_nope_head_dim + config.rope_dim if config.latent else config.head_dim
-    scale = 1 / math.sqrt(head_dim)
+    scale = 1 / math.sqrt(config.query_pre_attn_scalar or head_dim)
     if config.rope_type == "yarn" and config.rope_mscale_all_dim:
         scale *= _yarn_temperature(config.rope_factor, config.rope_mscale_all_dim) ** 2
     return scale
@@ -70,12 +73,18 @@ def _amplitude(config: ModelConfig) -> float:
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns cos and sin of the rotary angles, float32 (length, rope_dim / 2), made by numpy.
+    """Returns cos and sin of the rotary angles, float32 (length, rope_dim / 2), made by numpy; with
+    `rope_local_base_freq` (length, rope_dim): beside them those of layers with a window.
 
     Tables are arguments of every program. If a program computed them, XLA might fold them with
     another implementation of cos than the one it runs.
     """
-    angle = np.arange(length)[:, None] * _frequencies(config)
+    frequencies = _frequencies(config)
+    if config.rope_local_base_freq:
+        half = config.rope_dim // 2
+        local = config.rope_local_base_freq ** (-np.arange(half) / half)
+        frequencies = np.concatenate([frequencies, local])
+    angle = np.arange(length)[:, None] * frequencies
     amplitude = _amplitude(config)
     return tuple((f(angle) * amplitude).astype(np.float32) for f in (np.cos, np.sin))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import Recipe
 
@@ -63,6 +65,20 @@ def layer_stacks(config: ModelConfig) -> dict[str, int]:
 def layer_spec(config: ModelConfig, stack: str) -> LayerSpec:
     """Returns the `LayerSpec` of a stack's layers."""
     return LayerSpec(experts=config.num_experts > 0 and stack == STACK)
+
+
+ALL = 2**30  # a window that hides nothing
+
+
+def layer_windows(config: ModelConfig) -> np.ndarray | None:
+    """Returns how many tokens a query of each layer sees at most, int32 (L,); ALL for all. None for
+    a model without windows."""
+    if not config.sliding_window:
+        return None
+    windows = np.full(config.num_hidden_layers, config.sliding_window, np.int32)
+    if every := config.sliding_window_pattern:
+        windows[every - 1 :: every] = ALL
+    return windows
 
 
 def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection
 
 import flax.linen as nn
@@ -27,7 +28,14 @@ from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import LayerGroup, layer_groups, layer_spec, layer_stacks, path_of
+from fp8rl_jax.models.stacks import (
+    LayerGroup,
+    layer_groups,
+    layer_spec,
+    layer_stacks,
+    layer_windows,
+    path_of,
+)
 from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap, watched
 from fp8rl_jax.quant import (
     BoundWeight,
@@ -95,28 +103,34 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
         table = self.parallel.replicate(self.param("embed_tokens", init, shape))
-        x = tap(self, "embed", compute_value(_embed(table, tokens, recipe.kernels), recipe))
-        stored_runs, auxes = [], []
+        x = compute_value(_embed(table, tokens, recipe.kernels), recipe)
+        if config.scale_embeddings:
+            x = x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
+        x = tap(self, "embed", x)
+        stored_runs, auxes, windows = [], [], layer_windows(config)
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             spec = layer_spec(config, run.stack)
             settings = (config, spec, run.recipe, self.collect, self.parallel)
             scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
             layers = run.span.stop - run.span.start
             carried = x, run_cache(cache, index, layers)
+            reach = None if windows is None else jnp.asarray(windows[run.layers])
             others = positions, cos, sin, valid
             if cache is not None and not watched(self):  # taps need modules; the bits are the same
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
                 by_kernel = resolve(run.recipe.kernels) != "reference"
                 named = stack[run.name]
-                carried, aux = _scan_in_place(layer, by_kernel, named, scales, carried, *others)
+                own = scales, reach
+                carried, aux = _scan_in_place(layer, by_kernel, named, own, carried, *others)
             else:
                 number = None if cache is None else jnp.arange(layers, dtype=jnp.int32)
                 scan = self._scan(settings, run)
-                carried, aux = scan(carried, PerLayer(number, scales), *others)
+                carried, aux = scan(carried, PerLayer(number, scales, reach), *others)
             x, written = carried
             stored_runs.append(None if written is None else written.stored)
             auxes.append(aux)
-        x = RMSNorm(config.rms_norm_eps, recipe, self.parallel, name="norm")(x).value
+        norm = functools.partial(RMSNorm, offset=config.unit_offset_norms, name="norm")
+        x = norm(config.rms_norm_eps, recipe, self.parallel)(x).value
         if not config.tie_word_embeddings and self.is_initializing():
             self.param("lm_head", kernel_init(), shape[::-1])
         if cache is not None:
@@ -139,15 +153,16 @@ class Transformer(nn.Module):
         )(*settings, name=run.name)
 
 
-def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, scales, carried, *others):
+def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, own, carried, *others):
     """Scans layers like `Transformer._scan`, with a cache and without copies of the weights.
 
     With `by_kernel`, kernels read linear layers and norms in their stack (`StackedLayer`). Other
-    arrays are sliced as bits, because XLA:CPU slices bf16 in a scan through float32. `scales` are
-    those of all layers; the arguments after it, and the result, are those of the scanned module.
+    arrays are sliced as bits, because XLA:CPU slices bf16 in a scan through float32. `own` are
+    scales and windows of all layers; the arguments after it, and the result, are those of the
+    scanned module.
     """
 
-    def step(carried, scales):
+    def step(carried, own):
         # Counted here: an index to scan would be one more array to slice in every layer.
         index, carried = carried
 
@@ -161,11 +176,11 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, scales, carried,
             params = jax.tree_util.tree_map_with_path(one, stack, is_leaf=is_weight)
         else:
             params = kept(take_layer(stack, index))
-        carried, aux = layer.apply({"params": params}, carried, PerLayer(index, scales), *others)
+        carried, aux = layer.apply({"params": params}, carried, PerLayer(index, *own), *others)
         return (index + 1, carried), aux
 
     count = jax.tree.leaves(stack)[0].shape[0]
-    (_, carried), aux = lax.scan(step, (jnp.int32(0), carried), scales, length=count)
+    (_, carried), aux = lax.scan(step, (jnp.int32(0), carried), own, length=count)
     return carried, aux
 
 

@@ -32,11 +32,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, fp8_max
+from fp8rl_jax.kernels.arrays import GELU_CUBE, GELU_FACTOR, K_BLOCK, fp8_max
 from fp8rl_jax.kernels.gpu.quantiser import E4M3, Quantisation, block_scales, magnitude_bits
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 BLOCK = tl.constexpr(K_BLOCK)  # elements that share a scale
+FACTOR, CUBE = tl.constexpr(GELU_FACTOR), tl.constexpr(GELU_CUBE)
 # Neighbours that a thread holds: 16 bytes of bf16. As a hint on every address it also fixes the
 # elements of each thread, hence the order of a sum: Triton would take 16 wherever FP8 is stored.
 _VECTOR = tl.constexpr(8)
@@ -117,7 +118,7 @@ def _store_quantized(
 
 
 @triton.jit
-def gated_silu_kernel(
+def gated_activation_kernel(
     gate,  # (M, D)
     up,  # (M, D)
     y,  # (M, D)
@@ -125,6 +126,7 @@ def gated_silu_kernel(
     scale,  # (ceil(D / 128), M) float32; without QUANTIZE as q
     M: tl.constexpr,
     D: tl.constexpr,
+    GELU: tl.constexpr,  # else silu
     QUANTIZE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -133,7 +135,10 @@ def gated_silu_kernel(
     row, at, inside = _tile(M, D, ROWS)
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    rounded = (tl.div_rn(g, 1.0 + tl.exp(-g)) * u).to(y.dtype.element_ty)
+    exponent = g
+    if GELU:
+        exponent = g * FACTOR * (1.0 + g * g * CUBE)
+    rounded = (tl.div_rn(g, 1.0 + tl.exp(-exponent)) * u).to(y.dtype.element_ty)
     tl.store(y + at, rounded, mask=inside)
     if QUANTIZE:
         value = rounded.to(tl.float32)
@@ -182,7 +187,7 @@ def quantize_columns_kernel(
 
 MAX_WIDTH = 16384  # widest row that a norm keeps in the registers of one program
 _TILE = {"warps": 4, "stages": 1}
-TILE_ROWS = 32  # rows of the (rows, 128) tiles of gated_silu and quantize_rows
+TILE_ROWS = 32  # rows of the (rows, 128) tiles of gated_activation and quantize_rows
 TILE_COLUMNS = 64  # columns of the (128, columns) tiles of quantize_columns
 
 
@@ -271,21 +276,27 @@ def rms_norm(
     )
 
 
-def gated_silu(
-    gate: jax.Array, up: jax.Array, dtype=jnp.bfloat16, quantisation: Quantisation | None = None
+def gated_activation(
+    gate: jax.Array,
+    up: jax.Array,
+    activation: str = "silu",
+    dtype=jnp.bfloat16,
+    quantisation: Quantisation | None = None,
 ):
-    """Computes ``gate / (1 + exp(-gate)) * up`` in float32, rounded once.
+    """Computes ``gate / (1 + exp(-s(gate))) * up`` in float32, rounded once.
 
     Args:
       gate, up: (M, D), bf16 or float32.
+      activation: 'silu' or 'gelu_pytorch_tanh', which decide s (`layers.gated_activation`).
       dtype, quantisation: as for `rms_norm`.
 
     Returns:
       As `rms_norm`.
     """
     grid = (-(-gate.shape[0] // TILE_ROWS), _blocks(gate.shape[1]))
-    call = functools.partial(_call, gated_silu_kernel, dtype=dtype, quantisation=quantisation)
-    return call(gate, up, grid=grid, ROWS=TILE_ROWS, **_TILE)
+    call = functools.partial(_call, gated_activation_kernel, dtype=dtype, quantisation=quantisation)
+    gelu = activation != "silu"
+    return call(gate, up, grid=grid, ROWS=TILE_ROWS, GELU=gelu, **_TILE)
 
 
 def quantize_rows(

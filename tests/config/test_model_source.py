@@ -138,10 +138,7 @@ _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v
     ("sections", "words"),
     [
         ({"mesh": {"tensor": 2}}, ["mesh.tensor is 2", "write 1"]),
-        (
-            {"precision": {"attention": "fp8", "kv_cache": "fp8"}},
-            ["precision.attention", "'bf16'"],
-        ),
+        ({"precision": {"attention": "fp8", "kv_cache": "fp8"}}, ["precision.attention", "'bf16'"]),
         ({"precision": {"kv_cache": "fp8_calibrated"}}, ["precision.kv_cache", "kv_cache='fp8'"]),
     ],
 )

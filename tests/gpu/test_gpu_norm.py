@@ -18,7 +18,7 @@ EPS = 1e-6
 _BOUND = 4e-6  # float32 roundings, of a value, before the one to bf16
 FEW = (1, 7, 64)  # rows at a time
 ROWS, WIDTHS = 333, (128, 1000, 4096)
-NAMES = ("rms_norm", "gated_silu")
+NAMES = ("rms_norm", "gated_activation")
 
 
 def kernel(name: str, **more):
@@ -34,7 +34,7 @@ def operands(name: str, source, rows: int, width: int) -> tuple:
 
 def float64(name: str, x, y) -> np.ndarray:
     x, y = (np.asarray(v).astype(np.float64) for v in (x, y))
-    if name == "gated_silu":
+    if name == "gated_activation":
         return x / (1 + np.exp(-x)) * y
     return x / np.sqrt((x * x).mean(1, keepdims=True) + EPS) * y
 
@@ -79,7 +79,7 @@ def test_speed(name, source, rows=4096, width=12_288):
 
     def library(x, y):
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        if name == "gated_silu":
+        if name == "gated_activation":
             z = jax.nn.silu(x) * y
         else:
             z = x * jax.lax.rsqrt((x * x).mean(1, keepdims=True) + EPS) * y

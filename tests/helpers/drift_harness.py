@@ -45,6 +45,16 @@ _LATENT = dict(
 FAMILIES: dict[str, dict] = {
     "qwen3": {},
     "qwen2": dict(qk_norm=False, qkv_bias=True),
+    "mistral": dict(qk_norm=False, sliding_window=11),
+    "gemma3": dict(
+        hidden_act="gelu_pytorch_tanh",
+        sandwich_norms=True,
+        unit_offset_norms=True,
+        scale_embeddings=True,
+        sliding_window=11,
+        sliding_window_pattern=2,
+        rope_local_base_freq=1e3,
+    ),
     "llama": dict(
         qk_norm=False, rope_type="llama3", rope_factor=8.0, rope_original_max_position_embeddings=16
     ),

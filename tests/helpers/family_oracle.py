@@ -34,7 +34,9 @@ def theirs(name: str, dtype: str = "float32"):
 
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "model"
-        write(path, config_json(CONFIGS[name], "float32"), named(CONFIGS[name], params_of(name)))
+        # Where a type has a padding token, torch gives its embedding no gradient.
+        fields = {"pad_token_id": None} | config_json(CONFIGS[name], "float32")
+        write(path, fields, named(CONFIGS[name], params_of(name)))
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="eager"
         )

@@ -52,6 +52,26 @@ CONFIGS = {
     "qwen3_tied": ModelConfig(**_SIZES, tie_word_embeddings=True),
     "qwen3_moe": ModelConfig(**_SIZES, **_EXPERTS, first_k_dense_replace=1),  # mlp_only_layers: [0]
     "qwen2": ModelConfig(**_SIZES | dict(qk_norm=False, qkv_bias=True, head_dim=16)),
+    "mistral": ModelConfig(**_SIZES | dict(qk_norm=False, sliding_window=9)),
+    "gemma3": ModelConfig(
+        **_SIZES
+        | dict(
+            num_hidden_layers=4,
+            head_dim=24,
+            hidden_act="gelu_pytorch_tanh",
+            sandwich_norms=True,
+            unit_offset_norms=True,
+            scale_embeddings=True,
+            tie_word_embeddings=True,
+            query_pre_attn_scalar=17,
+            sliding_window=9,
+            sliding_window_pattern=3,
+            rope_theta=1e6,
+            rope_local_base_freq=1e4,
+            rope_type="linear",
+            rope_factor=8.0,
+        )
+    ),
     "llama": ModelConfig(
         **_SIZES
         | dict(
@@ -126,7 +146,10 @@ def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
         if layer < config.dense_layers:
             stack, i = params["dense_layers"], layer
         at = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if config.sandwich_norms:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for norm in norms:
             out[f"{at}{norm}.weight"] = stack[norm]["weight"][i]
         attention = stack["self_attn"]
         for name, leaf in attention.items():

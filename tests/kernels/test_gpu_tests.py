@@ -75,7 +75,7 @@ _BODIES = [
     _GIVEN_EXPERTS,
     _GIVEN_WGRAD,
     _NORM,
-    slow(functools.partial(norms.test_rows_and_quantisation, "gated_silu", 200, rows=70)),
+    slow(functools.partial(norms.test_rows_and_quantisation, "gated_activation", 200, rows=70)),
     functools.partial(norms.test_quantiser, 200, rows=70),
     _HEAD,
     _ATTENTION,
@@ -301,7 +301,7 @@ def test_speed(source, monkeypatch, record_property, capsys):
 def test_speed_beside_a_library(source, interpreted, monkeypatch, capsys):
     monkeypatch.setattr(gpu_checks, "seconds_per_call", _once)
     norms.test_speed("rms_norm", source, 8, 128)
-    norms.test_speed("gated_silu", source, 8, 128)
+    norms.test_speed("gated_activation", source, 8, 128)
     head.test_speed(source, (8, 32, 130))
     gradient.test_speed("fp8", source, 16)
     lines = capsys.readouterr().out.splitlines()

@@ -38,6 +38,7 @@ _EXPERTS = dict(num_experts=6, moe_intermediate_size=52)
 _FAMILIES = {
     "dense": {},
     "biased": {"qkv_bias": True, "qk_norm": False},
+    "sandwich": {"sandwich_norms": True, "unit_offset_norms": True},
     "tied": {"tie_word_embeddings": True, "qk_norm": False},
     "experts": _EXPERTS,
     "latent": _LATENT | {"qk_norm": False},

@@ -10,7 +10,7 @@ from random_model import initial_params
 
 from fp8rl_jax import models
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models.layers import gated_silu, rms_norm
+from fp8rl_jax.models.layers import gated_activation, rms_norm
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE
 from fp8rl_jax.models.rope import apply_rope
 from fp8rl_jax.quant import get_recipe
@@ -46,7 +46,7 @@ _CASES = {
         (_normal(2, 7, 4, 32),),
     ),
     "gated": (
-        lambda gate, up: gated_silu(_F32, False, gate, up).value,
+        lambda gate, up: gated_activation(_F32, "silu", False, gate, up).value,
         lambda gate, up: jax.nn.silu(gate) * up,
         (_normal(4, 33, scale=5.0), _normal(4, 33, seed=2)),
     ),
@@ -73,7 +73,7 @@ def test_gate_at_the_extremes():
     """The derivative of the gate is finite where exp overflows."""
     gate = jnp.asarray([-1e4, -90.0, 0.0, 90.0, 1e4])
     one = jnp.float32(1.0)
-    slope = jax.vmap(jax.grad(lambda g: gated_silu(_F32, False, g, one).value))(gate)
+    slope = jax.vmap(jax.grad(lambda g: gated_activation(_F32, "silu", False, g, one).value))(gate)
     np.testing.assert_allclose(slope, [0, 0, 0.5, 1, 1], atol=1e-30)
 
 

@@ -30,6 +30,13 @@ _PUBLISHED = {
     "llama3p2_1b": (1.236, None, None),
     "llama3p2_3b": (3.213, None, None),
     "mistral_7b": (7.25, None, None),
+    "mistral_7b_v0p1": (7.24, None, None),
+    # The last column: arXiv:2503.19786, table 1.
+    "gemma3_270m": (0.268, None, 0.1),
+    "gemma3_1b": (1.0, None, 0.698),
+    "gemma3_4b": (3.88, None, 3.209),
+    "gemma3_12b": (11.77, None, 10.759),
+    "gemma3_27b": (27.0, None, 25.6),
     "smollm2_135m": (0.1345, None, None),
     "moonlight_16b_a3b": (16, None, 15.29),
     "deepseek_v3": (671, 37, None),

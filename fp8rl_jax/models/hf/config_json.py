@@ -1,5 +1,5 @@
-"""ModelConfig <-> the config.json of Hugging Face's Qwen2, Qwen3, Qwen3-MoE, Llama and
-DeepSeek-V3.
+"""ModelConfig <-> the config.json of Hugging Face's Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral,
+Gemma 3 (text) and DeepSeek-V3.
 
 A model type implies rules that ModelConfig spells out as fields (QK-norm, sigmoid router, latent
 attention), so reading adds the rules of the type, and writing finds the type whose rules a
@@ -11,6 +11,9 @@ is written, because every version of transformers and the inference engines read
 
     4:  "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...} or null
     5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}
+
+Gemma 3 has two: its second form holds an object for each kind of layer, "full_attention" and
+"sliding_attention"; in the first `rope_local_base_freq` is the second one's base.
 
 DeepSeek writes "type" for "rope_type". Kimi-K2's 'kimi_k2' is DeepSeek-V3's model under another
 name, 'mistral' without a window Llama's; they are written as 'deepseek_v3' and 'llama'.
@@ -25,6 +28,7 @@ from typing import Any
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.config import ROPE_TYPES, ModelConfig
 from fp8rl_jax.models.hf.fields import Fields
+from fp8rl_jax.models.stacks import ALL, layer_windows
 
 # Model type -> its class in transformers.
 ARCHITECTURES = {
@@ -32,9 +36,11 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-_ALIASES = {"kimi_k2": "deepseek_v3", "mistral": "llama"}
+_ALIASES = {"kimi_k2": "deepseek_v3"}
 # Fields that config.json and ModelConfig share, with their defaults; None: required.
 _SHARED = {
     "vocab_size": None,
@@ -77,6 +83,16 @@ _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_key_value_heads": 4},
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10_000.0,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
     "deepseek_v3": {
         "q_lora_rank": 1536,
         "first_k_dense_replace": 3,
@@ -91,6 +107,7 @@ _ORIGINAL = "original_max_position_embeddings"
 # RoPE type -> {name in the file: (field of ModelConfig, default; None: required)}.
 _SETTINGS: dict[str, dict[str, tuple[str, float | None]]] = {
     "default": {},
+    "linear": {"factor": ("rope_factor", None)},
     "llama3": {
         "factor": ("rope_factor", None),
         "low_freq_factor": ("rope_low_freq_factor", None),
@@ -125,7 +142,9 @@ _DROPPED = {
 }
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = "only qwen2 has biases here, of queries, keys and values: take another model"
-_NO_WINDOW = "sliding windows are not supported: take a model without"
+_NO_WINDOW = "sliding windows are supported in mistral and gemma3_text alone: take one of these"
+_KINDS = ("full_attention", "sliding_attention")
+_GELU = "gelu_pytorch_tanh"
 _TAKE_ONE_OUT = "take one of the two out"
 _EVERY_LAYER = "experts in every layer are supported, or in all but the first: take another model"
 
@@ -153,13 +172,12 @@ def read_config(fields: Fields) -> ModelConfig:
     kind, stated = family(fields), fields.values["model_type"]
     fields = Fields({**_ABSENT.get(stated, _ABSENT[kind]), **fields.values}, fields.where)
     fields.require_finite()
-    _refuse_unsupported(fields)
-    if stated == "mistral" and fields.values["sliding_window"] is not None:
-        raise fields.error("sliding_window", _NO_WINDOW)
+    _refuse_unsupported(fields, kind)
     values = _read(fields, _SHARED) | _read_rope(fields, kind == "deepseek_v3")
+    values |= _read_windows(fields, kind, values["num_hidden_layers"])
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
-    values["qk_norm"] = kind in ("qwen3", "qwen3_moe")
+    values["qk_norm"] = kind in ("qwen3", "qwen3_moe", "gemma3_text")
     values["qkv_bias"] = kind == "qwen2"
     if kind == "deepseek_v3":
         values |= _read(fields, _LATENT) | _read_deepseek_experts(fields)
@@ -169,6 +187,10 @@ def read_config(fields: Fields) -> ModelConfig:
         values["head_dim"] = fields.get("head_dim", int, width)
     if kind == "qwen3_moe":
         values |= _read_qwen3_experts(fields)
+    if kind == "gemma3_text":
+        names = ("sandwich_norms", "unit_offset_norms", "scale_embeddings")
+        values |= dict.fromkeys(names, True) | {"hidden_act": _GELU}
+        values["query_pre_attn_scalar"] = fields.get("query_pre_attn_scalar", int)
     try:
         return ModelConfig(**values)
     except UserError as error:
@@ -180,19 +202,52 @@ def _read(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name, _TYPES[name], value) for name, value in defaults.items()}
 
 
-def _refuse_unsupported(fields: Fields) -> None:
-    fields.require("hidden_act", ("silu",), _SILU)
+def _refuse_unsupported(fields: Fields, kind: str) -> None:
+    if kind == "gemma3_text":
+        fields.require("hidden_activation", (_GELU,), f"only {_GELU} goes with this model type")
+        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+            fields.require(name, (), "caps of scores and logits are not supported: write null")
+        fields.require("use_bidirectional_attention", (False,), "only causal attention is here")
+    else:
+        fields.require("hidden_act", ("silu",), _SILU)
     fields.require("attention_bias", (False,), _NO_BIAS)
     fields.require("mlp_bias", (False,), _NO_BIAS)
     fields.require("partial_rotary_factor", (1, 1.0), "only whole heads are rotated here")
-    windows = fields.get("use_sliding_window", bool, False)
-    if windows and fields.values.get("sliding_window") is not None:
-        raise fields.error("use_sliding_window", _NO_WINDOW)
-    types = fields.values.get("layer_types") or []
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        raise fields.error("layer_types", _NO_WINDOW)
     fields.require("decoder_sparse_step", (1,), _EVERY_LAYER)
     fields.require("moe_layer_freq", (1,), _EVERY_LAYER)
+
+
+def _read_windows(fields: Fields, kind: str, layers: int) -> dict[str, Any]:
+    """Returns ModelConfig's fields of sliding windows."""
+    types = fields.values.get("layer_types") or []
+    if not isinstance(types, list) or not set(types) <= set(_KINDS):
+        raise fields.error("layer_types", f"write a list of {' and '.join(_KINDS)}")
+    if kind not in ("mistral", "gemma3_text"):
+        windows = fields.get("use_sliding_window", bool, False)
+        if windows and fields.values.get("sliding_window") is not None:
+            raise fields.error("use_sliding_window", _NO_WINDOW)
+        if _KINDS[1] in types:
+            raise fields.error("layer_types", _NO_WINDOW)
+        return {}
+    window = fields.get("sliding_window", int, 0)
+    every = 0 if kind == "mistral" else fields.get("sliding_window_pattern", int, 6)
+    if types:
+        if len(types) != layers:
+            raise fields.error("layer_types", f"write one for each of the {layers} layers")
+        every = types.index(_KINDS[0]) + 1 if _KINDS[0] in types else 0
+        if types != [_KINDS[not every or bool((i + 1) % every)] for i in range(layers)]:
+            raise fields.error("layer_types", "only one layer in every n may be full_attention")
+    if not window or every == 1:
+        return {}
+    found = {"sliding_window": window, "sliding_window_pattern": every}
+    if kind == "gemma3_text":
+        part = fields.part("rope_parameters")
+        local = part.part(_KINDS[1]) if part else None
+        theta = local.get("rope_theta", float, 10_000.0) if local else None
+        if local is not None:
+            local.require("rope_type", ("default",), "only default goes with layers with a window")
+        found["rope_local_base_freq"] = theta or fields.get("rope_local_base_freq", float)
+    return found
 
 
 def _read_qwen3_experts(fields: Fields) -> dict[str, Any]:
@@ -221,6 +276,9 @@ def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
 def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
     """Returns ModelConfig's rope_* fields, from either form; `latent`: for latent attention."""
     parts = [fields.part(name) for name in ("rope_scaling", "rope_parameters")]
+    if (nested := parts[1]) and _KINDS[0] in nested.values:
+        parts[1] = nested.part(_KINDS[0])
+        fields = Fields({**fields.values, "rope_theta": None}, fields.where)
     stated = [("rope_theta", fields.values.get("rope_theta"))]
     stated += [item for part in parts if part for item in part.values.items()]
     values: dict[str, Any] = {}
@@ -248,7 +306,7 @@ def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
         "rope_theta": rope.get("rope_theta", float, 10_000.0),
         **{own: rope.get(theirs, float, default) for theirs, (own, default) in settings.items()},
     }
-    if kind != "default":
+    if kind in ("llama3", "yarn"):
         found["rope_original_max_position_embeddings"] = rope.get(_ORIGINAL, int)
     if found.get("rope_mscale_all_dim") and not latent:
         raise rope.error(
@@ -272,6 +330,12 @@ def family_of(config: ModelConfig) -> str:
             rules["scoring_func"] = "sigmoid"
     else:
         kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+        if config.sandwich_norms:
+            kind = "gemma3_text"
+            rules |= {"qk_norm": True, "num_experts": 0}
+        elif kind == "llama" and config.sliding_window:
+            kind = "mistral"
+            rules["sliding_window_pattern"] = 0
         rules |= {"rope_interleave": False, "qkv_bias": kind == "qwen2"}
         if config.num_experts:
             kind = "qwen3_moe"
@@ -281,6 +345,13 @@ def family_of(config: ModelConfig) -> str:
                 "n_shared_experts": 0,
                 "routed_scaling_factor": 1.0,
             }
+    gemma = kind == "gemma3_text"
+    names = ("sandwich_norms", "unit_offset_norms", "scale_embeddings")
+    rules |= dict.fromkeys(names, gemma) | {"hidden_act": _GELU if gemma else "silu"}
+    if not gemma:
+        rules |= {"query_pre_attn_scalar": 0, "rope_local_base_freq": 0.0}
+        if kind != "mistral":
+            rules["sliding_window"] = 0
     for name, value in rules.items():
         if getattr(config, name) != value:
             raise UserError(
@@ -295,10 +366,9 @@ def _rope_json(config: ModelConfig) -> dict[str, Any]:
     """Returns `rope_theta` and `rope_scaling` of a configuration, for config.json."""
     scaling: dict[str, Any] | None = None
     if config.rope_type != "default":
-        scaling = {
-            "rope_type": config.rope_type,
-            _ORIGINAL: config.rope_original_max_position_embeddings,
-        }
+        scaling = {"rope_type": config.rope_type}
+        if config.rope_type != "linear":
+            scaling[_ORIGINAL] = config.rope_original_max_position_embeddings
         for theirs, (own, default) in _SETTINGS[config.rope_type].items():
             value = float(getattr(config, own))
             if theirs.startswith("mscale") and value == default:
@@ -345,7 +415,19 @@ def config_json(
     own |= {name: getattr(config, name) for name in names} | _rope_json(config)
     if own.get("q_lora_rank") == 0:
         own["q_lora_rank"] = None
-    own |= {"hidden_act": "silu", "attention_bias": False, "torch_dtype": dtype}
+    own |= {"hidden_act": config.hidden_act, "attention_bias": False, "torch_dtype": dtype}
+    if kind == "mistral":
+        own["sliding_window"] = config.sliding_window
+    if kind == "gemma3_text":
+        windows = layer_windows(config)
+        shown = [False] * config.num_hidden_layers if windows is None else windows < ALL
+        own |= {
+            "hidden_activation": own.pop("hidden_act"),
+            "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,
+            "sliding_window": config.sliding_window or 4096,
+            "layer_types": [_KINDS[int(windowed)] for windowed in shown],
+            "rope_local_base_freq": config.rope_local_base_freq or config.rope_theta,
+        }
     # ModelConfig has no context limit: this is a default for programs that need one.
     original = int(config.rope_original_max_position_embeddings * config.rope_factor)
     limit = 32_768 if config.rope_type == "default" else original

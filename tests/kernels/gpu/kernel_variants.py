@@ -126,7 +126,7 @@ class Pass:
     power_of_two: bool = False
 
     def __str__(self) -> str:
-        y = " y" * (self.kernel in ("rms_norm", "gated_silu"))
+        y = " y" * (self.kernel in ("rms_norm", "gated_activation"))
         q = f" {self.fp8}" * self.quantize
         return f"{self.kernel} {self.rows}x{self.width}:{y}{q}" + " 2^n" * self.power_of_two
 
@@ -139,8 +139,9 @@ class Pass:
             tile = norm.norm_tile(self.width)
             pointers = {"x": "*bf16", "weight": "*fp32", "layer": "*i32", "y": "*bf16"}
             flags["EPS"] = 1e-6
-        elif self.kernel == "gated_silu":
+        elif self.kernel == "gated_activation":
             pointers = {"gate": "*bf16", "up": "*bf16", "y": "*bf16"}
+            flags["GELU"] = False
         else:
             pointers, flags = {"x": "*bf16"}, {}
         if self.kernel == "quantize_columns":
@@ -156,8 +157,8 @@ def passes() -> Iterator[Pass]:
     for width in (128, 4096, 5120, 8192, norm.MAX_WIDTH):
         yield Pass("rms_norm", width, quantize=False)
         yield Pass("rms_norm", width)
-    yield Pass("gated_silu", 4096, quantize=False)
-    yield Pass("gated_silu", 4096)
+    yield Pass("gated_activation", 4096, quantize=False)
+    yield Pass("gated_activation", 4096)
     for kernel in ("quantize_rows", "quantize_columns"):
         yield Pass(kernel, 4096)
         yield Pass(kernel, 4096, fp8="e5m2", power_of_two=True)

@@ -80,8 +80,8 @@ _ROWS = _shape(300, 1000, dtype=jnp.bfloat16)
 _PASSES = {
     "rms_norm": lambda x: norm.rms_norm(x, x[0], 1e-6),
     "rms_norm, quantised": lambda x: norm.rms_norm(x, x[0], 1e-6, quantisation=norm.Quantisation()),
-    "gated_silu": lambda x: norm.gated_silu(x, x),
-    "gated_silu, quantised": lambda x: norm.gated_silu(
+    "gated_activation": lambda x: norm.gated_activation(x, x),
+    "gated_activation, quantised": lambda x: norm.gated_activation(
         x, x, quantisation=norm.Quantisation(jnp.float8_e5m2, True)
     ),
     "quantize_rows": norm.quantize_rows,

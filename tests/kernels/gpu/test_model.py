@@ -141,10 +141,10 @@ def test_results_and_drift(interpreted, name, more):
         np.testing.assert_array_equal(np.asarray(logp), np.asarray(rollout.logprobs))
     fused = {kernel for kernel, quantised in interpreted if quantised}
     dense = (
-        set() if config.num_experts else {"gated_silu_kernel"}
+        set() if config.num_experts else {"gated_activation_kernel"}
     )  # experts quantise what they sort
     assert fused == ({"rms_norm_kernel"} | dense if name in ("fp8", "fake") else set())
-    used = {"matmul_kernel", "rms_norm_kernel", "gated_silu_kernel", "head_statistics_kernel"}
+    used = {"matmul_kernel", "rms_norm_kernel", "gated_activation_kernel", "head_statistics_kernel"}
     used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
     used |= {"attention_kernel", "query_gradient_kernel", "key_gradient_kernel"}
     used |= {"fast_attention_kernel"}  # for the gradients
@@ -246,6 +246,6 @@ def test_fused_quantisation(monkeypatch, interpreted, more, changes, before, aft
     assert not any(quantised for _, quantised in plain_calls)
     assert plain_calls["quantize_rows_kernel", False] == before
     assert calls["quantize_rows_kernel", False] == after
-    assert calls["rms_norm_kernel", True] >= 2 and calls["gated_silu_kernel", True] >= 1
+    assert calls["rms_norm_kernel", True] >= 2 and calls["gated_activation_kernel", True] >= 1
     for one, other in zip(jax.tree.leaves(fused), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))

@@ -98,9 +98,9 @@ def test_passes_over_memory(variant):
     assert loads == {"LDG.E.128"} | ({"LDG.E"} if variant.kernel == "rms_norm" else set())
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (variant.quantize and variant.fp8 == "fp8")
     assert ("cvt.rn.satfinite.e5m2x2.f32" in ptx) == (variant.fp8 == "e5m2")
-    if variant.kernel in ("rms_norm", "gated_silu"):
+    if variant.kernel in ("rms_norm", "gated_activation"):
         assert "cvt.rn.bf16" in ptx  # rounded even where only its quantised form is stored
-    assert ("div.rn.f32" in ptx) == (variant.quantize or variant.kernel == "gated_silu")
+    assert ("div.rn.f32" in ptx) == (variant.quantize or variant.kernel == "gated_activation")
     assert not any(name in ptx for name in ("div.full", "div.approx", "rcp.approx", "fma.rn"))
 
 

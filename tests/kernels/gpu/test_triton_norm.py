@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fp8rl_jax.kernels.gpu import matmul as products
 from fp8rl_jax.kernels.gpu import norm as kernels
-from fp8rl_jax.models.layers import gated_silu, rms_norm
+from fp8rl_jax.models.layers import gated_activation, rms_norm
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE
 from fp8rl_jax.quant import get_recipe, quantize
 
@@ -105,18 +105,18 @@ def test_norm_of_float32_and_of_zeros():
 @pytest.mark.parametrize("rows, width", [slow(1, 64), (40, 129), slow(7, 384)])
 def test_activation_is_close_to_float64(rows, width):
     gate, up = _normal(rows, width) * 6, _normal(rows, width, seed=1)
-    got = kernels.gated_silu(gate, up, jnp.float32)
+    got = kernels.gated_activation(gate, up, "silu", jnp.float32)
     np.testing.assert_allclose(np.asarray(got), _silu64(gate, up), rtol=1e-6)
-    rounded = kernels.gated_silu(gate, up)
+    rounded = kernels.gated_activation(gate, up)
     _assert_same(rounded, got.astype(jnp.bfloat16))
-    defined = gated_silu(get_recipe("bf16"), False, gate, up).value
+    defined = gated_activation(get_recipe("bf16"), "silu", False, gate, up).value
     assert (np.asarray(rounded) != np.asarray(defined)).mean() < 0.005
 
 
 def test_activation_at_its_ends():
     """Where exp overflows the gate is closed; NaN stays."""
     gate = jnp.array([[-3e38, -200.0, -0.0, 0.0, 200.0, 3e38, jnp.nan]], jnp.bfloat16)
-    got = np.asarray(kernels.gated_silu(gate, jnp.ones_like(gate), jnp.float32))[0]
+    got = np.asarray(kernels.gated_activation(gate, jnp.ones_like(gate), "silu", jnp.float32))[0]
     want = np.array([0, 0, 0, 0, 200, gate[0, 5], np.nan], np.float32)
     np.testing.assert_array_equal(got, want)
 
@@ -141,8 +141,8 @@ def test_fused_norm_is_the_norm_then_the_quantiser(shape, quantisation, exponent
 @given(shapes, quantisations)
 def test_fused_activation_is_the_activation_then_the_quantiser(shape, quantisation):
     gate, up = _normal(*shape, seed=shape[1]) * 4, _normal(*shape, seed=3)
-    y = kernels.gated_silu(gate, up)
-    kept, *fused = kernels.gated_silu(gate, up, quantisation=quantisation)
+    y = kernels.gated_activation(gate, up)
+    kept, *fused = kernels.gated_activation(gate, up, quantisation=quantisation)
     _assert_all_same(fused, kernels.quantize_rows(y, **dataclasses.asdict(quantisation)))
     _assert_same(kept, y)
 
@@ -224,7 +224,7 @@ def test_rows_do_not_see_each_other():
         named = {"quantisation": kernels.Quantisation()}
         normed, gated = (
             kernels.rms_norm(x, weight, EPS, **named),
-            kernels.gated_silu(x, up, **named),
+            kernels.gated_activation(x, up, **named),
         )
         return normed, gated, kernels.quantize_rows(x)
 
@@ -242,7 +242,7 @@ def test_nothing_hides_a_bad_row():
         lost = np.isnan(np.asarray(one, np.float32))
         lost = lost.T if lost.shape[0] == 3 else lost
         assert lost[2].all() and not lost[[0, 1, 3, 5]].any()
-    _, q, scale = kernels.gated_silu(x, jnp.ones_like(x), quantisation=kernels.Quantisation())
+    _, q, scale = kernels.gated_activation(x, jnp.ones_like(x), quantisation=kernels.Quantisation())
     want = np.zeros((6, 3), bool)
     want[2, 0] = want[4, 2] = True
     np.testing.assert_array_equal(np.isnan(np.asarray(scale)).T, want)

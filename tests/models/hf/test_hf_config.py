@@ -13,6 +13,7 @@ from fp8rl_jax.models.hf.blockwise import is_fp8
 from fp8rl_jax.models.hf.config_json import config_json, family_of, read_config
 from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.presets import preset
+from fp8rl_jax.models.stacks import ALL, layer_windows
 
 # The fields of published config.json files that bear on the shapes, and some that do not; of some
 # models those in which they differ from another's.
@@ -39,6 +40,16 @@ _MISTRAL = json.loads("""{
     "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
     "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
     "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 32768
+}""")
+_GEMMA3 = json.loads("""{
+    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "attention_bias": false,
+    "attn_logit_softcapping": null, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+    "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
+    "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512,
+    "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "vocab_size": 262144
 }""")
 _QWEN3_MOE = _QWEN3 | json.loads("""{
     "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
@@ -94,6 +105,9 @@ _KIMI = _DEEPSEEK | json.loads("""{
 _PUBLISHED = {
     "qwen2p5_7b": _QWEN2,
     "mistral_7b": _MISTRAL,
+    "mistral_7b_v0p1": _MISTRAL
+    | {"sliding_window": 4096, "vocab_size": 32_000, "rope_theta": 10_000.0},
+    "gemma3_1b": _GEMMA3,
     "qwen3_0p6b": _QWEN3,
     "qwen3_30b_a3b": _QWEN3_MOE,
     "llama3p1_8b": _LLAMA,
@@ -122,6 +136,32 @@ def test_new_form_reads_alike(name):
     new = old | {"rope_parameters": settings | {"rope_theta": old["rope_theta"]}}
     del new["rope_theta"]
     assert _read(new) == preset(name)
+
+
+def test_new_form_of_two_bases():
+    """transformers 5 has rotary settings for each kind of layer, and names each layer's kind."""
+    old = {
+        name: value
+        for name, value in _GEMMA3.items()
+        if not name.startswith("rope") and name != "sliding_window_pattern"
+    }
+    parts = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20_000},
+    }
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    found = _read(old | {"rope_parameters": parts, "layer_types": (kinds * 5)[:26]})
+    changed = {"rope_type": "linear", "rope_factor": 8.0, "rope_local_base_freq": 2e4}
+    assert found == ModelConfig(**vars(preset("gemma3_1b")) | changed)
+
+
+def test_layers_with_windows():
+    """Gemma 3: every sixth layer sees all tokens; Mistral: none does."""
+    windows = layer_windows(preset("gemma3_1b"))
+    assert [i for i, window in enumerate(windows) if window == ALL] == [5, 11, 17, 23]
+    assert set(windows) == {512, ALL}
+    assert set(layer_windows(preset("mistral_7b_v0p1"))) == {4096}
+    assert layer_windows(preset("mistral_7b")) is None
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *_PUBLISHED])
@@ -206,7 +246,17 @@ def _rope(**changes) -> dict:
         (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         (_QWEN2, {"use_sliding_window": True}, ["use_sliding_window"]),
         (_QWEN3, {"attention_bias": True}, ["attention_bias", "only qwen2 has biases"]),
-        (_MISTRAL, {"sliding_window": 4096}, ["sliding_window", "4096"]),
+        (_LLAMA, {"layer_types": ["sliding_attention"] * 32}, ["layer_types", "mistral"]),
+        (_GEMMA3, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "write null"]),
+        (_GEMMA3, {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        (_GEMMA3, {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        (_GEMMA3, {"layer_types": ["full_attention"]}, ["layer_types", "26"]),
+        (_GEMMA3, {"layer_types": ["linear_attention"]}, ["layer_types", "sliding_attention"]),
+        (
+            _GEMMA3,
+            {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 24},
+            ["layer_types", "one layer in every n"],
+        ),
         (_QWEN3_MOE, {"mlp_only_layers": [1]}, ["mlp_only_layers", "[1]"]),
         (_QWEN3_MOE, {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
         (_QWEN3_MOE, {"num_experts": None}, ["no field num_experts"]),
@@ -254,6 +304,10 @@ def test_other_quantisation_is_refused(changes, word):
         ("qwen3_moe", {"qk_norm": False}, "qk_norm"),
         ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func"),
         ("moonlight", {"scoring_func": "softmax"}, "scoring_func"),
+        ("qwen3", {"sliding_window": 8}, "sliding_window"),
+        ("mistral", {"sliding_window_pattern": 2}, "sliding_window_pattern"),
+        ("gemma3", {"unit_offset_norms": False}, "unit_offset_norms"),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
     ],
 )
 def test_models_without_a_type_are_refused(name, changes, word):
@@ -290,6 +344,25 @@ _ABSENT = {
         "rope_theta": 10_000.0,
         "norm_topk_prob": False,
         "first_k_dense_replace": 0,
+    },
+    "mistral": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+    },
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+        "rope_type": "default",
     },
     "llama": {
         "num_key_value_heads": 32,
@@ -341,6 +414,8 @@ def test_absent_fields_have_the_types_defaults(kind):
         "qwen3": _QWEN3 | dict(num_attention_heads=32),
         "qwen3_moe": _QWEN3_MOE,
         "llama": _LLAMA,
+        "mistral": _MISTRAL,
+        "gemma3_text": _GEMMA3,
         "deepseek_v3": _DEEPSEEK,
         "kimi_k2": _PUBLISHED["kimi_k2"],
     }[kind]
@@ -354,8 +429,7 @@ def test_absent_fields_have_the_types_defaults(kind):
 def test_an_absent_window_is_mistrals():
     """Files of its first version have the window 4096, stated or not."""
     fields = {name: value for name, value in _MISTRAL.items() if name != "sliding_window"}
-    with pytest.raises(UserError, match="sliding_window"):
-        _read(fields)
+    assert _read(fields).sliding_window == 4096
 
 
 def test_null_is_not_absent():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hf_checkpoints import CONFIGS
 
-from fp8rl_jax.models import layers
+from fp8rl_jax.models import layers, transformer
 
 _REASON = "transformers' models are the published oracle (the extra 'oracles')"
 _every = pytest.mark.parametrize("name", family_oracle.NAMES)
@@ -46,6 +46,15 @@ def test_bf16(name):
     """Rounding noise; with experts, rounding also moves some tokens to another expert."""
     error = family_oracle.bf16_error(name)
     assert 1e-4 < error < (0.15 if CONFIGS[name].num_experts else 0.03)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_window_left_out_is_seen(name, monkeypatch):
+    windows = transformer.layer_windows
+    monkeypatch.setattr(
+        transformer, "layer_windows", lambda config: np.maximum(windows(config), 2**20)
+    )
+    assert family_oracle.padded_error(name) > 0.01
 
 
 def test_a_bias_left_out_is_seen(monkeypatch):
