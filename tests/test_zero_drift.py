@@ -90,6 +90,18 @@ _FAMILIES = {
     "f32 qwen2, experts": Case("f32", "qwen2", prompts=(1, 7, 20), experts=8, updates=1),
     "delayed qwen2": Case("fp8_delayed", "qwen2", prompts=(1, 7, 20), updates=2),
     "mxfp8 qwen2": Case("mxfp8", "qwen2", prompts=(1, 7, 20), updates=1),
+    "f32 mistral": Case("f32", "mistral", prompts=(1, 7, 40), new_tokens=100, updates=2),
+    "fp8 mistral": Case("fp8", "mistral", prompts=(1, 7, 20), updates=1, micro_batches=3),
+    "f32 gemma3": Case("f32", "gemma3", prompts=(1, 7, 40), new_tokens=100, updates=2),
+    "fp8 gemma3": Case("fp8", "gemma3", prompts=(1, 7, 20), updates=1, micro_batches=3, layers=4),
+    "bf16 gemma3, tied": Case(
+        "bf16", "gemma3", prompts=(1, 7, 40), new_tokens=90, layers=4, remat="full", tied=True
+    ),
+    "delayed gemma3": Case("fp8_delayed", "gemma3", prompts=(1, 7, 20), updates=2, layers=4),
+    "mxfp8 gemma3": Case("mxfp8", "gemma3", prompts=(1, 7, 20), updates=1),
+    "fp8 gemma3, ends in bf16": Case(
+        dataclasses.replace(_FP8, first_layers=1, last_layers=1), "gemma3", layers=4, updates=1
+    ),
     "bf16 deepseek": Case("bf16", "deepseek", layers=3, updates=2, micro_batches=3),
     "f32 deepseek past 128 keys": Case(
         "f32", "deepseek", layers=3, prompts=(1, 13, 40), new_tokens=100, remat="full", updates=1
@@ -115,7 +127,7 @@ _FAMILIES = {
 def test_families(case):
     """Latent attention, sigmoid routers with groups, shared experts, dense layers before sparse
     ones; models without QK-norm, with biases, stretched rotary frequencies and interleaved
-    pairs."""
+    pairs, with windows, norms on both sides and two rotary bases."""
     _assert_exact(dataclasses.replace(case, tap_logits=True))
 
 

@@ -33,6 +33,7 @@ def _plain_rope(x, cos, sin):
     return x * cos + turned * sin
 
 
+_GELU = "gelu_pytorch_tanh"
 _ANGLE = np.random.default_rng(5).uniform(0, 6, (2, 7, 16)).astype(np.float32)
 _CASES = {
     "norm": (
@@ -49,6 +50,11 @@ _CASES = {
         lambda gate, up: gated_activation(_F32, "silu", False, gate, up).value,
         lambda gate, up: jax.nn.silu(gate) * up,
         (_normal(4, 33, scale=5.0), _normal(4, 33, seed=2)),
+    ),
+    "gelu": (
+        lambda gate, up: gated_activation(_F32, _GELU, False, gate, up).value,
+        lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+        (_normal(4, 33, scale=3.0), _normal(4, 33, seed=2)),
     ),
 }
 
@@ -69,12 +75,15 @@ def test_value_and_gradients(ours, plain, arguments):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-def test_gate_at_the_extremes():
-    """The derivative of the gate is finite where exp overflows."""
-    gate = jnp.asarray([-1e4, -90.0, 0.0, 90.0, 1e4])
+@pytest.mark.parametrize("activation", ["silu", _GELU])
+def test_gate_at_the_extremes(activation):
+    """Value and derivative of the gate are finite where exp, squares and cubes overflow."""
+    gate = jnp.asarray([-3e38, -1e4, -90.0, 0.0, 90.0, 1e4, 3e38])
     one = jnp.float32(1.0)
-    slope = jax.vmap(jax.grad(lambda g: gated_activation(_F32, "silu", False, g, one).value))(gate)
-    np.testing.assert_allclose(slope, [0, 0, 0.5, 1, 1], atol=1e-30)
+    gated = lambda g: gated_activation(_F32, activation, False, g, one).value
+    value, slope = jax.vmap(jax.value_and_grad(gated))(gate)
+    np.testing.assert_allclose(value, np.maximum(gate, 0), atol=1e-30)
+    np.testing.assert_allclose(slope, [0, 0, 0, 0.5, 1, 1, 1], atol=1e-30)
 
 
 def test_bf16_gradients_have_the_inputs_dtype():

@@ -128,6 +128,12 @@ _MODELS = {
     "first layer": (DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),
     "keys int8, values fp8": (DENSE, kv_formats.RECIPES["int8_fp8"]),
     "latent fp8": (LATENT, "fp8_blockwise"),
+    "windows": (
+        dataclasses.replace(
+            DENSE, sliding_window=9, sliding_window_pattern=2, rope_local_base_freq=100.0
+        ),
+        "fp8",
+    ),
 }
 
 

@@ -173,7 +173,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields = Fields({**_ABSENT.get(stated, _ABSENT[kind]), **fields.values}, fields.where)
     fields.require_finite()
     _refuse_unsupported(fields, kind)
-    values = _read(fields, _SHARED) | _read_rope(fields, kind == "deepseek_v3")
+    values = _read(fields, _SHARED) | _read_rope(fields, kind)
     values |= _read_windows(fields, kind, values["num_hidden_layers"])
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
@@ -273,10 +273,11 @@ def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
     return _read(fields, _DEEPSEEK_EXPERTS) | {"scoring_func": "sigmoid", "num_experts": experts}
 
 
-def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
-    """Returns ModelConfig's rope_* fields, from either form; `latent`: for latent attention."""
+def _read_rope(fields: Fields, model: str) -> dict[str, Any]:
+    """Returns ModelConfig's rope_* fields, from either form, for a model type."""
     parts = [fields.part(name) for name in ("rope_scaling", "rope_parameters")]
-    if (nested := parts[1]) and _KINDS[0] in nested.values:
+    nested = parts[1] if model == "gemma3_text" else None
+    if nested and _KINDS[0] in nested.values:
         parts[1] = nested.part(_KINDS[0])
         fields = Fields({**fields.values, "rope_theta": None}, fields.where)
     stated = [("rope_theta", fields.values.get("rope_theta"))]
@@ -308,7 +309,7 @@ def _read_rope(fields: Fields, latent: bool) -> dict[str, Any]:
     }
     if kind in ("llama3", "yarn"):
         found["rope_original_max_position_embeddings"] = rope.get(_ORIGINAL, int)
-    if found.get("rope_mscale_all_dim") and not latent:
+    if found.get("rope_mscale_all_dim") and model != "deepseek_v3":
         raise rope.error(
             "mscale_all_dim",
             "a model without latent attention has no such temperature: take another model",

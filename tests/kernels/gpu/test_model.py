@@ -43,6 +43,15 @@ _DENSE = ModelConfig(
     intermediate_size=256,
 )
 _BIASED = dict(qk_norm=False, qkv_bias=True)
+_GEMMA = dict(
+    sandwich_norms=True,
+    unit_offset_norms=True,
+    hidden_act="gelu_pytorch_tanh",
+    scale_embeddings=True,
+    sliding_window=4,
+    sliding_window_pattern=2,
+    rope_local_base_freq=100.0,
+)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 _LATENT = dict(
     kv_lora_rank=32,
@@ -107,6 +116,8 @@ def _rollout(config, recipe, weights, rope):
         pytest.param("fp8", {}, id="fp8", marks=pytest.mark.slow),
         pytest.param("fp8", _BIASED, id="fp8 biased", marks=pytest.mark.slow),
         pytest.param("bf16", _BIASED, id="bf16 biased", marks=pytest.mark.slow),
+        pytest.param("fp8", _GEMMA, id="fp8 gemma", marks=pytest.mark.slow),
+        pytest.param("f32", _GEMMA, id="f32 gemma", marks=pytest.mark.slow),
         pytest.param("fp8_blockwise", {}, id="fp8_blockwise", marks=pytest.mark.slow),
         pytest.param("kv_formats:int8_fp8", {}, id="int8 and fp8", marks=pytest.mark.slow),
         pytest.param("f32", _EXPERTS, id="f32 experts", marks=pytest.mark.slow),

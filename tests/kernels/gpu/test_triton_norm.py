@@ -113,10 +113,20 @@ def test_activation_is_close_to_float64(rows, width):
     assert (np.asarray(rounded) != np.asarray(defined)).mean() < 0.005
 
 
-def test_activation_at_its_ends():
+def test_gelu_is_close_to_float64():
+    gate, up = _normal(40, 129) * 3, _normal(40, 129, seed=1)
+    got = kernels.gated_activation(gate, up, "gelu_pytorch_tanh", jnp.float32)
+    x, y = (np.asarray(z, np.float64) for z in (gate, up))
+    want = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) * y
+    np.testing.assert_allclose(np.asarray(got), want, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_activation_at_its_ends(activation):
     """Where exp overflows the gate is closed; NaN stays."""
     gate = jnp.array([[-3e38, -200.0, -0.0, 0.0, 200.0, 3e38, jnp.nan]], jnp.bfloat16)
-    got = np.asarray(kernels.gated_activation(gate, jnp.ones_like(gate), "silu", jnp.float32))[0]
+    one = jnp.ones_like(gate)
+    got = np.asarray(kernels.gated_activation(gate, one, activation, jnp.float32))[0]
     want = np.array([0, 0, 0, 0, 200, gate[0, 5], np.nan], np.float32)
     np.testing.assert_array_equal(got, want)
 

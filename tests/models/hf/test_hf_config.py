@@ -216,7 +216,7 @@ def _rope(**changes) -> dict:
         (_LLAMA, {"rms_norm_eps": True}, ["rms_norm_eps", "number"]),
         (_LLAMA, {"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
         (_LLAMA, {"rope_scaling": "llama3"}, ["rope_scaling", "object"]),
-        (_LLAMA, _rope(rope_type="linear"), ["rope_type", "'linear'", "yarn"]),
+        (_LLAMA, _rope(rope_type="longrope"), ["rope_type", "'longrope'", "yarn"]),
         (_LLAMA, _rope(rope_type="default"), ["factor", "'default'"]),
         (_LLAMA, _rope(factor=None), ["no field factor"]),
         (_LLAMA, _rope(short_factor=[1.0]), ["short_factor"]),
