@@ -102,6 +102,11 @@ _FAMILIES = {
     "fp8 gemma3, ends in bf16": Case(
         dataclasses.replace(_FP8, first_layers=1, last_layers=1), "gemma3", layers=4, updates=1
     ),
+    "f32 glm": Case("f32", "glm", prompts=(1, 7, 40), experts=8, new_tokens=90, updates=2),
+    "fp8 glm": Case("fp8", "glm", prompts=(1, 7, 20), experts=8, updates=1, micro_batches=3),
+    "bf16 glm": Case("bf16", "glm", prompts=(1, 7, 20), experts=8, remat="full"),
+    "mxfp8 glm": Case("mxfp8", "glm", prompts=(1, 7, 20), experts=8, updates=1),
+    "delayed glm": Case("fp8_delayed", "glm", prompts=(1, 7, 20), experts=8, updates=1),
     "bf16 deepseek": Case("bf16", "deepseek", layers=3, updates=2, micro_batches=3),
     "f32 deepseek past 128 keys": Case(
         "f32", "deepseek", layers=3, prompts=(1, 13, 40), new_tokens=100, remat="full", updates=1

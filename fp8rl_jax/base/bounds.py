@@ -88,6 +88,7 @@ BOUNDS: dict[str, Bounds] = {
     "model.sliding_window": _whole(0, _COUNT),
     "model.sliding_window_pattern": _whole(0, _LAYERS),
     "model.rope_theta": _above(1, 1e12),
+    "model.partial_rotary_factor": _above(0, 1),
     "model.rope_local_base_freq": Bounds(0, 1e12),
     "model.rope_factor": _above(0, 1e6),
     "model.rope_original_max_position_embeddings": _whole(1, _COUNT),

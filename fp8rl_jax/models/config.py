@@ -60,6 +60,9 @@ class ModelConfig:
     rope_interleave: bool = _field(
         "rotary pairs are neighbours (0, 1), (2, 3), ..., not halves of a head apart", False
     )
+    partial_rotary_factor: float = _field(
+        "share of a head's features that are rotated, its first ones: 1 or 0.5", 1.0
+    )
     rope_type: str = _field(
         "default; linear (positions are divided by rope_factor); llama3 (Llama 3.1's bands); yarn "
         "(Peng et al., arXiv:2309.00071)",
@@ -147,7 +150,9 @@ class ModelConfig:
     @property
     def rope_dim(self) -> int:
         """Number of features of a head that RoPE rotates."""
-        return self.qk_rope_head_dim if self.latent else self.head_dim
+        if self.latent:
+            return self.qk_rope_head_dim
+        return self.head_dim // 2 if self.partial_rotary_factor == 0.5 else self.head_dim
 
     @property
     def dense_layers(self) -> int:
@@ -183,6 +188,11 @@ class ModelConfig:
 
     def _check_attention(self):
         if self.latent:
+            if self.partial_rotary_factor != 1:
+                raise UserError(
+                    "model.partial_rotary_factor and model.kv_lora_rank are both set: latent "
+                    "attention has model.qk_rope_head_dim; set model.partial_rotary_factor=1"
+                )
             for name in ("sliding_window", "query_pre_attn_scalar"):
                 if getattr(self, name):
                     raise UserError(
@@ -210,9 +220,15 @@ class ModelConfig:
                 f"model.num_attention_heads = {self.num_attention_heads} is not a multiple of "
                 f"model.num_key_value_heads = {self.num_key_value_heads}; change one of them"
             )
-        if self.head_dim % 2:
+        if self.partial_rotary_factor not in (0.5, 1):
             raise UserError(
-                f"model.head_dim is {self.head_dim}; rotary embeddings need an even number"
+                f"model.partial_rotary_factor is {self.partial_rotary_factor}: all features of a "
+                "head are rotated, or a half of them; write 1 or 0.5"
+            )
+        if self.rope_dim % 2:
+            part = "" if self.partial_rotary_factor == 1 else ", of which half are rotated"
+            raise UserError(
+                f"model.head_dim is {self.head_dim}{part}; rotary embeddings need an even number"
             )
 
     def _check_experts(self):

@@ -33,6 +33,20 @@ _latent = partial(
     ModelConfig, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
 )
 _deepseek = partial(_latent, qk_norm=False, rope_interleave=True, scoring_func="sigmoid")
+_glm4p5 = partial(
+    ModelConfig,
+    151_552,
+    num_attention_heads=96,
+    num_key_value_heads=8,
+    head_dim=128,
+    qkv_bias=True,
+    partial_rotary_factor=0.5,
+    rope_theta=1e6,
+    rms_norm_eps=1e-5,
+    scoring_func="sigmoid",
+    num_experts_per_tok=8,
+    n_shared_experts=1,
+)
 _yarn = partial(_deepseek, rope_type="yarn", rope_original_max_position_embeddings=4096)
 _deepseek_671b = partial(
     _yarn,
@@ -99,6 +113,20 @@ PRESETS: dict[str, ModelConfig] = {
         n_shared_experts=2,
         first_k_dense_replace=1,
         routed_scaling_factor=2.446,
+    ),
+    "glm4p5_air": _glm4p5(
+        *(4096, 10_944, 46),
+        qk_norm=False,
+        num_experts=128,
+        moe_intermediate_size=1408,
+        first_k_dense_replace=1,
+    ),
+    "glm4p5": _glm4p5(
+        *(5120, 12_288, 92),
+        num_experts=160,
+        moe_intermediate_size=1536,
+        first_k_dense_replace=3,
+        routed_scaling_factor=2.5,
     ),
     "deepseek_v3": _deepseek_671b(
         *(129_280, 7168, 18_432, 61, 128, 128, 64),

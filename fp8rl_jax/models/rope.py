@@ -97,18 +97,22 @@ def deinterleave(x: jax.Array) -> jax.Array:
 
 @functools.partial(varying_vjp, static=1)
 def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates (B, T, H, Dh) by tables (B, T, Dh/2), halves paired.
+    """Rotates (B, T, H, Dh) by tables (B, T, Dh/2), halves paired. Tables (B, T, Dh/4) rotate the
+    first half of a head's features, the others stay.
 
     Keeps only the tables for the backward pass, which rotates the gradient back.
     """
 
     def plain(x, cos, sin):
-        first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        rotated = 2 * cos.shape[-1]
+        rest = x[..., rotated:].astype(jnp.float32)
+        first, second = jnp.split(x[..., :rotated].astype(jnp.float32), 2, axis=-1)
         cos, sin = cos[:, :, None], sin[:, :, None]
         rotated = jnp.concatenate(
             [
                 prevent_fma(first * cos) - prevent_fma(second * sin),
                 prevent_fma(second * cos) + prevent_fma(first * sin),
+                *([rest] if rest.shape[-1] else []),
             ],
             -1,
         )

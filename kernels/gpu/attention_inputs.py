@@ -14,8 +14,9 @@ Invariants:
   * quantisation is that of quant/kv.py: of the value as bf16, with one scale a row (quantiser.py)
     or with a given one.
 
-Not done: gradients (of `rms_norm` in models/layers.py, of `apply_rope` in models/rope.py); partial
-rotary embeddings.
+Where only half of a head's features are rotated, both halves of that half lie in `first`.
+
+Not done: gradients (of `rms_norm` in models/layers.py, of `apply_rope` in models/rope.py).
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def _halves(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
+    PARTIAL: tl.constexpr,  # tables of D / 4
     INTERLEAVED: tl.constexpr,
 ):
     """Returns both halves of rows after bias, norm and RoPE, (ROWS, WIDTH) in `dtype`."""
@@ -91,7 +93,16 @@ def _halves(
         first = first * inverse * tl.load(gain_at, mask=inside, other=0.0)
         second = second * inverse * tl.load(gain_at + SECOND, mask=inside, other=0.0)
         first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-    if ROPE:
+    if ROPE and PARTIAL:
+        quarter = tl.arange(0, WIDTH // 2)
+        angle = tl.cast(token, tl.int64)[:, None] * (D // 4) + quarter[None, :]
+        c = tl.load(cos + angle, mask=exists[:, None], other=0.0)
+        s = tl.load(sin + angle, mask=exists[:, None], other=0.0)
+        parts = tl.permute(tl.reshape(first, (first.shape[0], 2, WIDTH // 2)), (0, 2, 1))
+        one, other = tl.split(parts)
+        parts = tl.join(one * c - other * s, other * c + one * s)
+        first = tl.reshape(tl.permute(parts, (0, 2, 1)), (first.shape[0], WIDTH))
+    elif ROPE:
         angle = tl.cast(token, tl.int64)[:, None] * (D // 2) + pair[None, :]
         c = tl.load(cos + angle, mask=mask, other=0.0)
         s = tl.load(sin + angle, mask=mask, other=0.0)
@@ -199,6 +210,7 @@ def attention_inputs_kernel(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ROPE: tl.constexpr,
+    PARTIAL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     Q_SCALES: tl.constexpr,
     K_SCALES: tl.constexpr,
@@ -235,6 +247,7 @@ def attention_inputs_kernel(
             BIAS,
             NORM,
             ROPE,
+            PARTIAL,
             INTERLEAVED,
         )
         place = tl.cast(row, tl.int64)
@@ -278,6 +291,7 @@ def attention_inputs_kernel(
                 BIAS,
                 NORM,
                 ROPE,
+                PARTIAL,
                 INTERLEAVED,
             )
             _store(k_out, first, second, tl.cast(row, tl.int64), exists, D, PAIRED)
@@ -301,6 +315,7 @@ def attention_inputs_kernel(
                 WIDTH,
                 EPS,
                 BIAS,
+                False,
                 False,
                 False,
                 False,
@@ -369,7 +384,8 @@ def attention_inputs(
 
     Args:
       q, k, v: (B, T, H, D), (B, T, Hkv, D) twice, bf16 or float32; D even. Or q alone, and None.
-      rope: cos and sin (B, T, D / 2) float32, or None.
+      rope: cos and sin (B, T, D / 2) float32; (B, T, D / 4) to rotate the first half of the
+        features, of a power of two; or None.
       gains: of the norms of q and k, (D,), or (L, D) with `layer`; or None.
       kept: how to store.
       scales: given scales of q, k and v, () float32.
@@ -392,6 +408,10 @@ def attention_inputs(
         k = v = jnp.zeros((1, 1, 1, features), q.dtype)
     elif features % 2 or k.shape != v.shape or k.shape[::3] != q.shape[::3]:
         raise ValueError(f"attention: heads of q {q.shape}, k {k.shape} and v {v.shape} do not fit")
+    partial = rope is not None and rope[0].shape[-1] == features // 4
+    width = max(16, 1 << (features // 2 - 1).bit_length())
+    if partial and (interleaved or 2 * width != features):
+        raise ValueError(f"attention: heads of {features} features, of which half are rotated")
     kinds = {"none": 0, "given": _GIVEN.value, "row": _OF_ROW.value}
     unused = jnp.zeros((1,), jnp.float32)
 
@@ -438,11 +458,12 @@ def attention_inputs(
         H=heads,
         HKV=kv_heads,
         D=features,
-        WIDTH=max(16, 1 << (features // 2 - 1).bit_length()),
+        WIDTH=width,
         EPS=float(eps),
         BIAS=biases is not None,
         NORM=gains is not None,
         ROPE=rope is not None,
+        PARTIAL=partial,
         INTERLEAVED=interleaved,
         Q_SCALES=kinds[kept.q],
         K_SCALES=kinds[kept.k],
@@ -471,7 +492,7 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float, layer: jax.Array | None 
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Applies RoPE alone to heads x (B, T, H, D), halves paired; tables (B, T, D / 2)."""
+    """Applies RoPE alone to heads x (B, T, H, D), halves paired; tables as `rope`."""
     return attention_inputs(x, None, None, (cos, sin), None, Kept())[0]
 
 

@@ -58,6 +58,9 @@ FAMILIES: dict[str, dict] = {
     "llama": dict(
         qk_norm=False, rope_type="llama3", rope_factor=8.0, rope_original_max_position_embeddings=16
     ),
+    "glm": dict(
+        qkv_bias=True, partial_rotary_factor=0.5, scoring_func="sigmoid", n_shared_experts=1
+    ),
     "deepseek": {**_LATENT, "q_lora_rank": 40},
     "wide deepseek": {
         **_LATENT,

@@ -95,6 +95,20 @@ CONFIGS = {
         )
     ),
     "moonlight": ModelConfig(**_DEEPSEEK),
+    "glm4_moe": ModelConfig(
+        **_SIZES
+        | _EXPERTS
+        | dict(
+            qkv_bias=True,
+            partial_rotary_factor=0.5,
+            scoring_func="sigmoid",
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.5,
+            n_group=4,
+            topk_group=2,
+        )
+    ),
     # Heads end where blocks of 128 do, so that FP8 bytes can be kept.
     "latent_fp8": ModelConfig(
         **_DEEPSEEK

@@ -39,6 +39,8 @@ _PUBLISHED = {
     "gemma3_27b": (27.0, None, 25.6),
     "smollm2_135m": (0.1345, None, None),
     "moonlight_16b_a3b": (16, None, 15.29),
+    "glm4p5_air": (106, None, None),
+    "glm4p5": (355, None, None),
     "deepseek_v3": (671, 37, None),
     "kimi_k2": (1000, 32, None),
 }
@@ -60,10 +62,14 @@ def test_parameter_counts(name):
         assert (counts.total - counts.tables) / 1e9 == pytest.approx(without_tables, rel=0.01)
 
 
-def test_moonlight_uses_as_many_as_published():
-    """2.24 billion of 15.29, tables left out (the model's card)."""
-    counts = parameter_counts(preset("moonlight_16b_a3b"))
-    assert (counts.active - counts.tables) / 1e9 == pytest.approx(2.24, abs=0.005)
+@pytest.mark.parametrize(
+    ("name", "published", "within"),
+    [("moonlight_16b_a3b", 2.24, 0.005), ("glm4p5_air", 12, 0.5), ("glm4p5", 32, 0.5)],
+)
+def test_a_token_uses_as_many_as_published(name, published, within):
+    """Tables left out, as the models' cards count."""
+    counts = parameter_counts(preset(name))
+    assert (counts.active - counts.tables) / 1e9 == pytest.approx(published, abs=within)
 
 
 def test_no_such_model():

@@ -1,5 +1,5 @@
 """ModelConfig <-> the config.json of Hugging Face's Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral,
-Gemma 3 (text) and DeepSeek-V3.
+Gemma 3 (text), DeepSeek-V3 and GLM-4.5.
 
 A model type implies rules that ModelConfig spells out as fields (QK-norm, sigmoid router, latent
 attention), so reading adds the rules of the type, and writing finds the type whose rules a
@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 # Fields that config.json and ModelConfig share, with their defaults; None: required.
@@ -93,6 +94,12 @@ _ABSENT: dict[str, dict[str, Any]] = {
         "rope_theta": 1e6,
         "tie_word_embeddings": True,
     },
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
+    },
     "deepseek_v3": {
         "q_lora_rank": 1536,
         "first_k_dense_replace": 3,
@@ -141,7 +148,9 @@ _DROPPED = {
     "qk_head_dim",
 }
 _SILU = "only silu is supported: take another model"
-_NO_BIAS = "only qwen2 has biases here, of queries, keys and values: take another model"
+_NO_BIAS = (
+    "only qwen2 and glm4_moe have biases here, of queries, keys and values: take another model"
+)
 _NO_WINDOW = "sliding windows are supported in mistral and gemma3_text alone: take one of these"
 _KINDS = ("full_attention", "sliding_attention")
 _GELU = "gelu_pytorch_tanh"
@@ -179,6 +188,10 @@ def read_config(fields: Fields) -> ModelConfig:
     values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
     values["qk_norm"] = kind in ("qwen3", "qwen3_moe", "gemma3_text")
     values["qkv_bias"] = kind == "qwen2"
+    if kind == "glm4_moe":
+        values["qkv_bias"] = fields.get("attention_bias", bool, False)
+        values["qk_norm"] = fields.get("use_qk_norm", bool, False)
+        values |= _read_deepseek_experts(fields)
     if kind == "deepseek_v3":
         values |= _read(fields, _LATENT) | _read_deepseek_experts(fields)
         values["head_dim"] = values["qk_rope_head_dim"]  # latent attention ignores it
@@ -210,9 +223,10 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
         fields.require("use_bidirectional_attention", (False,), "only causal attention is here")
     else:
         fields.require("hidden_act", ("silu",), _SILU)
-    fields.require("attention_bias", (False,), _NO_BIAS)
     fields.require("mlp_bias", (False,), _NO_BIAS)
-    fields.require("partial_rotary_factor", (1, 1.0), "only whole heads are rotated here")
+    if kind != "glm4_moe":
+        fields.require("attention_bias", (False,), _NO_BIAS)
+        fields.require("partial_rotary_factor", (1, 1.0), "only glm4_moe rotates parts of heads")
     fields.require("decoder_sparse_step", (1,), _EVERY_LAYER)
     fields.require("moe_layer_freq", (1,), _EVERY_LAYER)
 
@@ -290,6 +304,15 @@ def _read_rope(fields: Fields, model: str) -> dict[str, Any]:
                 f"{fields.where}: {name} is {values[name]!r} in one place and {value!r} in another "
                 f"(rope_scaling, rope_parameters): {_TAKE_ONE_OUT}"
             )
+    partial = {}
+    if model == "glm4_moe":
+        share = values.pop("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
+        partial["partial_rotary_factor"] = 0.5 if share is None else share
+        if partial["partial_rotary_factor"] not in (0.5, 1):
+            raise UserError(
+                f"{fields.where}: partial_rotary_factor is {share!r}: heads are rotated whole, or "
+                "a half of each; take a model with 1 or 0.5"
+            )
     where = next((part.where for part in reversed(parts) if part), fields.where)
     rope, kind = Fields(values, where), values.get("rope_type", "default")
     if kind not in ROPE_TYPES:
@@ -303,6 +326,7 @@ def _read_rope(fields: Fields, model: str) -> dict[str, Any]:
                 setting, f"this setting of rope_type {kind!r} is not supported: take another model"
             )
     found: dict[str, Any] = {
+        **partial,
         "rope_type": kind,
         "rope_theta": rope.get("rope_theta", float, 10_000.0),
         **{own: rope.get(theirs, float, default) for theirs, (own, default) in settings.items()},
@@ -338,7 +362,10 @@ def family_of(config: ModelConfig) -> str:
             kind = "mistral"
             rules["sliding_window_pattern"] = 0
         rules |= {"rope_interleave": False, "qkv_bias": kind == "qwen2"}
-        if config.num_experts:
+        if config.num_experts and config.scoring_func == "sigmoid":
+            kind = "glm4_moe"
+            del rules["qkv_bias"]
+        elif config.num_experts:
             kind = "qwen3_moe"
             rules |= {
                 "qk_norm": True,
@@ -353,6 +380,8 @@ def family_of(config: ModelConfig) -> str:
         rules |= {"query_pre_attn_scalar": 0, "rope_local_base_freq": 0.0}
         if kind != "mistral":
             rules["sliding_window"] = 0
+    if kind != "glm4_moe":
+        rules["partial_rotary_factor"] = 1.0
     for name, value in rules.items():
         if getattr(config, name) != value:
             raise UserError(
@@ -410,6 +439,14 @@ def config_json(
             own["first_k_dense_replace"] = config.num_hidden_layers
     else:
         names.append("head_dim")
+    if kind == "glm4_moe":
+        names += _DEEPSEEK_EXPERTS
+        own |= {
+            "n_routed_experts": config.num_experts,
+            "use_qk_norm": config.qk_norm,
+            "partial_rotary_factor": config.partial_rotary_factor,
+            "num_nextn_predict_layers": 0,
+        }
     if kind == "qwen3_moe":
         names += _QWEN3_EXPERTS
         own |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
@@ -417,6 +454,8 @@ def config_json(
     if own.get("q_lora_rank") == 0:
         own["q_lora_rank"] = None
     own |= {"hidden_act": config.hidden_act, "attention_bias": False, "torch_dtype": dtype}
+    if kind == "glm4_moe":
+        own["attention_bias"] = config.qkv_bias
     if kind == "mistral":
         own["sliding_window"] = config.sliding_window
     if kind == "gemma3_text":

@@ -316,10 +316,12 @@ class InputsVariant:
     width: int = 128
     paged: bool = False
     biased: bool = False
+    partial: bool = False  # half of a head is rotated
 
     def __str__(self) -> str:
         name = f"inputs {self.step}, {self.keys}, {self.width}"
-        return name + ", pages" * self.paged + ", biases" * self.biased
+        name += ", pages" * self.paged + ", biases" * self.biased
+        return name + ", half of a head" * self.partial
 
     def compile(self) -> Machine:
         stored = {"fp8": "*u8", "int8": "*i8", "bf16": "*u16"}[self.keys]
@@ -342,6 +344,7 @@ class InputsVariant:
             "BIAS": self.biased,
             "NORM": cached or self.step == "norm",
             "ROPE": cached or self.step == "rope",
+            "PARTIAL": self.partial,
             "INTERLEAVED": False,
             "Q_SCALES": 2 if self.step == "quantise" else 0,
             "K_SCALES": 0 if self.keys == "bf16" else 2,
@@ -364,6 +367,7 @@ def inputs_variants() -> Iterator[InputsVariant]:
     yield InputsVariant("cache", "bf16", paged=True)
     yield InputsVariant("cache", "int8", paged=True)
     yield InputsVariant("cache", paged=True, biased=True)
+    yield InputsVariant("cache", "int8", paged=True, biased=True, partial=True)
 
 
 def attention_variants() -> Iterator[AttentionVariant]:

@@ -52,6 +52,15 @@ _GEMMA = dict(
     sliding_window_pattern=2,
     rope_local_base_freq=100.0,
 )
+_GLM = dict(
+    qkv_bias=True,
+    partial_rotary_factor=0.5,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    scoring_func="sigmoid",
+    n_shared_experts=1,
+)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 _LATENT = dict(
     kv_lora_rank=32,
@@ -117,6 +126,8 @@ def _rollout(config, recipe, weights, rope):
         pytest.param("fp8", _BIASED, id="fp8 biased", marks=pytest.mark.slow),
         pytest.param("bf16", _BIASED, id="bf16 biased", marks=pytest.mark.slow),
         pytest.param("fp8", _GEMMA, id="fp8 gemma", marks=pytest.mark.slow),
+        pytest.param("fp8", _GLM, id="fp8 glm", marks=pytest.mark.slow),
+        pytest.param("f32", _GLM, id="f32 glm", marks=pytest.mark.slow),
         pytest.param("f32", _GEMMA, id="f32 gemma", marks=pytest.mark.slow),
         pytest.param("fp8_blockwise", {}, id="fp8_blockwise", marks=pytest.mark.slow),
         pytest.param("kv_formats:int8_fp8", {}, id="int8 and fp8", marks=pytest.mark.slow),
@@ -151,9 +162,9 @@ def test_results_and_drift(interpreted, name, more):
     if recipe.row_local:  # no drift
         np.testing.assert_array_equal(np.asarray(logp), np.asarray(rollout.logprobs))
     fused = {kernel for kernel, quantised in interpreted if quantised}
-    dense = (
-        set() if config.num_experts else {"gated_activation_kernel"}
-    )  # experts quantise what they sort
+    # Routed experts quantise what they sort.
+    gates = not config.num_experts or config.n_shared_experts
+    dense = {"gated_activation_kernel"} if gates else set()
     assert fused == ({"rms_norm_kernel"} | dense if name in ("fp8", "fake") else set())
     used = {"matmul_kernel", "rms_norm_kernel", "gated_activation_kernel", "head_statistics_kernel"}
     used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
@@ -171,7 +182,9 @@ def test_results_and_drift(interpreted, name, more):
     for ours, theirs in zip((logp, entropy), want, strict=False):
         assert np.quantile(np.abs(ours - theirs), share) < bound
     size = jax.tree.map(lambda x: jnp.linalg.norm(x), want[2])
-    error = jax.tree.map(lambda a, b, n: float(jnp.linalg.norm(a - b) / n), gradient, want[2], size)
+    error = jax.tree.map(
+        lambda a, b, n: float(jnp.linalg.norm(a - b) / (n or 1)), gradient, want[2], size
+    )
     assert np.quantile(jax.tree.leaves(error), share) < gradient_bound, error
 
 

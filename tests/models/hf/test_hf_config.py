@@ -95,6 +95,18 @@ _MOONLIGHT = _DEEPSEEK | json.loads("""{
     "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "rope_scaling": null,
     "routed_scaling_factor": 2.446, "topk_group": 1, "vocab_size": 163840
 }""")
+_GLM = json.loads("""{
+    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "attention_bias": true,
+    "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1,
+    "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true,
+    "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
+    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 1000000,
+    "routed_scaling_factor": 1.0, "tie_word_embeddings": false, "topk_group": 1,
+    "use_qk_norm": false, "vocab_size": 151552
+}""")
 _KIMI = _DEEPSEEK | json.loads("""{
     "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384,
     "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
@@ -114,6 +126,18 @@ _PUBLISHED = {
     "smollm2_135m": _SMOLLM2,
     "deepseek_v3": _DEEPSEEK,
     "moonlight_16b_a3b": _MOONLIGHT,
+    "glm4p5_air": _GLM,
+    "glm4p5": _GLM
+    | {
+        "first_k_dense_replace": 3,
+        "hidden_size": 5120,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "num_hidden_layers": 92,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    },
     "kimi_k2": _KIMI,
 }
 
@@ -136,6 +160,12 @@ def test_new_form_reads_alike(name):
     new = old | {"rope_parameters": settings | {"rope_theta": old["rope_theta"]}}
     del new["rope_theta"]
     assert _read(new) == preset(name)
+
+
+def test_new_form_of_partial_rotation():
+    old = {n: x for n, x in _GLM.items() if not n.startswith(("rope", "partial"))}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    assert _read(old | {"rope_parameters": rope}) == preset("glm4p5_air")
 
 
 def test_new_form_of_two_bases():
@@ -245,8 +275,10 @@ def _rope(**changes) -> dict:
         (_QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, ["use_sliding_window"]),
         (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         (_QWEN2, {"use_sliding_window": True}, ["use_sliding_window"]),
-        (_QWEN3, {"attention_bias": True}, ["attention_bias", "only qwen2 has biases"]),
+        (_QWEN3, {"attention_bias": True}, ["attention_bias", "only qwen2 and glm4_moe"]),
         (_LLAMA, {"layer_types": ["sliding_attention"] * 32}, ["layer_types", "mistral"]),
+        (_GLM, {"partial_rotary_factor": 0.25}, ["partial_rotary_factor", "0.25", "0.5"]),
+        (_QWEN3, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "glm4_moe"]),
         (_GEMMA3, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "write null"]),
         (_GEMMA3, {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
         (_GEMMA3, {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
@@ -302,7 +334,7 @@ def test_other_quantisation_is_refused(changes, word):
     [
         ("llama", {"rope_interleave": True}, "rope_interleave"),
         ("qwen3_moe", {"qk_norm": False}, "qk_norm"),
-        ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts"),
         ("moonlight", {"scoring_func": "softmax"}, "scoring_func"),
         ("qwen3", {"sliding_window": 8}, "sliding_window"),
         ("mistral", {"sliding_window_pattern": 2}, "sliding_window_pattern"),
@@ -386,6 +418,21 @@ _ABSENT = {
         "tie_word_embeddings": False,
         "rope_type": "default",
     },
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "qkv_bias": False,
+        "qk_norm": False,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_theta": 10_000.0,
+    },
     "kimi_k2": {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536},
 }
 # Fields without which a file is refused: transformers would make another model of it, too.
@@ -417,6 +464,7 @@ def test_absent_fields_have_the_types_defaults(kind):
         "mistral": _MISTRAL,
         "gemma3_text": _GEMMA3,
         "deepseek_v3": _DEEPSEEK,
+        "glm4_moe": _GLM | dict(num_attention_heads=32),
         "kimi_k2": _PUBLISHED["kimi_k2"],
     }[kind]
     config = _read({name: value for name, value in fields.items() if name in _NEEDED})
