@@ -56,21 +56,27 @@ def _report(values: argparse.Namespace) -> int:
 
 
 def _convert(values: argparse.Namespace) -> int:
-    if len(values.paths) != 2 or values.dtype is None:
+    if len(values.paths) != 2 or (values.dtype is None) != values.adapter:
         raise UserError(
-            "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`"
+            "fp8rl convert: write `fp8rl convert SRC DST --dtype bf16` or `--dtype fp8`, or of a "
+            "run with adapters `fp8rl convert RUN_DIR DST --adapter`"
         )
     keep_programs()
     from fp8rl_jax.config.model_source import pretrained_config
     from fp8rl_jax.models import hf
-    from fp8rl_jax.policy.export import export_run
+    from fp8rl_jax.policy.export import export_adapter, export_run
 
     source, written = values.paths
-    if os.path.isdir(os.path.join(source, "checkpoints")) and pretrained_config(source) is None:
+    is_run = os.path.isdir(os.path.join(source, "checkpoints"))
+    is_run = is_run and pretrained_config(source) is None
+    for option, given in (("--average-last", values.average_last), ("--adapter", values.adapter)):
+        if given not in (None, False) and not is_run:
+            raise UserError(f"fp8rl convert: {option} goes with a run, and {source} is none")
+    if values.adapter:
+        print(export_adapter(source, written, values.allow_import))
+    elif is_run:
         settings = values.dtype, values.max_shard_gb, values.allow_import
         print(export_run(source, written, *settings, note, values.average_last))
-    elif values.average_last is not None:
-        raise UserError(f"fp8rl convert: --average-last goes with a run, and {source} is none")
     else:
         print(hf.convert(source, written, values.dtype, values.max_shard_gb))
     return 0
@@ -116,6 +122,11 @@ CONVERT = Command(
             type=a_path,
         ),
         argument("--dtype", "number format of the weights", choices=("bf16", "fp8")),
+        argument(
+            "--adapter",
+            "write the adapter of a run with lora.rank alone, in PEFT's format",
+            action="store_true",
+        ),
         argument(
             "--max-shard-gb",
             "largest size of a weight file, in GB (default: 5)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from fp8rl_jax.models import ModelConfig, param_shapes
+from fp8rl_jax.models.hf.peft import check_adapter, load_adapter
 from fp8rl_jax.models.lora import Adapted, adapted
 
 _DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
@@ -36,3 +38,24 @@ def with_adapters(config: ml_collections.ConfigDict, params: Any) -> Any:
     key = jax.random.fold_in(jax.random.key(config.run.seed, impl="threefry2x32"), _FOLDED)
     modules = [pattern.strip() for pattern in lora.modules.split(",")]
     return adapted(params, lora.rank, lora.alpha, modules, _DTYPES[lora.base], key)
+
+
+def check_adapters(config: ml_collections.ConfigDict, model: ModelConfig) -> None:
+    """Checks the files of `lora.checkpoint`.
+
+    Raises:
+      UserError: they do not fit the model and section `lora`.
+    """
+    lora = config.lora
+    if lora.checkpoint:
+        adapters = adapted_shapes(config, model).adapters
+        check_adapter(lora.checkpoint, model, adapters, lora.rank, lora.alpha)
+
+
+def begun(config: ml_collections.ConfigDict, model: ModelConfig, params: Any) -> Any:
+    """Returns `with_adapters`, whose new adapters are those of `lora.checkpoint` if it is set."""
+    found = with_adapters(config, params)
+    if not config.lora.checkpoint or found is params:
+        return found
+    adapters = load_adapter(config.lora.checkpoint, model, found.adapters)
+    return dataclasses.replace(found, adapters=adapters)

@@ -388,6 +388,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "alpha": Field(32.0, "an adapter's product is multiplied by alpha / rank"),
         "modules": Field("*", "linear layers with adapters, by pattern: '[qkvo]_proj'"),
+        "checkpoint": Field("", "directory of a PEFT adapter that training begins with"),
         "base": Field(
             "bf16",
             "how the frozen base is kept: as published models are, or in float32",

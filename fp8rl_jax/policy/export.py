@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 import jax
 
-from fp8rl_jax.base.errors import refused
+from fp8rl_jax.base.errors import UserError, refused
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.data import tokenizer_path
@@ -18,6 +18,7 @@ from fp8rl_jax.data.tokenizer import read_reader
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import Unread, check_target
+from fp8rl_jax.models.lora import trained
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy.load import open_trained
 from fp8rl_jax.training.run_directory import run_config
@@ -93,6 +94,38 @@ def export_run(
     )
     found.checkpoints.close()
     return target
+
+
+def export_adapter(
+    directory: str | pathlib.Path, target: str | pathlib.Path, permitted: Collection[str]
+) -> pathlib.Path:
+    """Writes the adapters of a run's newest checkpoint in PEFT's format.
+
+    Args:
+      directory: the run's directory.
+      target: the directory to make.
+      permitted: as for `export_run`.
+
+    Returns:
+      The path of the written directory.
+
+    Raises:
+      UserError: the run has no adapters or no checkpoint, or the target cannot be made.
+    """
+    path, target = pathlib.Path(directory), pathlib.Path(target)
+    check_target(target)
+    config = run_config(path, permitted)
+    config.run.dir, config.mesh = str(path), default_config().mesh
+    if not config.lora.rank:
+        raise UserError(
+            f"{path} trained all weights (lora.rank is 0) and has no adapter: leave --adapter out, "
+            "and write --dtype=bf16"
+        )
+    found = open_trained(make_runtime(config, with_questions=False), path)
+    adapters, model = jax.device_get(trained(found.state().params)), found.runtime.model
+    found.checkpoints.close()
+    base = config.model.checkpoint
+    return hf.peft.save_adapter(target, model, adapters, alpha=config.lora.alpha, base=base)
 
 
 def _copy_tokenizer(tokenizer: str, data, directory: pathlib.Path) -> None:

@@ -20,7 +20,7 @@ import optax
 from fp8rl_jax import learner
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.config.adapters import with_adapters
+from fp8rl_jax.config.adapters import begun, with_adapters
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
@@ -203,7 +203,7 @@ class JaxEngine(Engine):
 
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> TrainState:
         """Returns the state at the start of a phase, sharded as `Layout.state_shapes`."""
-        layout = self.layout
+        layout, params = self.layout, begun(self.config, self.resolved.model, params)
         rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
         own = optax.identity() if layout.offloads else optimizer
         state = layout.new_state(params, own, rng, scaling_state)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from fp8rl_jax.base import processes
+from fp8rl_jax.config.adapters import check_adapters
 from fp8rl_jax.plan.refuse import check_train_memory
 from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.lock import RunLock
@@ -39,6 +40,8 @@ def preflight(
     config = runtime.config
     logger_names(config)
     check_train_memory(runtime, runtime.mesh)
+    if not resume:  # a run's own checkpoints have its adapters
+        processes.decided(lambda: check_adapters(config, runtime.model))
     directory = pathlib.Path(config.run.dir)
     processes.decided(lambda: check_rooms(runtime))
     check_shared(directory)

@@ -21,7 +21,7 @@ def test_bash_completes_commands_options_and_fields(capsys):
             f"{script}\nCOMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}\n"
             "_shtab_fp8rl; printf '%s\\n' \"${COMPREPLY[@]}\""
         )
-        done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=False)
+        done = subprocess.run(["bash"], input=ask, capture_output=True, text=True, check=False)
         assert done.stderr == ""
         assert {word.strip() for word in done.stdout.split("\n")} - {""} == offered
 

@@ -17,6 +17,7 @@ from fp8rl_jax.models.lora import Adapted, merged, without_base
 from fp8rl_jax.policy.load import open_trained
 from fp8rl_jax.training.checkpoint import state_checksum, with_checked_base
 from fp8rl_jax.training.logs import read_jsonl
+from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import make_runtime
 
 _FIELDS = {"lora.rank": 4, "lora.modules": "*_proj"}
@@ -77,6 +78,17 @@ def test_run(more, tmp_path):
         for tree in (merged(after.params), found)
     )
     np.testing.assert_array_equal(theirs, bf16(ours).astype(np.float32))
+
+    # A run from the exported adapter begins with its bits.
+    adapter = tmp_path / "adapter"
+    command = ["convert", str(parts / "run"), str(adapter), "--adapter"]
+    assert run([*command, "--allow-import=dense_reward"]) == 0
+    again = {**fields, "lora.checkpoint": str(adapter)}
+    new = make_runtime(load_config(str(CONFIG), overrides(tmp_path / "new", **again)))
+    optimizer = optimizer_of_phase(new.config, "rl")[0]
+    state = new.engine.new_state(new.engine.initial_params(), optimizer)
+    adapters = (state.params.adapters, after.params.adapters)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, adapters))
 
 
 def test_another_base_is_refused():

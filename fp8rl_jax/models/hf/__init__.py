@@ -12,9 +12,12 @@
 Read first: tables.py (which tensor is which part of which parameter), then loader.py and writer.py.
 blockwise.py defines FP8 in checkpoints, finite.py counts NaN and infinity.
 
-Not done: weights in torch's own format, adapters, GGUF files of other architectures than llama.
+peft.py reads and writes adapters.
+
+Not done: weights in torch's own format, GGUF files of other architectures than llama, qwen2, qwen3.
 """
 
+from fp8rl_jax.models.hf import peft
 from fp8rl_jax.models.hf.convert import convert
 from fp8rl_jax.models.hf.loader import load
 from fp8rl_jax.models.hf.loader import read_model_config as read_config

@@ -106,13 +106,26 @@ def save(
     tensors = sorted(tensors, key=lambda tensor: tensor.pieces[0].path)
     leaves = _Leaves(_checked_leaves(config, params))
     outputs = [_output(tensor, leaves, name, check_finite) for tensor in tensors]
+
+    def fill(directory: pathlib.Path) -> None:
+        (directory / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+        _write_shards(directory, outputs, max_shard_gb * 1e9)
+        if also is not None:
+            also(directory)
+
+    return make_directory(target, fill)
+
+
+def make_directory(target: pathlib.Path, fill: Callable[[pathlib.Path], None]) -> pathlib.Path:
+    """Makes a directory whole or not at all: `fill` gets another one, which is then renamed.
+
+    Raises:
+      UserError: it cannot be made.
+    """
     partial = target.parent / f".{target.name}.{os.getpid()}"
     try:
         partial.mkdir(parents=True)
-        (partial / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-        _write_shards(partial, outputs, max_shard_gb * 1e9)
-        if also is not None:
-            also(partial)
+        fill(partial)
         os.rename(partial, target)
     except OSError as error:
         raise UserError(
@@ -124,7 +137,7 @@ def save(
     return target
 
 
-def check_target(target: pathlib.Path, max_shard_gb: float) -> None:
+def check_target(target: pathlib.Path, max_shard_gb: float = 1.0) -> None:
     """Checks the target of `save`; callers do so before a long load.
 
     Raises:
