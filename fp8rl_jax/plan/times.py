@@ -29,10 +29,18 @@ import math
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.models import PAGE, ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
 from fp8rl_jax.models.params import parameter_counts
-from fp8rl_jax.plan.bytes import learner_weight_bytes, page_bytes, weight_bytes, weight_shapes
+from fp8rl_jax.models.stacks import layer_windows
+from fp8rl_jax.plan.bytes import (
+    WeightBytes,
+    learner_weight_bytes,
+    page_bytes,
+    weight_bytes,
+    weight_shapes,
+)
 from fp8rl_jax.plan.gpus import (
     BETWEEN,
     DECODE_LAUNCHES,
@@ -94,6 +102,24 @@ def attention_features(model: ModelConfig) -> int:
     return 2 * model.num_attention_heads * model.head_dim
 
 
+def keys_seen(model: ModelConfig, lengths: np.ndarray) -> np.ndarray:
+    """Returns how many keys the last query of sequences of these lengths sees, mean over layers."""
+    windows = layer_windows(model)
+    if windows is None:
+        return lengths
+    return np.minimum(lengths[..., None], windows).mean(-1)
+
+
+def _pairs_left(model: ModelConfig, lengths: np.ndarray) -> np.ndarray:
+    """Returns the share of the pairs of a query and a key that windows leave, mean over layers."""
+    windows = layer_windows(model)
+    if windows is None:
+        return np.ones_like(lengths)
+    n = lengths[..., None]
+    w = np.minimum(n, windows)
+    return ((w * (w + 1) / 2 + (n - w) * w) / (n * (n + 1) / 2)).mean(-1)
+
+
 def step_flops(
     model: ModelConfig, work: Workload, tensor: int = 1, adapters: bool = False
 ) -> dict[str, float]:
@@ -110,6 +136,7 @@ def step_flops(
     passes = (4 if work.remat == "full" else 3) + work.counts - adapters
     tokens, length = work.tokens * work.micro_batches, work.prompt + work.response
     attended = tokens * length / 2 * model.num_hidden_layers * attention_features(model)
+    attended *= float(_pairs_left(model, np.float64(length)))
     again = work.remat == "full" and model.latent
     head = model.vocab_size * model.hidden_size  # forward, logits again, two gradients
     return {
@@ -130,7 +157,8 @@ def useful_flops(model: ModelConfig, lengths: np.ndarray, responses: float) -> f
     """
     counts, lengths = parameter_counts(model), np.asarray(lengths, np.float64)
     linear = (counts.active - counts.tables) * lengths.sum()
-    pairs = (lengths * (lengths + 1) / 2).sum() * model.num_hidden_layers
+    pairs = lengths * (lengths + 1) / 2 * _pairs_left(model, lengths)
+    pairs = pairs.sum() * model.num_hidden_layers
     head = model.vocab_size * model.hidden_size * responses
     return 3 * 2 * float(linear + pairs * attention_features(model) + head)
 
@@ -176,16 +204,23 @@ def _columns(model: ModelConfig, work: Workload, devices: int) -> float:
 
 
 def step_transfers(
-    model: ModelConfig, recipe: Recipe, mesh: Mesh | AbstractMesh, work: Workload, hosts: int
+    model: ModelConfig,
+    recipe: Recipe,
+    mesh: Mesh | AbstractMesh,
+    work: Workload,
+    hosts: int,
+    trained: WeightBytes | None = None,
 ) -> dict[str, tuple[float, float]]:
     """Returns `StepCost.transfers` of an update.
 
     Of n devices along an axis m are on one host: n - m of n - 1 shares come from other hosts.
+    `trained` are the bytes of the trained arrays, None for those of all parameters.
     """
     masters, own = learner_weight_bytes(model, recipe, mesh)
     times = work.micro_batches
     reads = 2 + work.counts  # forward, and backward with what it recomputes
-    gradients = masters.dense + masters.experts + masters.tables
+    trained = trained or masters
+    gradients = trained.dense + trained.experts + trained.tables
     arrays = [  # of which a device receives all but its own part
         ("fsdp", "quantised weights, gathered", times * reads * (own.dense + own.experts)),
         ("fsdp", "embedding and head, gathered", own.tables + masters.tables),
@@ -194,7 +229,7 @@ def step_transfers(
         (
             "expert",
             "gradients of what is no expert, all-reduced",
-            times * 2 * (gradients - masters.experts),
+            times * 2 * (gradients - trained.experts),
         ),
     ]
     received = [(a, what, size * (mesh.shape[a] - 1) / mesh.shape[a]) for a, what, size in arrays]
@@ -237,10 +272,13 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     """
     model, recipe = planned.resolved.model, planned.resolved.learner_recipe
     mesh, gpu, work = planned.mesh, planned.gpu, plan.work
-    adapters = bool(planned.resolved.config.lora.rank)
-    flops = step_flops(model, work, mesh.shape["tensor"], adapters)
-    transfers = step_transfers(model, recipe, mesh, work, planned.hosts)
     masters, own = learner_weight_bytes(model, recipe, mesh)
+    trained, adapters = masters, bool(planned.resolved.config.lora.rank)
+    if adapters:
+        shapes = adapted_shapes(planned.resolved.config, model)
+        trained = weight_bytes(shapes.adapters, mesh)
+    flops = step_flops(model, work, mesh.shape["tensor"], adapters)
+    transfers = step_transfers(model, recipe, mesh, work, planned.hosts, trained)
     fp8 = recipe.quantized and not recipe.fake
     # fprop and remat in FP8; dgrad and wgrad too, if gradients are quantised.
     share = fp8 * (1.0 if recipe.backward == "fp8" else 0.5)
@@ -249,8 +287,8 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     layers = work.micro_batches * model.num_hidden_layers
     features = BETWEEN * layer_features(model) / mesh.shape["tensor"]
     reads = (2 + work.counts) * (own.dense + own.experts)  # in a micro-batch
-    reads += masters.dense + masters.experts
-    moved = _ADAM_BYTES // 4 * masters.stored + work.micro_batches * (2 * reads + masters.stored)
+    reads += trained.dense + trained.experts
+    moved = _ADAM_BYTES // 4 * trained.stored + work.micro_batches * (2 * reads + trained.stored)
     inside, between = map(sum, zip((0, 0), *transfers.values(), strict=True))
     memory = EFFICIENCY["memory"] * gpu.hbm
     seconds = {
@@ -297,8 +335,9 @@ def decode_seconds(
         experts = own.experts * (1 - missed ** (sequences * mesh.shape["expert"]))
     layers = own.dense + experts
     head = own.tables if model.tie_word_embeddings else own.tables / 2  # no row of the embedding
-    cache = sequences * length * page_bytes(model, recipe) / PAGE
-    pairs = sequences * length * model.num_hidden_layers  # of a query and a key
+    seen = float(keys_seen(model, np.float64(length)))
+    cache = sequences * seen * page_bytes(model, recipe) / PAGE
+    pairs = sequences * seen * model.num_hidden_layers  # of a query and a key
     # 16 query heads of one key head, 64 keys and 128 features at a time; latents are one key head.
     keys = 1 if model.latent else model.num_key_value_heads
     tiles = keys * math.ceil(model.num_attention_heads / keys / 16)

@@ -291,6 +291,7 @@ _PUBLISHED = {
     "qwen3_1p7b_gsm8k": "qwen3_1p7b",
     "qwen2p5_1p5b_lora": "qwen2p5_1p5b",
     "qwen3_8b_lora_1gpu": "qwen3_8b",
+    "qwen3_30b_a3b_lora_2gpu": "qwen3_30b_a3b",
     "deepseek_v3_671b": "deepseek_v3",
     "kimi_k2_1t": "kimi_k2",
 }

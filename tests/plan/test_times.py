@@ -11,7 +11,7 @@ from planned import mesh_of, resolved_as
 from fp8rl_jax import models
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.plan import gpus, times
-from fp8rl_jax.plan.bytes import learner_weight_bytes
+from fp8rl_jax.plan.bytes import WeightBytes, learner_weight_bytes
 from fp8rl_jax.plan.gpus import GPUS
 from fp8rl_jax.plan.learner import Workload, plan_learner
 from fp8rl_jax.plan.planned import Planned
@@ -52,6 +52,31 @@ def test_flops():
     assert counting["output head"] == found["output head"]
     halves = times.step_flops(_DENSE, _WORK, tensor=2)
     assert halves["linear layers"] == found["linear layers"] / 2
+
+
+def test_windows_leave_out_keys():
+    """Counted pair by pair, of a model whose every second layer has no window."""
+    model = dataclasses.replace(_DENSE, sliding_window=5, sliding_window_pattern=2)
+    lengths = np.array([3.0, 5.0, 6.0, 40.0])
+    for n, found in zip(lengths, times.keys_seen(model, lengths), strict=True):
+        assert found == (min(n, 5) + n) / 2
+    for n in (3, 40):
+        seen = sum(min(p + 1, 5) + p + 1 for p in range(n))
+        plain, windowed = (times.useful_flops(m, [n], 0) for m in (_DENSE, model))
+        left_out = n * (n + 1) - seen  # of two layers' pairs
+        assert plain - windowed == pytest.approx(3 * 2 * left_out * 2 * 4 * 32)
+    share = (
+        times.step_flops(model, _WORK)["attention"] / times.step_flops(_DENSE, _WORK)["attention"]
+    )
+    assert share == pytest.approx(sum(min(p + 1, 5) + p + 1 for p in range(128)) / (128 * 129))
+
+
+def test_adapters_alone_have_gradients_to_send():
+    mesh = mesh_of(expert=2)
+    trained = WeightBytes(stored=10, dense=6, experts=2, layer=4, tables=0, largest=4)
+    found = times.step_transfers(_EXPERTS, _FP8, mesh, _WORK, 1, trained)
+    name = "expert: gradients of what is no expert, all-reduced"
+    assert found[name][0] == 4 * 2 * 6 / 2
 
 
 def test_useful_flops():
