@@ -367,6 +367,23 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
         pytest.param(
             {
                 "recipe": "fp8",
+                "config": {
+                    "model.sliding_window": 9,
+                    "model.sliding_window_pattern": 2,
+                    "model.rope_local_base_freq": 100.0,
+                    "model.sandwich_norms": True,
+                    "model.unit_offset_norms": True,
+                    "model.scale_embeddings": True,
+                    "model.hidden_act": "gelu_pytorch_tanh",
+                },
+                "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
+            },
+            15,
+            id="windows, and norms of results, which are gathered for them",
+        ),
+        pytest.param(
+            {
+                "recipe": "fp8",
                 "vocabulary": 259,
                 "config": {
                     "model.hidden_size": 128,

@@ -29,7 +29,7 @@ from fp8rl_jax.quant.qarray import E4M3, INT8
 from fp8rl_jax.study.scoring import answer_logprobs
 from fp8rl_jax.study.subjects import of_config, of_directory
 
-_FP8, _BF16 = get_recipe("fp8"), get_recipe("bf16")
+_FP8, _BF16 = get_recipe("fp8_blockwise"), get_recipe("bf16")
 _PARTS = {
     "bf16": _BF16,
     "K in E4M3": dataclasses.replace(_BF16, kv="dynamic", k_dtype=E4M3, v_dtype=None),

@@ -19,12 +19,13 @@ from fp8rl_jax.models import forward, hf, output_head, quantize_params, rope_tab
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study.passages import TEXT
 
-_FP8 = get_recipe("fp8")
+_FP8 = get_recipe("fp8_blockwise")
 RECIPES = {
     "f32": get_recipe("f32"),
     "bf16": get_recipe("bf16"),
     "fp8, KV in bf16": dataclasses.replace(_FP8, kv="none"),
-    "fp8, KV in FP8": _FP8,
+    "fp8, KV in INT8": get_recipe("fp8"),
+    "fp8, KV in E4M3": _FP8,
 }
 _PARAGRAPHS = TEXT.split("\n\n")[:4]
 

@@ -72,6 +72,8 @@ def _convert(values: argparse.Namespace) -> int:
     for option, given in (("--average-last", values.average_last), ("--adapter", values.adapter)):
         if given not in (None, False) and not is_run:
             raise UserError(f"fp8rl convert: {option} goes with a run, and {source} is none")
+    if values.adapter and values.average_last is not None:
+        raise UserError("fp8rl convert: --adapter and --average-last exclude each other: leave one")
     if values.adapter:
         print(export_adapter(source, written, values.allow_import))
     elif is_run:

@@ -53,9 +53,14 @@ def check_adapters(config: ml_collections.ConfigDict, model: ModelConfig) -> Non
 
 
 def begun(config: ml_collections.ConfigDict, model: ModelConfig, params: Any) -> Any:
-    """Returns `with_adapters`, whose new adapters are those of `lora.checkpoint` if it is set."""
+    """Returns `with_adapters`, whose new adapters are those of `lora.checkpoint` if it is set.
+
+    Raises:
+      UserError: as `check_adapters`.
+    """
     found = with_adapters(config, params)
     if not config.lora.checkpoint or found is params:
         return found
+    check_adapters(config, model)
     adapters = load_adapter(config.lora.checkpoint, model, found.adapters)
     return dataclasses.replace(found, adapters=adapters)

@@ -69,7 +69,7 @@ def _gated_mlp(prefix: str) -> dict[str, Operation]:
         f"{prefix}gated": Operation(
             (f"{gate}/output", f"{up}/output"),
             "the gated activation",
-            "compute silu in float32 and round once, on both sides",
+            "compute it in float32 and round once, on both sides",
         ),
         **_linear(f"{prefix}down_proj"),
     }
@@ -114,8 +114,12 @@ OPERATIONS: dict[str, Operation] = {
     ),
     "self_attn/values": Operation(_attention("attention"), *_PRODUCT),
     **_linear("o_proj"),
-    "residual_attention": Operation(("o_proj/output",), *_RESIDUAL),
+    # Norms of results, in some models.
+    "attention_norm/output": Operation(("o_proj/output",), *_NORM),
+    "residual_attention": Operation(("attention_norm/output", "o_proj/output"), *_RESIDUAL),
+    # In front of the MLP there is one of these two.
     "post_attention_layernorm/output": Operation((), *_NORM),
+    "pre_feedforward_layernorm/output": Operation((), *_NORM),
     **_gated_mlp(""),
     "router_logits": Operation(
         ("post_attention_layernorm/output",),
@@ -138,8 +142,15 @@ OPERATIONS: dict[str, Operation] = {
         "multiply in tiles of one expert, and add a token's results in the order of its experts",
     ),
     **_gated_mlp("shared_experts/"),
+    "post_feedforward_layernorm/output": Operation(("down_proj/output",), *_NORM),
     "residual_mlp": Operation(
-        ("down_proj/output", "experts_output", "shared_experts/down_proj/output"), *_RESIDUAL
+        (
+            "post_feedforward_layernorm/output",
+            "down_proj/output",
+            "experts_output",
+            "shared_experts/down_proj/output",
+        ),
+        *_RESIDUAL,
     ),
     "norm/output": Operation((), *_NORM),
 }

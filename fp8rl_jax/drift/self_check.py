@@ -38,6 +38,7 @@ from fp8rl_jax.training.run_directory import cache_root
 from fp8rl_jax.training.runtime import Runtime
 
 _NEW_TOKENS = 16
+_WINDOW = 8  # tokens of a sliding window in the cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +165,11 @@ def _cut(runtime: Runtime) -> Runtime:
     config.rollout.group_size = 2
     config.learner.gradient_accumulation_steps = 1
     config.precision.health = False
+    config.lora.checkpoint = ""  # of more layers
+    model = runtime.model
+    if model.sliding_window:  # keys that it hides, and a layer of each kind
+        window, every = min(model.sliding_window, _WINDOW), min(model.sliding_window_pattern, 2)
+        model = dataclasses.replace(model, sliding_window=window, sliding_window_pattern=every)
 
     def shorten(recipe: Recipe) -> Recipe:
         first = min(recipe.first_layers, 1)
@@ -175,9 +181,9 @@ def _cut(runtime: Runtime) -> Runtime:
         config=config,
         cache_slots=cache_slots,
         model=dataclasses.replace(
-            runtime.model,
+            model,
             num_hidden_layers=layers,
-            first_k_dense_replace=min(runtime.model.first_k_dense_replace, 1),
+            first_k_dense_replace=min(model.first_k_dense_replace, 1),
         ),
         rollout_recipe=shorten(runtime.rollout_recipe),
         learner_recipe=shorten(runtime.learner_recipe),

@@ -54,7 +54,7 @@ class Array:
       axes: for each leading axis, the logical axis by which storage is sharded over the mesh; the
         other axes are not sharded.
       hf: Hugging Face's name, in a layer what follows "model.layers.N."; {} is an expert's number.
-        Arrays of one name are parts of one tensor.
+        A model's arrays of one name are parts of one tensor.
       gguf: llama.cpp's name, in a layer what follows "blk.N."; '' where its files have none.
       columns: whether its output features may be cut over the mesh axis `tensor`.
       residual: whether its product is added to the residual stream; its initial values are then
@@ -104,6 +104,7 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
         "query_bias": queries if c.qkv_bias else 0,
         "key_bias": keys if c.qkv_bias else 0,
         "normed_head": c.head_dim if c.qk_norm and not c.latent else 0,
+        "one_norm": 0 if c.sandwich_norms else c.hidden_size,
         "sandwich": c.hidden_size if c.sandwich_norms else 0,
         "attended": c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
         "q_latent": c.q_lora_rank,
@@ -176,7 +177,8 @@ MODEL = (
 )
 ATTENTION = (
     _gain("input_layernorm", "hidden", "attn_norm.weight"),
-    _gain("post_attention_layernorm", "hidden", "ffn_norm.weight"),
+    _gain("post_attention_layernorm", "one_norm", "ffn_norm.weight"),
+    _array("attention_norm/weight", "sandwich", GAIN, (), "post_attention_layernorm.weight"),
     _gain("pre_feedforward_layernorm", "sandwich"),
     _gain("post_feedforward_layernorm", "sandwich"),
     _linear("self_attn/q_proj", "hidden queries", _NORMED, gguf="attn_q.weight", columns=True),

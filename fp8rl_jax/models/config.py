@@ -21,7 +21,7 @@ def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A pre-norm decoder with RMSNorm, RoPE and a gated MLP: Qwen2, Qwen3, Qwen3-MoE, Llama 3,
-    Mistral, Gemma 3 or DeepSeek-V3.
+    Mistral, Gemma 3, GLM-4.5 or DeepSeek-V3.
 
     Families differ in these fields alone, so one forward pass runs them all. `models.presets` has
     the published sizes by name.
@@ -224,6 +224,11 @@ class ModelConfig:
             raise UserError(
                 f"model.partial_rotary_factor is {self.partial_rotary_factor}: all features of a "
                 "head are rotated, or a half of them; write 1 or 0.5"
+            )
+        if self.partial_rotary_factor == 0.5 and self.rope_interleave:
+            raise UserError(
+                "model.partial_rotary_factor is 0.5 and model.rope_interleave True: a half of a "
+                "head is rotated by halves alone; set model.rope_interleave=False"
             )
         if self.rope_dim % 2:
             part = "" if self.partial_rotary_factor == 1 else ", of which half are rotated"

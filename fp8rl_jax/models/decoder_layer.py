@@ -15,7 +15,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
 from fp8rl_jax.models.latent_attention import LatentAttention
 from fp8rl_jax.models.layers import RMSNorm, linears
-from fp8rl_jax.models.parallel.columns import combine
+from fp8rl_jax.models.parallel.columns import combine, gather_or_slice
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.stacks import ALL, LayerSpec
 from fp8rl_jax.models.taps import tap
@@ -77,7 +77,8 @@ class DecoderLayer(nn.Module):
         residual = None if sandwich else x
         (y,) = linears(self, config, recipe, parallel, ["o_proj"], as_activation(a), residual)
         if sandwich:
-            y = plus(x, norm(name="post_attention_layernorm")(y).value, recipe)
+            y = gather_or_slice(y, x.shape[-1])
+            y = plus(x, norm(name="attention_norm")(y).value, recipe)
             before_mlp = "pre_feedforward_layernorm"
         x = tap(self, "residual_attention", y)
         mlp = not spec.experts or config.n_shared_experts > 0  # experts quantise after sorting

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import by_platform, gpu_kernels, kept, resolve
+from fp8rl_jax.kernels import by_platform, gpu_kernels, kept, prevent_fma, resolve
 from fp8rl_jax.models.arrays import BIAS, GAIN, LINEAR, role_of
 from fp8rl_jax.models.attention import KEPT
 from fp8rl_jax.models.config import ModelConfig
@@ -105,7 +105,8 @@ class Transformer(nn.Module):
         table = self.parallel.replicate(self.param("embed_tokens", init, shape))
         x = compute_value(_embed(table, tokens, recipe.kernels), recipe)
         if config.scale_embeddings:
-            x = x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
+            factor = jnp.asarray(math.sqrt(config.hidden_size), x.dtype).astype(jnp.float32)
+            x = compute_value(prevent_fma(x.astype(jnp.float32) * factor), recipe)
         x = tap(self, "embed", x)
         stored_runs, auxes, windows = [], [], layer_windows(config)
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):

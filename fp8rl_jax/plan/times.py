@@ -117,7 +117,7 @@ def _pairs_left(model: ModelConfig, lengths: np.ndarray) -> np.ndarray:
         return np.ones_like(lengths)
     n = lengths[..., None]
     w = np.minimum(n, windows)
-    return ((w * (w + 1) / 2 + (n - w) * w) / (n * (n + 1) / 2)).mean(-1)
+    return ((w * (w + 1) / 2 + (n - w) * w) / np.maximum(n * (n + 1) / 2, 1)).mean(-1)
 
 
 def step_flops(
@@ -136,7 +136,7 @@ def step_flops(
     passes = (4 if work.remat == "full" else 3) + work.counts - adapters
     tokens, length = work.tokens * work.micro_batches, work.prompt + work.response
     attended = tokens * length / 2 * model.num_hidden_layers * attention_features(model)
-    attended *= float(_pairs_left(model, np.float64(length)))
+    attended *= float(_pairs_left(model, np.asarray(length, np.float64)))
     again = work.remat == "full" and model.latent
     head = model.vocab_size * model.hidden_size  # forward, logits again, two gradients
     return {
@@ -335,7 +335,7 @@ def decode_seconds(
         experts = own.experts * (1 - missed ** (sequences * mesh.shape["expert"]))
     layers = own.dense + experts
     head = own.tables if model.tie_word_embeddings else own.tables / 2  # no row of the embedding
-    seen = float(keys_seen(model, np.float64(length)))
+    seen = float(keys_seen(model, np.asarray(length, np.float64)))
     cache = sequences * seen * page_bytes(model, recipe) / PAGE
     pairs = sequences * seen * model.num_hidden_layers  # of a query and a key
     # 16 query heads of one key head, 64 keys and 128 features at a time; latents are one key head.

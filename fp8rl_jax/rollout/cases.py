@@ -1,4 +1,5 @@
-"""Recipes by the parts of a rollout in FP8: none, linear layers (W8A8), the KV cache, or both."""
+"""Recipes by the parts of a rollout in 8 bits, as in `fp8`: none, linear layers (W8A8), the KV
+cache, or both."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.data import Stream, tokenizer_files
 from fp8rl_jax.learner import LossConfig, TrainState
+from fp8rl_jax.models.hf import peft
 from fp8rl_jax.models.lora import base_of, with_base
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -75,6 +76,9 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
         parts["checkpoint"] = identity(config.model.checkpoint)
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
     files += files_of_functions(named_functions(config))
+    if config.lora.checkpoint:
+        directory = pathlib.Path(config.lora.checkpoint)
+        files += [directory / name for name in (peft.CONFIG, peft.WEIGHTS)]
     return root / cache_name("sft", parts, files)
 
 

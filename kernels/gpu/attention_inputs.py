@@ -55,7 +55,7 @@ def _halves(
     bias,  # (L, HEADS, D) float32, unused without BIAS
     gain,  # (L, D), unused without NORM
     layer,
-    cos,  # (tokens, D / 2), unused without ROPE
+    cos,  # (tokens, D / 2), with PARTIAL D / 4; unused without ROPE
     sin,
     row,
     exists,
@@ -178,7 +178,7 @@ def attention_inputs_kernel(
     q_bias,  # (L, H, D) float32, unused without BIAS
     k_bias,  # (L, HKV, D)
     v_bias,
-    cos,  # (B, T, D / 2) float32, unused without ROPE
+    cos,  # (B, T, D / 2) float32, with PARTIAL D / 4; unused without ROPE
     sin,
     q_gain,  # (L, D), unused without NORM
     k_gain,
@@ -411,7 +411,10 @@ def attention_inputs(
     partial = rope is not None and rope[0].shape[-1] == features // 4
     width = max(16, 1 << (features // 2 - 1).bit_length())
     if partial and (interleaved or 2 * width != features):
-        raise ValueError(f"attention: heads of {features} features, of which half are rotated")
+        raise ValueError(
+            f"attention: heads have {features} features, and where half are rotated the kernel "
+            "takes a power of two from 32, halves paired"
+        )
     kinds = {"none": 0, "given": _GIVEN.value, "row": _OF_ROW.value}
     unused = jnp.zeros((1,), jnp.float32)
 

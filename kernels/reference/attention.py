@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import K_BLOCK, KV_CHUNK, pad_to, prevent_fma
+from fp8rl_jax.kernels.arrays import EXP_LANES, K_BLOCK, KV_CHUNK, pad_to, prevent_fma, varying_as
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
 from fp8rl_jax.kernels.reference.e4m3 import widened
 from fp8rl_jax.kernels.reference.matmul import small_product
@@ -256,6 +256,10 @@ def attention(
     if table is not None or queries < slots:  # a cache has room for the longest sequence
         visible = jnp.minimum(positions.max() // width + 1, steps)
 
+    def zeros(*shape: int) -> jax.Array:
+        given = (q, k, v, positions, *(x for x in (k_scale, v_scale, window) if x is not None))
+        return varying_as(jnp.zeros(shape, jnp.float32), *given)
+
     def raised(step: int | jax.Array, top: jax.Array) -> jax.Array:
         return jnp.maximum(top, max_last(scores(step)[0]))
 
@@ -265,7 +269,7 @@ def attention(
             top = lax.fori_loop(1, visible, raised, top)
     else:  # steps before every query's window add exactly nothing to sums that begin with 0
         first = jnp.maximum(positions.min() - window + 1, 0) // width
-        lowest = jnp.full((q.shape[0], kv_heads, q.shape[2]), -1e30, jnp.float32)
+        lowest = zeros(q.shape[0], kv_heads, q.shape[2]) - 1e30
         top = lax.fori_loop(first, visible, raised, lowest)
     if sinks is not None:
         of_rows = jnp.tile(sinks.reshape(1, kv_heads, groups), (1, 1, queries))
@@ -276,11 +280,12 @@ def attention(
         if steps > 1:
             sums = lax.fori_loop(1, visible, lambda i, sums: add(i, sums, top), sums)
     else:
-        nothing = jnp.zeros_like(top), jnp.zeros((*top.shape, v.shape[-1]), jnp.float32)
+        nothing = zeros(*top.shape), zeros(*top.shape, v.shape[-1])
         sums = lax.fori_loop(first, visible, lambda i, sums: add(i, sums, top), nothing)
     total, out = sums
     if sinks is not None:
-        total = total + prevent_fma(jnp.exp(sink - top))
+        lanes = pad_to((sink - top)[..., None], 3, EXP_LANES)  # see EXP_LANES
+        total = total + lax.optimization_barrier(jnp.exp(lanes))[..., 0]
     # XLA turns some quotients by a broadcast divisor into products with its reciprocal, depending
     # on the divisor's expression, which differs between one chunk and several.
     out = out * lax.optimization_barrier(1.0 / total)[..., None]

@@ -160,11 +160,14 @@ def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
         if layer < config.dense_layers:
             stack, i = params["dense_layers"], layer
         at = f"model.layers.{layer}."
-        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms = {"input_layernorm": "input_layernorm"}
         if config.sandwich_norms:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        for norm in norms:
-            out[f"{at}{norm}.weight"] = stack[norm]["weight"][i]
+            norms["post_attention_layernorm"] = "attention_norm"
+            norms |= {n: n for n in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+        else:
+            norms["post_attention_layernorm"] = "post_attention_layernorm"
+        for theirs, ours in norms.items():
+            out[f"{at}{theirs}.weight"] = stack[ours]["weight"][i]
         attention = stack["self_attn"]
         for name, leaf in attention.items():
             if name in ("k_b_proj", "v_b_proj"):

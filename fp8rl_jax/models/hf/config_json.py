@@ -91,7 +91,6 @@ _ABSENT: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "rope_local_base_freq": 10_000.0,
-        "rope_theta": 1e6,
         "tie_word_embeddings": True,
     },
     "glm4_moe": {
@@ -108,6 +107,15 @@ _ABSENT: dict[str, dict[str, Any]] = {
         "topk_group": 4,
         "routed_scaling_factor": 2.5,
     },
+}
+# The type of files of Gemma 3 with images, and sizes that its text models have unless stated.
+IMAGES = "gemma3"
+_GEMMA3_SIZES = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
 }
 _TYPES = typing.get_type_hints(ModelConfig)
 _ORIGINAL = "original_max_position_embeddings"
@@ -147,6 +155,42 @@ _DROPPED = {
     "_name_or_path",
     "qk_head_dim",
 }
+_ANY = object()
+# Fields of ModelConfig that tell types apart, and where a type differs from most.
+_RULES: dict[str, Any] = {
+    "rope_interleave": False,
+    "partial_rotary_factor": 1.0,
+    "rope_local_base_freq": 0.0,
+    "qkv_bias": False,
+    "query_pre_attn_scalar": 0,
+    "sliding_window": 0,
+    "sliding_window_pattern": 0,
+    "sandwich_norms": False,
+    "unit_offset_norms": False,
+    "scale_embeddings": False,
+    "hidden_act": "silu",
+}
+_OWN_RULES: dict[str, dict[str, Any]] = {
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {},
+    "qwen3_moe": {"qk_norm": True, "n_shared_experts": 0, "routed_scaling_factor": 1.0},
+    "llama": {},
+    "mistral": {"sliding_window": _ANY},
+    "gemma3_text": {
+        "qk_norm": True,
+        "num_experts": 0,
+        "sandwich_norms": True,
+        "unit_offset_norms": True,
+        "scale_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "sliding_window": _ANY,
+        "sliding_window_pattern": _ANY,
+        "rope_local_base_freq": _ANY,
+        "query_pre_attn_scalar": _ANY,
+    },
+    "glm4_moe": {"qkv_bias": _ANY, "partial_rotary_factor": _ANY},
+    "deepseek_v3": {"qk_norm": False, "rope_interleave": _ANY},
+}
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = (
     "only qwen2 and glm4_moe have biases here, of queries, keys and values: take another model"
@@ -158,6 +202,23 @@ _TAKE_ONE_OUT = "take one of the two out"
 _EVERY_LAYER = "experts in every layer are supported, or in all but the first: take another model"
 
 
+def text_fields(fields: Fields) -> Fields:
+    """Returns the fields of the text model in a file of text and images (Gemma 3 from 4B); those of
+    other files unchanged.
+
+    Raises:
+      UserError: the file has no text model.
+    """
+    if fields.values.get("model_type") != IMAGES:
+        return fields
+    part = fields.part("text_config")
+    if part is None:
+        raise fields.error("text_config", "take the file that the model was published with")
+    outer = {n: x for n, x in fields.values.items() if n.endswith("token_id")}
+    values = {**_GEMMA3_SIZES, **outer, **part.values, "model_type": "gemma3_text"}
+    return Fields(values, part.where)
+
+
 def family(fields: Fields) -> str:
     """Returns the model type of a config.json, a key of ARCHITECTURES.
 
@@ -167,7 +228,7 @@ def family(fields: Fields) -> str:
     name = str(fields.values.get("model_type"))
     name = _ALIASES.get(name, name)
     if name not in ARCHITECTURES:
-        known = ", ".join([*ARCHITECTURES, *_ALIASES])
+        known = ", ".join([*ARCHITECTURES, *_ALIASES, IMAGES])
         raise fields.error("model_type", f"only {known} are supported: take a model of these")
     return name
 
@@ -178,6 +239,7 @@ def read_config(fields: Fields) -> ModelConfig:
     Raises:
       UserError: a field is missing, wrong or unsupported; the message says what to do.
     """
+    fields = text_fields(fields)
     kind, stated = family(fields), fields.values["model_type"]
     fields = Fields({**_ABSENT.get(stated, _ABSENT[kind]), **fields.values}, fields.where)
     fields.require_finite()
@@ -219,7 +281,9 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
     if kind == "gemma3_text":
         fields.require("hidden_activation", (_GELU,), f"only {_GELU} goes with this model type")
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            fields.require(name, (), "caps of scores and logits are not supported: write null")
+            fields.require(
+                name, (), "caps of scores and logits are not supported: take another model"
+            )
         fields.require("use_bidirectional_attention", (False,), "only causal attention is here")
     else:
         fields.require("hidden_act", ("silu",), _SILU)
@@ -234,7 +298,7 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
 def _read_windows(fields: Fields, kind: str, layers: int) -> dict[str, Any]:
     """Returns ModelConfig's fields of sliding windows."""
     types = fields.values.get("layer_types") or []
-    if not isinstance(types, list) or not set(types) <= set(_KINDS):
+    if not isinstance(types, list) or any(kind not in _KINDS for kind in types):
         raise fields.error("layer_types", f"write a list of {' and '.join(_KINDS)}")
     if kind not in ("mistral", "gemma3_text"):
         windows = fields.get("use_sliding_window", bool, False)
@@ -328,7 +392,7 @@ def _read_rope(fields: Fields, model: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         **partial,
         "rope_type": kind,
-        "rope_theta": rope.get("rope_theta", float, 10_000.0),
+        "rope_theta": rope.get("rope_theta", float, 1e6 if model == "gemma3_text" else 10_000.0),
         **{own: rope.get(theirs, float, default) for theirs, (own, default) in settings.items()},
     }
     if kind in ("llama3", "yarn"):
@@ -341,47 +405,35 @@ def _read_rope(fields: Fields, model: str) -> dict[str, Any]:
     return found
 
 
+def _nearest(config: ModelConfig) -> str:
+    if config.latent:
+        return "deepseek_v3"
+    if config.sandwich_norms:
+        return "gemma3_text"
+    if config.num_experts:
+        return "glm4_moe" if config.scoring_func == "sigmoid" else "qwen3_moe"
+    if config.qk_norm:
+        return "qwen3"
+    if config.qkv_bias:
+        return "qwen2"
+    return "mistral" if config.sliding_window else "llama"
+
+
 def family_of(config: ModelConfig) -> str:
     """Returns the model type whose rules a configuration follows.
 
     Raises:
       UserError: no type has these rules; the message names the field and the nearest type.
     """
-    rules: dict[str, Any] = {}
-    if config.latent:
-        kind = "deepseek_v3"
-        rules["qk_norm"] = False
-        if config.num_experts:
-            rules["scoring_func"] = "sigmoid"
-    else:
-        kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
-        if config.sandwich_norms:
-            kind = "gemma3_text"
-            rules |= {"qk_norm": True, "num_experts": 0}
-        elif kind == "llama" and config.sliding_window:
-            kind = "mistral"
-            rules["sliding_window_pattern"] = 0
-        rules |= {"rope_interleave": False, "qkv_bias": kind == "qwen2"}
-        if config.num_experts and config.scoring_func == "sigmoid":
-            kind = "glm4_moe"
-            del rules["qkv_bias"]
-        elif config.num_experts:
-            kind = "qwen3_moe"
-            rules |= {
-                "qk_norm": True,
-                "scoring_func": "softmax",
-                "n_shared_experts": 0,
-                "routed_scaling_factor": 1.0,
-            }
-    gemma = kind == "gemma3_text"
-    names = ("sandwich_norms", "unit_offset_norms", "scale_embeddings")
-    rules |= dict.fromkeys(names, gemma) | {"hidden_act": _GELU if gemma else "silu"}
-    if not gemma:
-        rules |= {"query_pre_attn_scalar": 0, "rope_local_base_freq": 0.0}
-        if kind != "mistral":
-            rules["sliding_window"] = 0
-    if kind != "glm4_moe":
-        rules["partial_rotary_factor"] = 1.0
+    kind = _nearest(config)
+    rules = {n: value for n, value in (_RULES | _OWN_RULES[kind]).items() if value is not _ANY}
+    if kind == "deepseek_v3" and config.num_experts:
+        rules["scoring_func"] = "sigmoid"
+    if kind == "gemma3_text" and not config.rope_local_base_freq and config.rope_type != "default":
+        raise UserError(
+            "model.rope_local_base_freq is 0, and Hugging Face's 'gemma3_text' never scales the "
+            "base of layers with a window: such a model cannot be saved in its format"
+        )
     for name, value in rules.items():
         if getattr(config, name) != value:
             raise UserError(
@@ -470,7 +522,8 @@ def config_json(
         }
     # ModelConfig has no context limit: this is a default for programs that need one.
     original = int(config.rope_original_max_position_embeddings * config.rope_factor)
-    limit = 32_768 if config.rope_type == "default" else original
+    limit = original if config.rope_type in ("llama3", "yarn") else 32_768
     defaults = {"max_position_embeddings": limit}
-    kept = {name: value for name, value in (others or {}).items() if name not in _DROPPED}
+    source = text_fields(Fields(others or {}, "config.json")).values
+    kept = {name: value for name, value in source.items() if name not in _DROPPED}
     return defaults | kept | own

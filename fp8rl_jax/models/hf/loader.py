@@ -21,12 +21,12 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.arrays import EMBEDDING, HEAD, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import BLOCKS, SCALE_SUFFIX, is_fp8, scale_shape
-from fp8rl_jax.models.hf.config_json import read_config
+from fp8rl_jax.models.hf.config_json import IMAGES, read_config
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.finite import count_bad_scales, count_not_finite
 from fp8rl_jax.models.hf.placement import Filling
 from fp8rl_jax.models.hf.reader import FP8, Checkpoint, Source, check, check_sizes
-from fp8rl_jax.models.hf.safetensors_file import DTYPES
+from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry
 from fp8rl_jax.models.hf.tables import Piece, Tensor, model_tensors
 from fp8rl_jax.models.stacks import Path
 from fp8rl_jax.quant import QArray
@@ -55,7 +55,7 @@ def load(
     shardings: Any = None,
     check_finite: bool = True,
 ) -> tuple[ModelConfig, Any]:
-    """Reads a checkpoint of Qwen3, Qwen3-MoE, Llama or DeepSeek-V3 (and their relatives).
+    """Reads a checkpoint of a model type that config_json.py knows.
 
     Args:
       path: a local directory with config.json and one safetensors file, or shards and an index.
@@ -77,9 +77,25 @@ def load(
     directory = pathlib.Path(path)
     name, fields = dtype_name(dtype), read_fields(directory)
     config, fp8 = read_config(fields), is_fp8(fields)
-    further_layers = max(fields.get("num_nextn_predict_layers", int, 1), 1)
+    # DeepSeek's files hold such a layer whatever the field says, other types only with the field.
+    further_layers = fields.get("num_nextn_predict_layers", int, 0)
+    further_layers = max(further_layers, config.latent)
     source = Checkpoint(directory)
+    if fields.values["model_type"] == IMAGES:
+        source.entries = _of_text(source.entries)
     return config, load_from(source, config, name, shardings, fp8, further_layers, check_finite)
+
+
+def _of_text(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Returns the tensors of the text model beside one of images, under a text model's names: in
+    published files and in those of transformers 5."""
+    prefixes = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
+    return {
+        own + name.removeprefix(prefix): entry
+        for name, entry in entries.items()
+        for prefix, own in prefixes.items()
+        if name.startswith(prefix)
+    }
 
 
 def read_model_config(path: str | pathlib.Path) -> ModelConfig:

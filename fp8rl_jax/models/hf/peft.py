@@ -44,6 +44,11 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layers_to_transform": ([],),
     "target_parameters": ([],),
     "lora_bias": (False,),
+    "use_qalora": (False,),
+    "alora_invocation_tokens": ([],),
+    "layer_replication": ([],),
+    # Others are of a base that they changed.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
 Place = tuple[tuple[str, ...], tuple[int, ...]]  # path of a leaf of the adapters, index into it
 
@@ -149,7 +154,10 @@ def check_adapter(path: str, config: ModelConfig, adapters: Any, rank: int, alph
     entries, flat = read_header(directory / WEIGHTS), traverse_util.flatten_dict(adapters)
     wanted = {name: flat[leaf].shape[-2:][::-1] for name, (leaf, _) in _places(config, adapters)}
     if entries.keys() != wanted.keys():
-        have, want = (sorted({n.split(".")[-3] for n in x}) for x in (entries, wanted))
+        have, want = (
+            sorted({n.rpartition(".lora_")[0].rpartition(".")[2] for n in names})
+            for names in (entries, wanted)
+        )
         raise UserError(
             f"{where} has matrices of {', '.join(have)}, {len(entries)} in all, and this model's "
             f"are of {', '.join(want)}, {len(wanted)}: write lora.modules={','.join(have)!r}, or "

@@ -245,13 +245,14 @@ def _passed_over(name: str, config: ModelConfig, further_layers: int) -> bool:
     """Returns whether a tensor that the model does not need is allowed.
 
     Allowed are rotary frequencies, which follow from config.json; a tied head, which equals the
-    embedding; and DeepSeek's multi-token prediction layers, numbered after the model's.
+    embedding; and the multi-token prediction layers of DeepSeek and GLM, numbered after the
+    model's.
     """
     if name.endswith("rotary_emb.inv_freq") or (name == HEAD and config.tie_word_embeddings):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     after = range(config.num_hidden_layers, config.num_hidden_layers + further_layers)
-    return bool(config.latent and layer and int(layer[1]) in after)
+    return bool(layer and int(layer[1]) in after)
 
 
 def _check_type(entry: Entry, name: str, may_be_fp8: bool) -> None:

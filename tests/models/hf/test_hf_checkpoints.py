@@ -181,16 +181,17 @@ def test_half_precision_and_bf16_scales(tmp_path):
 
 
 def test_names_that_are_passed_over(tmp_path):
-    """A tied head, rotary frequencies, DeepSeek's module for further tokens."""
-    for name, further in (
-        ("qwen3_tied", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-        ("moonlight", "model.layers.3.eh_proj.weight"),
+    """A tied head, rotary frequencies, modules of DeepSeek and GLM for further tokens."""
+    for name, further, more in (
+        ("qwen3_tied", "model.layers.0.self_attn.rotary_emb.inv_freq", {}),
+        ("moonlight", "model.layers.3.eh_proj.weight", {}),
+        ("glm4_moe", "model.layers.3.eh_proj.weight", {"num_nextn_predict_layers": 1}),
     ):
         params = params_of(name)
         tensors = named(CONFIGS[name], params) | {further: np.ones(3, np.float32)}
         if name == "qwen3_tied":
             tensors["lm_head.weight"] = params["embed_tokens"]
-        write(tmp_path / name, fields_of(name), tensors)
+        write(tmp_path / name, fields_of(name) | more, tensors)
         _equal(hf.load(tmp_path / name)[1], params)
     with pytest.raises(UserError, match=r"lm_head.weight is not the embedding.*tie_word"):
         tensors = named(CONFIGS["qwen3_tied"], params_of("qwen3_tied"))

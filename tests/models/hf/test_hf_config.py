@@ -162,6 +162,29 @@ def test_new_form_reads_alike(name):
     assert _read(new) == preset(name)
 
 
+def test_sizes_that_files_with_images_leave_out():
+    """Gemma 3 4B's config.json, published with those of its text model that differ."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    published = {
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"hidden_size": 1152},
+    }
+    assert _read(published) == preset("gemma3_4b")
+    with pytest.raises(UserError, match="text_config"):
+        _read(published | {"text_config": None})
+    written = config_json(preset("gemma3_4b"), "bfloat16", published | {"eos_token_id": [1, 106]})
+    assert written["model_type"] == "gemma3_text" and written["eos_token_id"] == [1, 106]
+    assert not {"text_config", "vision_config"} & set(written)
+
+
 def test_new_form_of_partial_rotation():
     old = {n: x for n, x in _GLM.items() if not n.startswith(("rope", "partial"))}
     rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
@@ -232,7 +255,8 @@ def _rope(**changes) -> dict:
 @pytest.mark.parametrize(
     ("fields", "changes", "words"),
     [
-        (_LLAMA, {"model_type": "gemma3"}, ["model_type", "'gemma3'", "deepseek_v3"]),
+        (_LLAMA, {"model_type": "gemma2"}, ["model_type", "'gemma2'", "deepseek_v3"]),
+        (_GEMMA3, {"layer_types": [{}]}, ["layer_types"]),
         (_LLAMA, {"model_type": None}, ["model_type", "None"]),
         (_LLAMA, {"model_type": ["llama"]}, ["model_type", "qwen3"]),
         (_LLAMA, {"attention_bias": True}, ["attention_bias", "True"]),
@@ -279,7 +303,7 @@ def _rope(**changes) -> dict:
         (_LLAMA, {"layer_types": ["sliding_attention"] * 32}, ["layer_types", "mistral"]),
         (_GLM, {"partial_rotary_factor": 0.25}, ["partial_rotary_factor", "0.25", "0.5"]),
         (_QWEN3, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "glm4_moe"]),
-        (_GEMMA3, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "write null"]),
+        (_GEMMA3, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "another model"]),
         (_GEMMA3, {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
         (_GEMMA3, {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
         (_GEMMA3, {"layer_types": ["full_attention"]}, ["layer_types", "26"]),

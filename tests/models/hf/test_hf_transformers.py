@@ -10,6 +10,8 @@ is the same.
 
 from __future__ import annotations
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -103,6 +105,32 @@ def test_mistral_is_a_llama(transformers, tmp_path):
         tmp_path / "ours", attn_implementation="eager"
     )
     np.testing.assert_array_equal(_logits(again.eval(), tokens), expected)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_the_text_model_of_a_file_with_images(transformers, published, tmp_path):
+    """Gemma 3 from 4B, under the names of published files and of transformers 5."""
+    import safetensors.numpy
+
+    model = _random_model(transformers, "gemma3")
+    text = model.config.to_dict()
+    (tmp_path / "theirs").mkdir()
+    about = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    about |= {"text_config": text, "vision_config": {"hidden_size": 8}, "eos_token_id": [1, 106]}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(about, default=str))
+    prefix = "language_model.model." if published else "model.language_model."
+    tensors = {
+        prefix + name.removeprefix("model."): value.numpy()
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    tower = "vision_tower.x.weight" if published else "model.vision_tower.x.weight"
+    tensors[tower] = np.ones((2, 2), np.float32)
+    file = tmp_path / "theirs" / "model.safetensors"
+    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+    config, params = hf.load(tmp_path / "theirs")
+    assert config == CONFIGS["gemma3"]
+    _assert_same_logits(model, config, params)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
