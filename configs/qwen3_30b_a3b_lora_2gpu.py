@@ -38,7 +38,6 @@ def get_config():
                 "group_size": 8,
                 "max_prompt_tokens": 320,
                 "max_new_tokens": 768,
-                "slots": 128,
             },
             "learner": {"gradient_accumulation_steps": 64, "remat": "full"},
             "optimizer": {"learning_rate": 2e-5, "warmup_steps": 5, "b2": 0.95},
