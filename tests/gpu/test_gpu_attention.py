@@ -8,6 +8,7 @@ the page's share of the weights, 1/18 for the longest case here.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax.numpy as jnp
@@ -48,10 +49,11 @@ def test_float64(case, source):
 @pytest.mark.parametrize(
     ("kind", "length"), [*itertools.product(["int8", "bf16"], LENGTHS), ("fp8", 97), ("fp8", 1025)]
 )
-def test_alone_or_among_all(kind, length, source, heads=(8, 2), width=128):
+def test_alone_or_among_all(kind, length, source, heads=(8, 2), width=128, **settings):
     """The last query of a sequence, alone as in a decode step, and among all as in a learner's.
 
-    The decode step's cache is longer and holds numbers behind the sequence's end.
+    The decode step's cache is longer and holds numbers behind the sequence's end. `settings` are
+    further arguments of attention.
     """
     q = source.take(jnp.bfloat16, 1, length, heads[0], width)
     slots = (1, length + 70, heads[1])
@@ -61,13 +63,28 @@ def test_alone_or_among_all(kind, length, source, heads=(8, 2), width=128):
         cache |= {name: unit * source.scales(*slots) for name in ("k_scale", "v_scale")}
 
     def run(q, positions, cache):
-        return attention(q, positions=positions, scale=width**-0.5, **cache)
+        return attention(q, positions=positions, scale=width**-0.5, **cache, **settings)
 
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     seen = {name: x[:, :length] for name, x in cache.items()}
     whole = exact_jit(run)(q, positions, seen)
     alone = exact_jit(run)(q[:, -1:], positions[:, -1:], cache)
     assert_bitwise_equal(f"attention over {length} keys in {kind}", alone, whole[:, -1:])
+
+
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+@pytest.mark.parametrize(("length", "window"), [(97, 40), (1025, 500), (4097, 512)])
+def test_windows_and_sinks(kind, length, window, source, heads=(8, 2), width=128):
+    """As above, of queries that see `window` keys; and that a window and sinks have an effect."""
+    settings = {"window": jnp.int32(window), "sinks": source.scales(heads[0])}
+    test_alone_or_among_all(kind, length, source, heads, width, **settings)
+    q, k, v = (source.take(jnp.bfloat16, 1, length, n, width) for n in (heads[0], *heads[1:] * 2))
+    run = functools.partial(attention, positions=jnp.arange(length, dtype=jnp.int32)[None])
+    plain, *others = (
+        exact_jit(functools.partial(run, scale=width**-0.5, **given))(q, k, v)[:, -1]
+        for given in ({}, *({name: x} for name, x in settings.items()))
+    )
+    assert all(bool((other != plain).mean() > 0.5) for other in others)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "bf16"])

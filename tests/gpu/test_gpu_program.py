@@ -37,6 +37,19 @@ DENSE = ModelConfig(
 SPARSE = dataclasses.replace(
     DENSE, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
 )
+GEMMA = dataclasses.replace(
+    DENSE,
+    sandwich_norms=True,
+    unit_offset_norms=True,
+    scale_embeddings=True,
+    hidden_act="gelu_pytorch_tanh",
+    sliding_window=40,
+    sliding_window_pattern=3,
+    rope_local_base_freq=1e3,
+)
+GLM = dataclasses.replace(
+    SPARSE, qkv_bias=True, partial_rotary_factor=0.5, scoring_func="sigmoid", n_shared_experts=1
+)
 # A layer of Qwen3-8B: its products take the tiles of the real model.
 LAYER = dataclasses.replace(preset("qwen3_8b"), num_hidden_layers=1, vocab_size=1024)
 SIZES = {"prompts": 8, "group": 4, "prompt_slots": 24, "new": 120}  # `group` samples of a prompt
@@ -130,6 +143,8 @@ def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> 
         ("bf16", DENSE),
         ("fp8_blockwise", DENSE),
         ("fp8", SPARSE),
+        ("fp8", GEMMA),
+        ("fp8", GLM),
         ("fp8", LAYER),
         ("bf16", LAYER),
     ],
@@ -138,6 +153,8 @@ def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> 
         "bf16",
         "fp8_blockwise",
         "fp8, experts",
+        "fp8, Gemma",
+        "fp8, GLM",
         "fp8, Qwen3-8B's layer",
         "bf16, Qwen3-8B's layer",
     ],

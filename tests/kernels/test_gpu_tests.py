@@ -89,6 +89,9 @@ _BODIES = [
     slow(functools.partial(_AT_ONCE, kind="bf16", rows=70, depth=72, columns=(136, 40, 40))),
     functools.partial(layer.test_gradient_of_the_embedding, tokens=40, width=30, count=60),
     functools.partial(attention.test_alone_or_among_all, "fp8", 65, heads=(2, 1), width=64),
+    functools.partial(
+        attention.test_windows_and_sinks, "int8", 65, window=20, heads=(2, 1), width=64
+    ),
     _PAGES_OR_PIECE,
     slow(functools.partial(_PIECE, 1, True, "bf16")),
     slow(functools.partial(_PIECE, 1, False, "fp8")),
