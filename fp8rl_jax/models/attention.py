@@ -16,12 +16,12 @@ from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
 from fp8rl_jax.models.layers import (
-    RMSNorm,
     StackedLayer,
     add_bias,
     by_kernel_or_jnp,
     gain_of,
     linears,
+    norm_of,
     rms_norm,
 )
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
@@ -299,9 +299,7 @@ class Attention(nn.Module):
             read = _attend(recipe, query, cache, positions, scales, scale, window, reader)
             return read, cache, {"q": q, "k": k, "v": v}
         if config.qk_norm:
-            norm = functools.partial(
-                RMSNorm, config.rms_norm_eps, recipe, parallel, offset=config.unit_offset_norms
-            )
+            norm = norm_of(config, recipe, parallel)
             q, k = norm(name="q_norm")(q).value, norm(name="k_norm")(k).value
         q, k = _rotated(config, recipe, q, k, (cos, sin))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)

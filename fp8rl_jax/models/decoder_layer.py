@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,7 +13,7 @@ from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
 from fp8rl_jax.models.latent_attention import LatentAttention
-from fp8rl_jax.models.layers import RMSNorm, linears
+from fp8rl_jax.models.layers import linears, norm_of
 from fp8rl_jax.models.parallel.columns import combine, gather_or_slice
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.stacks import ALL, LayerSpec
@@ -64,9 +63,7 @@ class DecoderLayer(nn.Module):
             cache = dataclasses.replace(cache, layer=per_layer.number)
         scales = per_layer.scales
         config, spec, recipe, parallel = self.config, self.spec, self.recipe, self.parallel
-        norm = functools.partial(
-            RMSNorm, config.rms_norm_eps, recipe, parallel, offset=config.unit_offset_norms
-        )
+        norm = norm_of(config, recipe, parallel)
         h = norm(quantise=True, name="input_layernorm")(x)
         attention = LatentAttention if config.latent else Attention
         rope = _own_tables(config, per_layer.window, cos, sin)

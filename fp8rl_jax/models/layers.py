@@ -471,6 +471,12 @@ class RMSNorm(nn.Module):
         return tap_activation(self, "output", y)
 
 
+def norm_of(config: ModelConfig, recipe: Recipe, parallel: Parallel) -> Callable[..., RMSNorm]:
+    """Returns `RMSNorm` with a model's epsilon and offset."""
+    offset = config.unit_offset_norms
+    return functools.partial(RMSNorm, config.rms_norm_eps, recipe, parallel, offset=offset)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def gated_activation(
     recipe: Recipe, activation: str, quantise: bool, gate: jax.Array, up: jax.Array

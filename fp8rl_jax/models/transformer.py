@@ -23,7 +23,7 @@ from fp8rl_jax.models.attention import KEPT
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, run_cache
-from fp8rl_jax.models.layers import RMSNorm, StackedLayer, kernel_init
+from fp8rl_jax.models.layers import StackedLayer, kernel_init, norm_of
 from fp8rl_jax.models.logprobs import head_logits, output_head
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
@@ -130,8 +130,7 @@ class Transformer(nn.Module):
             x, written = carried
             stored_runs.append(None if written is None else written.stored)
             auxes.append(aux)
-        norm = functools.partial(RMSNorm, offset=config.unit_offset_norms, name="norm")
-        x = norm(config.rms_norm_eps, recipe, self.parallel)(x).value
+        x = norm_of(config, recipe, self.parallel)(name="norm")(x).value
         if not config.tie_word_embeddings and self.is_initializing():
             self.param("lm_head", kernel_init(), shape[::-1])
         if cache is not None:

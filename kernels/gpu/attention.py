@@ -63,6 +63,7 @@ from fp8rl_jax.kernels.gpu.online_softmax import (
     nothing,
     one_split_of,
     scale_at,
+    with_sinks,
 )
 from fp8rl_jax.kernels.gpu.quantiser import Quantisation, block_scales, magnitude_bits
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
@@ -106,11 +107,7 @@ def _store_result(
     """Stores a tile's results, and with QUANTIZE what `norm.quantize_rows` makes of them."""
     out, q, q_scale = results
     if SINKS:
-        sink = tl.load(sinks + place % H, mask=exists, other=0.0) * 1.4426950408889634
-        above = tl.maximum(top, sink)
-        rescale = tl.exp2(top - above)
-        total = tl.fma(total, rescale, tl.exp2(sink - above))
-        values *= tl.broadcast_to(rescale[:, None], values.shape)
+        top, total, values = with_sinks(sinks, place % H, exists, top, total, values)
     # Adding 0.0 makes -0.0 positive: another block without visible keys would do that, too.
     result = tl.div_rn(values, tl.broadcast_to(total[:, None], values.shape)) + 0.0
     rounded = result.to(out.dtype.element_ty)
@@ -392,10 +389,7 @@ def attention(
     unused = jnp.zeros((1,), jnp.float32)
     others = [unused if x is None else x for x in (*scales, *ropes, table)]
     others.append(unused if layer is None else layer.reshape(1))
-    more = [
-        unused if window is None else window.reshape(1).astype(jnp.int32),
-        unused if sinks is None else sinks.astype(jnp.float32),
-    ]
+    more = operands.window_and_sinks(window, sinks)
     rows = batch, queries, heads
     assert quantisation is None or v_features == K_BLOCK
     given = quantisation or Quantisation()

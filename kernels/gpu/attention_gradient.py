@@ -29,14 +29,13 @@ import triton.language as tl
 from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu import fast_attention
 from fp8rl_jax.kernels.gpu.fast_attention import Tile, scores_of, seen_by, tile_rows
-from fp8rl_jax.kernels.gpu.online_softmax import first_seen, multiply
+from fp8rl_jax.kernels.gpu.online_softmax import LOG2_E, first_seen, multiply, sees
 from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 from fp8rl_jax.kernels.reference import attention_gradient as reference
 from fp8rl_jax.kernels.reference.attention import dequantized
 
 _SCAN = tl.constexpr(1024)  # positions that are loaded at a time
 _LOG_2 = tl.constexpr(0.6931471805599453)
-_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -68,9 +67,7 @@ def _add_to_query(
     score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
     weight = tl.exp2(score - logsumexp[:, None])
     if MASKED:
-        seen = slot[None, :] <= position[:, None]
-        if WINDOWED:
-            seen &= slot[None, :] >= oldest[:, None]
+        seen = sees(slot[None, :], position[:, None], oldest[:, None], WINDOWED)
         weight = tl.where(seen, weight, 0.0)
     value = vectors(v, place, there, DV, V_WIDTH)
     dweight = multiply(dout, value.T)
@@ -132,10 +129,8 @@ def query_gradient_kernel(
     oldest, begin = first_seen(window, position, exists, WINDOWED)
     rows = query, query_scale, row_dout, row_logsumexp, row_delta, position, oldest
     dquery = tl.zeros((ROWS, WIDTH), tl.float32)
-    unmasked, end = seen_by(position, exists, S, KEYS)
-    if WINDOWED:
-        unmasked = begin // KEYS * KEYS
-    first, last = unmasked if WINDOWED else 0, unmasked
+    first, unmasked, end = seen_by(position, exists, begin, S, KEYS, WINDOWED)
+    last = unmasked
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
             dquery = _add_to_query(
@@ -259,10 +254,8 @@ def key_gradient_kernel(
             row_logsumexp = tl.load(logsumexp + row_place, mask=exists, other=0.0)
             weight = tl.exp2(score - row_logsumexp[None, :])
             if unmasked_part == 0:
-                seen = slot[:, None] <= position[None, :]
-                if WINDOWED:
-                    oldest, _ = first_seen(window, position, exists, WINDOWED)
-                    seen &= slot[:, None] >= oldest[None, :]
+                oldest, _ = first_seen(window, position, exists, WINDOWED)
+                seen = sees(slot[:, None], position[None, :], oldest[None, :], WINDOWED)
                 weight = tl.where(seen, weight, 0.0)
             row_dout = vectors(dout, row_place, exists, DV, V_WIDTH)
             dvalue = tl.dot(weight.to(row_dout.dtype), row_dout, dvalue, input_precision="ieee")
@@ -332,5 +325,5 @@ def attention_vjp(
     if sinks is None:
         return dq, dk, dv
     seen = positions[..., None] >= 0
-    weight = jnp.where(seen, jnp.exp2(sinks * _LOG2_E - logsumexp), 0)
+    weight = jnp.where(seen, jnp.exp2(sinks * LOG2_E.value - logsumexp), 0)
     return dq, dk, dv, -(weight * delta).sum((0, 1))

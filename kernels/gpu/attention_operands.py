@@ -84,6 +84,15 @@ def check_operands(
         check(fits, f"{name} {shape} must be () or {like.shape[:3]}")
 
 
+def window_and_sinks(window: jax.Array | None, sinks: jax.Array | None) -> list[jax.Array]:
+    """Returns what kernels take for a window and sinks, unused arrays for None."""
+    unused = jnp.zeros((1,), jnp.float32)
+    return [
+        unused if window is None else window.reshape(1).astype(jnp.int32),
+        unused if sinks is None else sinks.astype(jnp.float32),
+    ]
+
+
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:
     """Returns whether each split of the keys gets its own program: few tiles and long caches."""
     tiles = -(-queries * heads // kv_heads // ROWS)

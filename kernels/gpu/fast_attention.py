@@ -25,8 +25,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.gpu.attention_operands import check_operands, head_width, in_float32
-from fp8rl_jax.kernels.gpu.online_softmax import LOWEST, first_seen, multiply
+from fp8rl_jax.kernels.gpu.attention_operands import (
+    check_operands,
+    head_width,
+    in_float32,
+    window_and_sinks,
+)
+from fp8rl_jax.kernels.gpu.online_softmax import LOWEST, first_seen, multiply, sees, with_sinks
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 
@@ -69,15 +74,19 @@ def scores_of(
 
 
 @triton.jit
-def seen_by(position, exists, S, KEYS: tl.constexpr):
-    """Returns the slots where a tile's loop over keys starts to mask (a block's start), and ends.
+def seen_by(position, exists, begin, S, KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+    """Returns the slots where a tile's loop over keys starts, and where it starts to mask (both a
+    block's start), and where it ends. `begin` is `first_seen`'s; a window masks every block.
 
     Slots from the end on are not read: garbage may be NaN, and 0 * NaN is NaN.
     """
     all_see = tl.min(tl.where(exists, position, S - 1), 0) + 1
     some_see = tl.max(position, 0) + 1
-    unmasked = tl.maximum(all_see, 0) // KEYS * KEYS
-    return unmasked, some_see
+    start, unmasked = 0, tl.maximum(all_see, 0) // KEYS * KEYS
+    if WINDOWED:
+        start = begin // KEYS * KEYS
+        unmasked = start
+    return start, unmasked, some_see
 
 
 @triton.jit
@@ -110,9 +119,7 @@ def _add_block(
     key = vectors(k, place, there, D, WIDTH)
     score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
     if MASKED:
-        seen = slot[None, :] <= position[:, None]
-        if WINDOWED:
-            seen &= slot[None, :] >= oldest[:, None]
+        seen = sees(slot[None, :], position[:, None], oldest[:, None], WINDOWED)
         score = tl.where(seen, score, float("-inf"))
     above = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - above[:, None])
@@ -172,11 +179,9 @@ def fast_attention_kernel(
         query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
-    unmasked, end = seen_by(position, exists, S, KEYS)
     oldest, begin = first_seen(window, position, exists, WINDOWED)
-    if WINDOWED:
-        unmasked = begin // KEYS * KEYS
-    first, last = unmasked if WINDOWED else 0, unmasked
+    first, unmasked, end = seen_by(position, exists, begin, S, KEYS, WINDOWED)
+    last = unmasked
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
             top, total, values = _add_block(
@@ -201,13 +206,8 @@ def fast_attention_kernel(
             )
         first, last = unmasked, end
     if SINKS:
-        sink = kv_head * (H // HKV) + place % H
-        sink = tl.load(sinks + sink, mask=exists, other=0.0) * 1.4426950408889634
-        above = tl.maximum(top, sink)
-        rescale = tl.exp2(top - above)
-        total = tl.fma(total, rescale, tl.exp2(sink - above))
-        values *= rescale[:, None]
-        top = above
+        head = kv_head * (H // HKV) + place % H
+        top, total, values = with_sinks(sinks, head, exists, top, total, values)
     values *= (1.0 / total)[:, None]
     store_vectors(out + first_row * DV, values, place, exists, DV, V_WIDTH)
     tl.store(logsumexp + first_row + place, top + tl.log2(total), mask=exists)
@@ -316,11 +316,7 @@ def prepare(
         "WINDOWED": window is not None,
         "SINKS": sinks is not None,
     }
-    unused = jnp.zeros((1,), jnp.float32)
-    more = [
-        unused if window is None else window.reshape(1).astype(jnp.int32),
-        unused if sinks is None else sinks.astype(jnp.float32),
-    ]
+    more = window_and_sinks(window, sinks)
     return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales, *more), constants)
 
 

@@ -13,6 +13,7 @@ ROWS = tl.constexpr(operands.ROWS)
 BLOCK = tl.constexpr(KV_CHUNK)
 SPLIT = tl.constexpr(operands.SPLIT)
 LOWEST = tl.constexpr(-3.4e38)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -23,6 +24,15 @@ def first_seen(window, position, exists, WINDOWED: tl.constexpr):
         oldest = tl.maximum(position - tl.load(window) + 1, 0)
         first = tl.min(tl.where(exists, oldest, 2147483647), 0)
     return oldest, first
+
+
+@triton.jit
+def sees(slot, position, oldest, WINDOWED: tl.constexpr):
+    """Returns whether rows see slots; arguments broadcast, `oldest` is `first_seen`'s."""
+    found = slot <= position
+    if WINDOWED:
+        found &= slot >= oldest
+    return found
 
 
 @triton.jit
@@ -106,9 +116,7 @@ def one_split_of(
         if DR > 0:
             key_rope = vectors(k_rope + first * DR, place, there, DR, R_WIDTH)
             score += multiply(query_rope, key_rope.T) * SCALE
-        seen = slot[None, :] <= position[:, None]
-        if WINDOWED:
-            seen &= slot[None, :] >= oldest[:, None]
+        seen = sees(slot[None, :], position[:, None], oldest[:, None], WINDOWED)
         score = tl.where(seen, score, float("-inf"))
         scaled_score = score
         if V_SCALES > 0:
@@ -145,3 +153,13 @@ def join(top, total, values, more_top, more_total, more_values):
     total = tl.fma(total, rescale, more_total * more_rescale)
     wide = tl.broadcast_to(rescale[:, None], values.shape)
     return above, total, tl.fma(values, wide, more_values * more_rescale[:, None])
+
+
+@triton.jit
+def with_sinks(sinks, head, exists, top, total, values):
+    """Adds the sinks of each row's head to maximum, sum and weighted values."""
+    sink = tl.load(sinks + head, mask=exists, other=0.0) * LOG2_E
+    above = tl.maximum(top, sink)
+    rescale = tl.exp2(top - above)
+    total = tl.fma(total, rescale, tl.exp2(sink - above))
+    return above, total, values * tl.broadcast_to(rescale[:, None], values.shape)

@@ -161,6 +161,7 @@ _RULES: dict[str, Any] = {
     "rope_interleave": False,
     "partial_rotary_factor": 1.0,
     "rope_local_base_freq": 0.0,
+    "qk_norm": False,
     "qkv_bias": False,
     "query_pre_attn_scalar": 0,
     "sliding_window": 0,
@@ -172,7 +173,7 @@ _RULES: dict[str, Any] = {
 }
 _OWN_RULES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
-    "qwen3": {},
+    "qwen3": {"qk_norm": True},
     "qwen3_moe": {"qk_norm": True, "n_shared_experts": 0, "routed_scaling_factor": 1.0},
     "llama": {},
     "mistral": {"sliding_window": _ANY},
@@ -188,8 +189,8 @@ _OWN_RULES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": _ANY,
         "query_pre_attn_scalar": _ANY,
     },
-    "glm4_moe": {"qkv_bias": _ANY, "partial_rotary_factor": _ANY},
-    "deepseek_v3": {"qk_norm": False, "rope_interleave": _ANY},
+    "glm4_moe": {"qk_norm": _ANY, "qkv_bias": _ANY, "partial_rotary_factor": _ANY},
+    "deepseek_v3": {"rope_interleave": _ANY},
 }
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = (
@@ -244,12 +245,10 @@ def read_config(fields: Fields) -> ModelConfig:
     fields = Fields({**_ABSENT.get(stated, _ABSENT[kind]), **fields.values}, fields.where)
     fields.require_finite()
     _refuse_unsupported(fields, kind)
-    values = _read(fields, _SHARED) | _read_rope(fields, kind)
+    values = _rules_of(kind) | _read(fields, _SHARED) | _read_rope(fields, kind)
     values |= _read_windows(fields, kind, values["num_hidden_layers"])
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
-    values["qk_norm"] = kind in ("qwen3", "qwen3_moe", "gemma3_text")
-    values["qkv_bias"] = kind == "qwen2"
     if kind == "glm4_moe":
         values["qkv_bias"] = fields.get("attention_bias", bool, False)
         values["qk_norm"] = fields.get("use_qk_norm", bool, False)
@@ -263,8 +262,6 @@ def read_config(fields: Fields) -> ModelConfig:
     if kind == "qwen3_moe":
         values |= _read_qwen3_experts(fields)
     if kind == "gemma3_text":
-        names = ("sandwich_norms", "unit_offset_norms", "scale_embeddings")
-        values |= dict.fromkeys(names, True) | {"hidden_act": _GELU}
         values["query_pre_attn_scalar"] = fields.get("query_pre_attn_scalar", int)
     try:
         return ModelConfig(**values)
@@ -405,6 +402,12 @@ def _read_rope(fields: Fields, model: str) -> dict[str, Any]:
     return found
 
 
+def _rules_of(kind: str) -> dict[str, Any]:
+    """Returns the fields of ModelConfig that every model of a type has alike."""
+    rules = _RULES | _OWN_RULES[kind]
+    return {name: value for name, value in rules.items() if value is not _ANY}
+
+
 def _nearest(config: ModelConfig) -> str:
     if config.latent:
         return "deepseek_v3"
@@ -426,7 +429,7 @@ def family_of(config: ModelConfig) -> str:
       UserError: no type has these rules; the message names the field and the nearest type.
     """
     kind = _nearest(config)
-    rules = {n: value for n, value in (_RULES | _OWN_RULES[kind]).items() if value is not _ANY}
+    rules = _rules_of(kind)
     if kind == "deepseek_v3" and config.num_experts:
         rules["scoring_func"] = "sigmoid"
     if kind == "gemma3_text" and not config.rope_local_base_freq and config.rope_type != "default":

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,11 @@ def _places(config: ModelConfig, adapters: Any) -> Iterator[tuple[str, Place]]:
         first += count
 
 
+def _modules(names: Iterable[str]) -> list[str]:
+    """Returns the names of the linear layers that tensors belong to."""
+    return sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in names})
+
+
 def save_adapter(
     path: str | pathlib.Path, config: ModelConfig, adapters: Any, *, alpha: float, base: str = ""
 ) -> pathlib.Path:
@@ -98,7 +103,7 @@ def save_adapter(
         "r": next(x.shape[-1] for p, x in flat.items() if p[-1] == LORA[0]),
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({name.split(".")[-3] for name, _ in places}),
+        "target_modules": _modules(name for name, _ in places),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -154,10 +159,7 @@ def check_adapter(path: str, config: ModelConfig, adapters: Any, rank: int, alph
     entries, flat = read_header(directory / WEIGHTS), traverse_util.flatten_dict(adapters)
     wanted = {name: flat[leaf].shape[-2:][::-1] for name, (leaf, _) in _places(config, adapters)}
     if entries.keys() != wanted.keys():
-        have, want = (
-            sorted({n.rpartition(".lora_")[0].rpartition(".")[2] for n in names})
-            for names in (entries, wanted)
-        )
+        have, want = map(_modules, (entries, wanted))
         raise UserError(
             f"{where} has matrices of {', '.join(have)}, {len(entries)} in all, and this model's "
             f"are of {', '.join(want)}, {len(wanted)}: write lora.modules={','.join(have)!r}, or "
