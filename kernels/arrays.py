@@ -35,6 +35,7 @@ def fp8_max(dtype) -> float:
 
 # Of the argument s of `gated_activation`: s(x) = GELU_FACTOR * x * (1 + GELU_CUBE * x^2).
 GELU_FACTOR, GELU_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss's activation
 
 
 def prevent_fma(product: jax.Array) -> jax.Array:

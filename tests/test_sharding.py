@@ -358,11 +358,16 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
         pytest.param(
             {
                 "recipe": "fp8",
-                "config": {"model.qk_norm": False, "model.qkv_bias": True},
+                "config": {
+                    "model.qk_norm": False,
+                    "model.qkv_bias": True,
+                    "model.o_bias": True,
+                    "model.attention_sinks": True,
+                },
                 "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
             },
             15,
-            id="biases, which stay whole around cut products",
+            id="biases and sinks, which stay whole around cut products",
         ),
         pytest.param(
             {

@@ -107,6 +107,15 @@ _FAMILIES = {
     "bf16 glm": Case("bf16", "glm", prompts=(1, 7, 20), experts=8, remat="full"),
     "mxfp8 glm": Case("mxfp8", "glm", prompts=(1, 7, 20), experts=8, updates=1),
     "delayed glm": Case("fp8_delayed", "glm", prompts=(1, 7, 20), experts=8, updates=1),
+    "f32 gpt-oss": Case("f32", "gpt-oss", prompts=(1, 7, 40), experts=8, new_tokens=90, updates=2),
+    "fp8 gpt-oss": Case(
+        "fp8", "gpt-oss", prompts=(1, 7, 20), experts=8, updates=1, micro_batches=3
+    ),
+    "bf16 gpt-oss": Case(
+        "bf16", "gpt-oss", prompts=(1, 7, 20), experts=8, updates=1, layers=4, remat="full"
+    ),
+    "mxfp8 gpt-oss": Case("mxfp8", "gpt-oss", prompts=(1, 7, 20), experts=8, updates=1),
+    "delayed gpt-oss": Case("fp8_delayed", "gpt-oss", prompts=(1, 7, 20), experts=8, updates=1),
     "bf16 deepseek": Case("bf16", "deepseek", layers=3, updates=2, micro_batches=3),
     "f32 deepseek past 128 keys": Case(
         "f32", "deepseek", layers=3, prompts=(1, 13, 40), new_tokens=100, remat="full", updates=1

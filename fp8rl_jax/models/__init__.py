@@ -15,9 +15,8 @@ checkpoints.
 
 Imports `quant` and `kernels`, nothing of reinforcement learning.
 
-Not done: biases of linear layers other than of queries, keys and values, models with sinks (which
-the kernels have), layers of different shapes other than leading dense layers in a model with
-experts.
+Not done: biases of dense MLPs, layers of different shapes other than leading dense layers in a
+model with experts.
 """
 
 from fp8rl_jax.models.arrays import LINEAR_LAYERS, param_shapes

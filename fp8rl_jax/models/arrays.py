@@ -31,8 +31,8 @@ from fp8rl_jax.models.stacks import RUNS, LayerSpec, Path, layer_spec, layer_sta
 
 Shape = tuple[int, ...]
 # Roles. LINEAR: what a recipe may quantise. TABLE: embedding and head, in the compute dtype.
-# ROUTER, GAIN (of norms), BIAS (of linear layers), CORRECTION (of routers): float32 in every form
-# of the parameters.
+# ROUTER, GAIN (of norms), BIAS (of linear layers and routers; sinks), CORRECTION (of routers):
+# float32 in every form of the parameters.
 LINEAR, TABLE, ROUTER, GAIN = "linear", "table", "router", "gain"
 BIAS, CORRECTION = "bias", "correction"
 ADAPTER = "adapter"  # lora_a and lora_b beside the kernel of a linear layer (models/lora.py)
@@ -103,6 +103,8 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
         "keys": keys,
         "query_bias": queries if c.qkv_bias else 0,
         "key_bias": keys if c.qkv_bias else 0,
+        "output_bias": c.hidden_size if c.o_bias else 0,
+        "sunk_heads": c.num_attention_heads if c.attention_sinks else 0,
         "normed_head": c.head_dim if c.qk_norm and not c.latent else 0,
         "one_norm": 0 if c.sandwich_norms else c.hidden_size,
         "sandwich": c.hidden_size if c.sandwich_norms else 0,
@@ -116,6 +118,7 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
         "value": c.v_head_dim,
         "experts": c.num_experts,
         "corrected_experts": c.num_experts if c.scoring_func == "sigmoid" else 0,
+        "biased_experts": c.num_experts if c.moe_bias else 0,
         "expert_mlp": c.moe_intermediate_size,
         "shared_mlp": c.n_shared_experts * c.moe_intermediate_size,
     }
@@ -140,10 +143,10 @@ def _gain(place: str, size: str, gguf: str = "") -> Array:
     return _array(path, size, GAIN, (), path.replace("/", "."), gguf)
 
 
-def _bias(place: str, size: str, gguf: str) -> Array:
+def _bias(place: str, size: str, gguf: str = "") -> Array:
     """Makes the row of the bias of an attention's linear layer at `place`."""
-    path = f"{place}/bias"
-    return _array(path, size, BIAS, (), path.replace("/", "."), gguf)
+    hf = f"self_attn.{place.rpartition('/')[2]}.bias"
+    return _array(f"{place}/bias", size, BIAS, (), hf, gguf)
 
 
 def _gated_mlp(
@@ -187,6 +190,8 @@ ATTENTION = (
     _bias("self_attn/q_proj", "query_bias", "attn_q.bias"),
     _bias("self_attn/k_proj", "key_bias", "attn_k.bias"),
     _bias("self_attn/v_proj", "key_bias", "attn_v.bias"),
+    _bias("o_proj", "output_bias"),
+    _array("self_attn/sinks", "sunk_heads", BIAS, (), "self_attn.sinks"),
     _gain("self_attn/q_norm", "normed_head", "attn_q_norm.weight"),
     _gain("self_attn/k_norm", "normed_head", "attn_k_norm.weight"),
     _linear(
@@ -216,7 +221,18 @@ SPARSE = (
     _array(
         f"router/{_CORRECTION}", "corrected_experts", CORRECTION, _EMBED, f"mlp.gate.{_CORRECTION}"
     ),
+    _array("router/bias", "biased_experts", BIAS, _EMBED, "mlp.gate.bias"),
     *_gated_mlp("experts/", "experts.{}.", "expert_mlp", EXPERTS, front="experts"),
+    *(
+        _array(
+            f"experts/{name}_bias",
+            f"biased_experts {width}",
+            BIAS,
+            EXPERTS,
+            f"mlp.experts.{{}}.{name}_proj.bias",
+        )
+        for name, width in (("gate", "expert_mlp"), ("up", "expert_mlp"), ("down", "hidden"))
+    ),
     *_gated_mlp("shared_experts/", "shared_experts.", "shared_mlp", _WIDE),
 )
 LAYER = (*ATTENTION, *MLP, *LATENT, *SPARSE)

@@ -1,4 +1,4 @@
-"""Grouped-query attention with RoPE and, in some models, QK-norm.
+"""Grouped-query attention with RoPE and, in some models, QK-norm, biases and sinks.
 
 K and V always pass through the KV quantiser. Under FP8 attention q passes through it too.
 """
@@ -23,6 +23,7 @@ from fp8rl_jax.models.layers import (
     linears,
     norm_of,
     rms_norm,
+    vector,
 )
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
@@ -62,6 +63,7 @@ def _attend(
     scales: Scales | None,
     scale: float,
     window: jax.Array | None,
+    sinks: jax.Array | None,
     reader: Recipe | None = None,
 ) -> Activation:
     """Runs attention; returns (B, T, H * Dh) in the compute dtype.
@@ -76,7 +78,7 @@ def _attend(
     k_scale, v_scale = _scales(kv, scales)
     run = functools.partial(kernels.attention, scale=scale)
     others = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    others |= {"table": cache.table, "layer": cache.layer, "window": window}
+    others |= {"table": cache.table, "layer": cache.layer, "window": window, "sinks": sinks}
 
     def kernel(arrays, others, dtype, quantisation):
         settings = {"dtype": dtype, "quantisation": quantisation}
@@ -114,6 +116,7 @@ def self_attention(
     positions: jax.Array,
     scales: Scales | None,
     window: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Computes attention within the given sequences without a cache, for the learner.
 
@@ -127,25 +130,27 @@ def self_attention(
       positions: (B, T) int32.
       scales: this layer's calibrated scales, or None.
       window: () int32, the most tokens that a query sees, or None.
+      sinks: (H,) float32, as for `kernels.attention`, or None.
 
     Returns:
       (B, T, H, Dh) in the compute dtype.
     """
-    return _self_attention_forward(recipe, scale, q, k, v, positions, scales, window)[0]
+    return _self_attention_forward(recipe, scale, q, k, v, positions, scales, window, sinks)[0]
 
 
-def _self_attention_forward(recipe, scale, q, k, v, positions, scales, window):
+def _self_attention_forward(recipe, scale, q, k, v, positions, scales, window, sinks):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    out = _attend(recipe, query, LayerCache(kv), positions, scales, scale, window).value
-    residual = kernels.keep((query, kv, positions, scales, window))
+    cache = LayerCache(kv)
+    out = _attend(recipe, query, cache, positions, scales, scale, window, sinks).value
+    residual = kernels.keep((query, kv, positions, scales, window, sinks))
     return out.reshape(q.shape), (residual, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
     operands, like = residual
-    (q, q_scale), kv, positions, scales, window = kernels.kept(operands)
+    (q, q_scale), kv, positions, scales, window, sinks = kernels.kept(operands)
     k_scale, v_scale = _scales(kv, scales)
-    grads = kernels.attention_vjp(
+    dq, dk, dv, *dsinks = kernels.attention_vjp(
         q,
         kv.k,
         kv.v,
@@ -156,9 +161,11 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
         k_scale=k_scale,
         v_scale=v_scale,
         window=window,
+        sinks=sinks,
         implementation=recipe.kernels,
     )
-    return (*(g.astype(like.dtype) for g in grads), None, None, None)
+    dqkv = (g.astype(like.dtype) for g in (dq, dk, dv))
+    return *dqkv, None, None, None, dsinks[0] if dsinks else None
 
 
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
@@ -275,6 +282,10 @@ class Attention(nn.Module):
         sharers = parallel.tensor if splits_heads(config, parallel.tensor) else 1
         features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         x = shared_input(x, recipe, features, parallel.tensor)
+        sinks = None
+        if config.attention_sinks:
+            sinks = vector(self, parallel, "sinks", (heads,), nn.initializers.normal(0.02))
+            sinks = gather_or_slice(sinks, heads // sharers)
 
         one_kernel = cache is not None and not watched(self) and has_one_kernel(recipe)
         apart = one_kernel and config.qkv_bias and parallel.tensor == 1  # the kernel adds biases
@@ -296,7 +307,7 @@ class Attention(nn.Module):
             q, k, query, cache = _inputs_by_kernel(
                 config, recipe, (q, k, v), biases, gains, (cos, sin), scales, cache, positions
             )
-            read = _attend(recipe, query, cache, positions, scales, scale, window, reader)
+            read = _attend(recipe, query, cache, positions, scales, scale, window, sinks, reader)
             return read, cache, {"q": q, "k": k, "v": v}
         if config.qk_norm:
             norm = norm_of(config, recipe, parallel)
@@ -308,11 +319,11 @@ class Attention(nn.Module):
             for name, y in (("q", q), ("k", k), ("v", v))
         )
         if cache is None:
-            out = self_attention(recipe, scale, q, k, v, positions, scales, window)
+            out = self_attention(recipe, scale, q, k, v, positions, scales, window, sinks)
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
             query = _query(q, recipe, scales)
-            out = _attend(recipe, query, cache, positions, scales, scale, window).value
+            out = _attend(recipe, query, cache, positions, scales, scale, window, sinks).value
             out = out.reshape(batch, length, -1, dim)
         out = tap(self, "attention", checkpoint_name(out, KEPT))
         return Activation(out.reshape(batch, length, -1)), cache, {"q": q, "k": k, "v": v}

@@ -10,7 +10,7 @@ from fp8rl_jax.base.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SCORING = ("softmax", "sigmoid")
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
 
 
 def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
@@ -21,7 +21,7 @@ def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A pre-norm decoder with RMSNorm, RoPE and a gated MLP: Qwen2, Qwen3, Qwen3-MoE, Llama 3,
-    Mistral, Gemma 3, GLM-4.5 or DeepSeek-V3.
+    Mistral, Gemma 3, GLM-4.5, gpt-oss or DeepSeek-V3.
 
     Families differ in these fields alone, so one forward pass runs them all. `models.presets` has
     the published sizes by name.
@@ -36,6 +36,11 @@ class ModelConfig:
     head_dim: int = _field("width of a head, even, at most 256")
     qk_norm: bool = _field("RMSNorm of every query and key head (Qwen3)", True)
     qkv_bias: bool = _field("query, key and value projections have biases (Qwen2)", False)
+    o_bias: bool = _field("attention's output projection has a bias (gpt-oss)", False)
+    attention_sinks: bool = _field(
+        "each query head has a score that its softmax counts beside those of the keys (gpt-oss)",
+        False,
+    )
     query_pre_attn_scalar: int = _field(
         "scores are divided by the root of this number; 0 for the width of a head", 0
     )
@@ -49,7 +54,9 @@ class ModelConfig:
         "results of attention and MLP are normed, too, before they are added (Gemma)", False
     )
     unit_offset_norms: bool = _field("norms multiply by 1 + weight (Gemma)", False)
-    hidden_act: str = _field("activation of the gated MLP: silu, gelu_pytorch_tanh", "silu")
+    hidden_act: str = _field(
+        "activation of the gated MLP: silu, gelu_pytorch_tanh, clamped_swiglu (gpt-oss)", "silu"
+    )
     scale_embeddings: bool = _field(
         "embeddings are multiplied by the root of hidden_size (Gemma)", False
     )
@@ -84,6 +91,9 @@ class ModelConfig:
     rope_beta_slow: float = _field(
         "yarn: frequencies with fewer rotations than this are divided by rope_factor", 1.0
     )
+    rope_truncate: bool = _field(
+        "yarn: the ends of the ramp between the two are rounded to whole pairs", True
+    )
     rope_mscale: float = _field("yarn: temperature of attention; 0 for none", 0.0)
     rope_mscale_all_dim: float = _field(
         "yarn: the part of the temperature that multiplies the scores; 0 for none", 0.0
@@ -96,6 +106,7 @@ class ModelConfig:
     )
     num_experts_per_tok: int = _field("experts per token, k", 2)
     moe_intermediate_size: int = _field("width of one expert's gated MLP", 128)
+    moe_bias: bool = _field("router and experts have biases (gpt-oss)", False)
     norm_topk_prob: bool = _field("divide the weights of a token's experts by their sum", True)
     scoring_func: str = _field(
         "router: softmax; sigmoid with a correction bias that enters the selection alone "
@@ -204,11 +215,12 @@ class ModelConfig:
                     f"model.qk_rope_head_dim is {self.qk_rope_head_dim}; rotary embeddings need an "
                     "even number"
                 )
-            if self.qkv_bias:
-                raise UserError(
-                    "model.qkv_bias and model.kv_lora_rank are both set: latent attention has no "
-                    "biases; set model.qkv_bias=False"
-                )
+            for name in ("qkv_bias", "o_bias", "attention_sinks"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"model.{name} and model.kv_lora_rank are both set: latent attention has "
+                        f"none; set model.{name}=False"
+                    )
             return
         if self.q_lora_rank:
             raise UserError(
@@ -237,11 +249,6 @@ class ModelConfig:
             )
 
     def _check_experts(self):
-        if self.hidden_act != "silu":
-            raise UserError(
-                f"model.hidden_act is {self.hidden_act!r}: experts have 'silu' only; write that, "
-                "or set model.num_experts=0"
-            )
         if self.num_experts_per_tok > self.num_experts:
             raise UserError(
                 f"model.num_experts_per_tok = {self.num_experts_per_tok} is more than "

@@ -8,8 +8,9 @@ from collections.abc import Collection
 import flax.linen as nn
 import jax
 
+from fp8rl_jax.models.activations import gated_activation
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import gated_activation, linears, tap_activation
+from fp8rl_jax.models.layers import linears, tap_activation
 from fp8rl_jax.models.moe import Experts, moe_forward
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.experts import exchange_forward
@@ -105,9 +106,10 @@ def sparse_mlp(
     experts = Experts(config, parallel, name="experts")()
     own_rows = parallel.by_own_rows  # every device sorts and multiplies its own rows
     product = functools.partial(router_logits, implementation=recipe.kernels)
-    logits = tap(module, "router_logits", own_rows(product, x.value, shared=(router.kernel,)))
+    logits = own_rows(product, x.value, shared=(router.kernel, router.bias))
+    logits = tap(module, "router_logits", logits)
     select = functools.partial(select_experts, config)
-    chosen = tap(module, "router_experts", own_rows(select, logits, shared=(router.bias,)))
+    chosen = tap(module, "router_experts", own_rows(select, logits, shared=(router.correction,)))
     weights = own_rows(functools.partial(routing_weights, config), logits, chosen)
     weights = tap(module, "router_weights", weights)
     split = parallel.expert_devices(config) > 1

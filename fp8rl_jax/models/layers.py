@@ -1,17 +1,18 @@
-"""The linear layer, norm and gated activation, with fixed rounding points.
+"""The linear layer and the norm, with fixed rounding points.
 
 ::
 
     Linear  --multiply-->  quant.matmul            one product, input and output tapped
     SplitLinear                                    `Linear` on one device inside a shard_map
-    RMSNorm, gated_activation                      kernels on a GPU, jnp elsewhere
+    RMSNorm                                        a kernel on a GPU, jnp elsewhere
 
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). On a GPU
-norm and gate are kernels: XLA would order a norm's sum by the number of rows. On a CPU the
-formulas are written so that a forward-only program and a train step give the same bits on XLA:CPU:
-`lax.rsqrt` and never ``1 / sqrt`` (XLA rewrites it in one of the two), and `prevent_fma` on every
-product that feeds an addition. (Attention and log-probabilities also pad the last axis of `exp` to
-a multiple of 16, because its vector and scalar code differ; model widths usually are multiples.)
+norm and gate (activations.py) are kernels: XLA would order a norm's sum by the number of rows. On a
+CPU the formulas are written so that a forward-only program and a train step give the same bits on
+XLA:CPU: `lax.rsqrt` and never ``1 / sqrt`` (XLA rewrites it in one of the two), and `prevent_fma`
+on every product that feeds an addition. (Attention and log-probabilities also pad the last axis of
+`exp` to a multiple of 16, because its vector and scalar code differ; model widths usually are
+multiples.)
 
 Norm and gate have custom derivatives, which keep their inputs in the compute dtype: automatic
 differentiation would keep several float32 copies of every activation, many times what the linear
@@ -37,7 +38,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import by_platform, gpu_kernels, keep, kept, prevent_fma, stored, sum_last
-from fp8rl_jax.kernels.arrays import GELU_CUBE, GELU_FACTOR
 from fp8rl_jax.models.arrays import array_of, bias_shape
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel import columns
@@ -189,6 +189,23 @@ def _plus_bias_backward(recipe, parallel, residual, cotangent):
 _plus_bias.defvjp(_plus_bias_forward, _plus_bias_backward)
 
 
+def vector(
+    module: nn.Module,
+    parallel: Parallel,
+    name: str,
+    shape: tuple[int, ...],
+    init: Callable = nn.initializers.zeros,
+    spec: PartitionSpec = WHOLE,
+) -> jax.Array:
+    """Returns a float32 parameter of a module that is no matrix, gathered over the mesh but along
+    the axes that `spec` keeps sharded; it is read outside kernels that index stacks."""
+    if module.has_variable("params", name):
+        named: Any = module.get_variable("params", name)
+        if isinstance(named, StackedLayer) or parallel.inside:
+            return _taken(named)
+    return stored(parallel.replicate(module.param(name, init, shape), spec))
+
+
 class Linear(nn.Module):
     """A linear layer, with a bias if models/arrays.py has one. Its quantised input and its output
     are tapped. Without `adds_bias` the caller adds it, to a product in float32."""
@@ -206,10 +223,7 @@ class Linear(nn.Module):
         x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))
         bias: Any = None
         if shape := bias_shape(self.path, self.config):
-            bias = self.get_variable("params", "bias")
-            if not isinstance(bias, StackedLayer):
-                bias = self.param("bias", nn.initializers.zeros, shape)
-                bias = stored(self.parallel.replicate(bias))
+            bias = vector(self, self.parallel, "bias", shape)
         rows, product = Rows(self.parallel.devices), _product(self.recipe, bias)
         y = multiply(self.recipe, x.matrix(), kernel, rows, product)
         y = y.reshape(*x.shape[:-1], y.shape[-1])
@@ -303,16 +317,18 @@ def linears(
     alike = all(own == owns[0] for own in owns) and has_grouped_kernels(owns[0])
     if len(stacked) == len(names) and alike and parallel.tensor == 1:
         stacks, rows = [w.stack for w in stacked], x.matrix()
-        before = None if residual is None else _rows(residual)
         biases = [params[name].get("bias") for name in names]  # all of them or none
+        before = None if residual is None or biases[0] is not None else rows_of(residual)
         dtype, layer = _product(recipe, biases[0]), stacked[0].layer
         with jax.named_scope("+".join(names)):
             found = layer_matmuls(owns[0], rows, stacks, layer, dtype, before)
         found = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
         if not adds_bias:
             return found
-        return [add_bias(recipe, parallel, y, b) for y, b in zip(found, biases, strict=True)]
-    found = [linear(config, recipe, parallel, name, adds_bias)(x) for name in names]
+        found = [add_bias(recipe, parallel, y, b) for y, b in zip(found, biases, strict=True)]
+        residual = None if before is not None else residual  # the kernel has added it
+    else:
+        found = [linear(config, recipe, parallel, name, adds_bias)(x) for name in names]
     if residual is None:
         return found
     return [plus(residual, columns.gather_or_slice(found[0], residual.shape[-1]), recipe)]
@@ -374,12 +390,12 @@ def by_kernel_or_jnp(
         y = compute_value(plain(*operands).reshape(shape), recipe)
         if operand is None:
             return Activation(y)
-        return Activation(y, quantize_activation(_rows(y), operand, None, "reference")[0])
+        return Activation(y, quantize_activation(rows_of(y), operand, None, "reference")[0])
 
     return by_platform(recipe.kernels, by_kernel, in_jnp, *operands)
 
 
-def _rows(x: jax.Array) -> jax.Array:
+def rows_of(x: jax.Array) -> jax.Array:
     """Reshapes (B, T, D) to (B * T, D)."""
     return x.reshape(-1, x.shape[-1])
 
@@ -412,7 +428,7 @@ def rms_norm(
             weight, layer = weight.stack, weight.layer
         if x.ndim == 4:  # heads: part of attention's inputs
             return gpu_kernels().attention_inputs.rms_norm(x, weight, eps, layer)
-        return gpu_kernels().norm.rms_norm(_rows(x), weight, eps, *settings, layer=layer)
+        return gpu_kernels().norm.rms_norm(rows_of(x), weight, eps, *settings, layer=layer)
 
     def plain(x, weight):
         if isinstance(weight, StackedLayer):
@@ -475,56 +491,3 @@ def norm_of(config: ModelConfig, recipe: Recipe, parallel: Parallel) -> Callable
     """Returns `RMSNorm` with a model's epsilon and offset."""
     offset = config.unit_offset_norms
     return functools.partial(RMSNorm, config.rms_norm_eps, recipe, parallel, offset=offset)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def gated_activation(
-    recipe: Recipe, activation: str, quantise: bool, gate: jax.Array, up: jax.Array
-) -> Activation:
-    """Returns ``f(gate) * up``, ``f(x) = x / (1 + exp(-s(x)))`` (Shazeer, arXiv:2002.05202).
-
-    `activation` is 'silu', with ``s(x) = x``, or 'gelu_pytorch_tanh', the approximation of GELU
-    (Hendrycks and Gimpel, arXiv:1606.08415), with ``s(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3)``:
-    ``0.5 (1 + tanh(s / 2))`` is ``1 / (1 + exp(-s))``. Keeps gate and up for the backward pass in
-    their dtype, without float32 copies. `quantise` as in `by_kernel_or_jnp`; only the value has a
-    gradient.
-    """
-
-    def kernel(gate, up, *settings):
-        run = gpu_kernels().norm.gated_activation
-        return run(_rows(gate), _rows(up), activation, *settings)
-
-    def plain(gate, up):
-        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-        return gate / (1.0 + jnp.exp(-_exponent(activation, gate)[0])) * up
-
-    return by_kernel_or_jnp(recipe, quantise, kernel, plain, gate.shape, gate, up)
-
-
-def _exponent(activation: str, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns s(x) of `gated_activation` and its slope, None for 1."""
-    if activation == "silu":
-        return x, None
-    factor, inner = jnp.float32(GELU_FACTOR), prevent_fma(x * x) * jnp.float32(GELU_CUBE)
-    inner = prevent_fma(inner)
-    return x * factor * (1.0 + inner), factor * (1.0 + 3.0 * inner)
-
-
-def _gated_activation_forward(recipe, activation, quantise, gate, up):
-    return gated_activation(recipe, activation, quantise, gate, up), keep((gate, up))
-
-
-def _gated_activation_backward(recipe, activation, quantise, residual, cotangent):
-    residual = kept(residual)
-    gate, up = (x.astype(jnp.float32) for x in residual)
-    dy = cotangent.value.astype(jnp.float32)
-    exponent, rise = _exponent(activation, gate)
-    sigmoid = 1.0 / (1.0 + jnp.exp(-exponent))
-    part = gate * sigmoid * (1.0 - sigmoid)  # this form never overflows
-    slope = sigmoid + (part if rise is None else jnp.where(part == 0, 0.0, part * rise))
-    return (dy * up * slope).astype(residual[0].dtype), (dy * gate * sigmoid).astype(
-        residual[1].dtype
-    )
-
-
-gated_activation.defvjp(_gated_activation_forward, _gated_activation_backward)

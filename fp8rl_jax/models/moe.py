@@ -4,7 +4,9 @@ Qwen3-MoE's layer (Qwen3 technical report, arXiv:2505.09388; sparse gating after
 arXiv:1701.06538)::
 
     S, w = the k experts of a token and their weights    models/router.py
-    y = sum_{i in S} w_i * down_i(silu(gate_i(x)) * up_i(x))
+    y = sum_{i in S} w_i * down_i(f(gate_i(x)) * up_i(x))
+
+f is the model's activation; in gpt-oss (arXiv:2508.10925) the three layers have biases.
 
 Every token reaches each of its k experts: there is no capacity limit, so a token's result does not
 depend on the experts of other tokens. Rows are sorted by expert and padded with zeros to tiles of
@@ -28,18 +30,22 @@ from typing import NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8rl_jax.kernels import keep, kept, prevent_fma
+from fp8rl_jax.models.activations import gated_activation
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import Kernel, LayerWeight, gated_activation, multiply_experts
+from fp8rl_jax.models.layers import Kernel, LayerWeight, multiply_experts, vector
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant import Activation, Recipe, compute_value
+from fp8rl_jax.quant.varying import varying_vjp
 
 _FEWEST_ROWS, _MOST_ROWS = 8, 128  # per tile: matmuls pad to 8; wgrad's blocks have 128 rows
 
 
 class Experts(nn.Module):
-    """Weights of experts: gate_proj and up_proj (E, D, F), down_proj (E, F, D).
+    """Weights of experts: gate_proj and up_proj (E, D, F), down_proj (E, F, D); in some models
+    gate_bias and up_bias (E, F), down_bias (E, D).
 
     Sharded over the mesh axis `expert`; inside a shard_map, E counts this device's experts.
     """
@@ -52,7 +58,13 @@ class Experts(nn.Module):
         config, parallel = self.config, self.parallel
         spec = parallel.expert_spec(config)
         names = ("gate_proj", "up_proj", "down_proj")
-        return {name: Kernel(config, parallel, spec, name=name)() for name in names}
+        found = {name: Kernel(config, parallel, spec, name=name)() for name in names}
+        if config.moe_bias:
+            narrow, wide = config.hidden_size, config.moe_intermediate_size
+            for name, width in (("gate", wide), ("up", wide), ("down", narrow)):
+                name, shape = f"{name}_bias", (config.num_experts, width)
+                found[name] = vector(self, parallel, name, shape, spec=spec)
+        return found
 
 
 def tile_rows(assignments: int, experts: int) -> int:
@@ -175,26 +187,65 @@ def _combine_backward(recipe, residual, cotangent):
 combine.defvjp(_combine_forward, _combine_backward)
 
 
+@functools.partial(varying_vjp, static=0)
+def _plus_bias(y: jax.Array, bias: jax.Array, tiles: Tiles) -> jax.Array:
+    """Adds the bias (E, N) of each tile's expert to its rows (tiles, R, N) in float32, but not to
+    padding: it stays zero, and enters no scale of wgrad. Its gradient adds up tiles by a product:
+    a scatter adds in any order on a GPU."""
+    own = bias.at[tiles.experts].get(mode="fill", fill_value=0)
+    return prevent_fma(y) + jnp.where(_filled(tiles), own[:, None], 0.0)
+
+
+def _filled(tiles: Tiles) -> jax.Array:
+    """Returns which rows of tiles hold a token, (tiles, R, 1) bool."""
+    filled = tiles.assignment < tiles.place.size
+    return filled.reshape(tiles.experts.shape[0], -1, 1)
+
+
+def _plus_bias_forward(y, bias, tiles):
+    return _plus_bias(y, bias, tiles), (tiles, jnp.zeros((bias.shape[0], 0)))
+
+
+def _plus_bias_backward(residual, dy):
+    tiles, like = residual
+    by_tile = jnp.where(_filled(tiles), dy, 0.0).sum(1)
+    owns = jnp.arange(like.shape[0])[:, None] == tiles.experts
+    total = jnp.dot(owns.astype(jnp.float32), by_tile, precision=lax.Precision.HIGHEST)
+    return dy, total, None
+
+
+_plus_bias.defvjp(_plus_bias_forward, _plus_bias_backward)
+
+
 def expert_results(
-    recipe: Recipe, rows: Activation, experts: dict[str, LayerWeight], of_tiles: jax.Array
+    config: ModelConfig,
+    recipe: Recipe,
+    rows: Activation,
+    experts: dict[str, LayerWeight],
+    tiles: Tiles,
 ) -> jax.Array:
-    """Computes ``down_i(silu(gate_i(x)) * up_i(x))`` of every tile by its expert i.
+    """Computes ``down_i(f(gate_i(x)) * up_i(x))`` of every tile by its expert i.
 
     Args:
+      config: gives the activation f.
       recipe: numerics; experts follow `Recipe.for_module` of 'gate_proj', 'up_proj', 'down_proj'.
       rows: (tiles, R, D) in the compute dtype.
-      experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}.
-      of_tiles: (tiles,) int32, expert of each tile (`Tiles.experts`).
+      experts: {'gate_proj', 'up_proj': (E, D, F), 'down_proj': (E, F, D)}, and biases, as made by
+        `Experts`.
+      tiles: which expert each tile has, and which rows hold a token.
 
     Returns:
-      (tiles, R, D) float32; zeros for tiles without an expert.
+      (tiles, R, D) float32; zeros for rows without a token or an expert.
     """
 
     def product(x: Activation, name: str) -> jax.Array:
-        return multiply_experts(recipe.for_module(name), x, experts[name], of_tiles)
+        layer = f"{name}_proj"
+        y = multiply_experts(recipe.for_module(layer), x, experts[layer], tiles.experts)
+        bias = experts.get(f"{name}_bias")
+        return y if bias is None else _plus_bias(y, bias, tiles)
 
-    gate, up = (compute_value(product(rows, n), recipe) for n in ("gate_proj", "up_proj"))
-    return product(gated_activation(recipe, "silu", False, gate, up), "down_proj")
+    gate, up = (compute_value(product(rows, name), recipe) for name in ("gate", "up"))
+    return product(gated_activation(recipe, config.hidden_act, False, gate, up), "down")
 
 
 def moe_forward(
@@ -221,5 +272,5 @@ def moe_forward(
     flat = x.reshape(-1, x.shape[-1])
     weights, chosen = (y.reshape(flat.shape[0], -1) for y in (weights, chosen))
     tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
-    y = expert_results(recipe, Activation(dispatch(flat, tiles)), experts, tiles.experts)
+    y = expert_results(config, recipe, Activation(dispatch(flat, tiles)), experts, tiles)
     return combine(recipe, y, weights, tiles).reshape(x.shape)

@@ -47,6 +47,29 @@ _glm4p5 = partial(
     num_experts_per_tok=8,
     n_shared_experts=1,
 )
+_gpt_oss = partial(
+    ModelConfig,
+    *(201_088, 2880, 2880),
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    qk_norm=False,
+    qkv_bias=True,
+    o_bias=True,
+    attention_sinks=True,
+    sliding_window=128,
+    sliding_window_pattern=2,
+    hidden_act="clamped_swiglu",
+    rope_theta=150_000.0,
+    rope_type="yarn",
+    rope_factor=32.0,
+    rope_original_max_position_embeddings=4096,
+    rope_truncate=False,
+    rms_norm_eps=1e-5,
+    num_experts_per_tok=4,
+    moe_intermediate_size=2880,
+    moe_bias=True,
+)
 _yarn = partial(_deepseek, rope_type="yarn", rope_original_max_position_embeddings=4096)
 _deepseek_671b = partial(
     _yarn,
@@ -128,6 +151,8 @@ PRESETS: dict[str, ModelConfig] = {
         first_k_dense_replace=3,
         routed_scaling_factor=2.5,
     ),
+    "gpt_oss_20b": _gpt_oss(num_hidden_layers=24, num_experts=32),
+    "gpt_oss_120b": _gpt_oss(num_hidden_layers=36, num_experts=128),
     "deepseek_v3": _deepseek_671b(
         *(129_280, 7168, 18_432, 61, 128, 128, 64),
         num_experts=256,

@@ -22,7 +22,8 @@ def _frequencies(config: ModelConfig) -> np.ndarray:
     * llama3: the bands of Llama 3.1 (`rope_scaling` of its config.json). Slow frequencies are
       divided by the factor, fast ones are kept, those between are interpolated.
     * yarn: "NTK by parts" (arXiv:2309.00071, section 3.2), a ramp over pairs of features. Its ends
-      are rounded to integers, as in the models that were released with it.
+      are rounded to integers, as in most models that were released with it, unless
+      `rope_truncate` is False.
     """
     half, factor = config.rope_dim // 2, config.rope_factor
     plain = config.rope_theta ** (-np.arange(half) / half)
@@ -41,8 +42,10 @@ def _frequencies(config: ModelConfig) -> np.ndarray:
         """Returns the (fractional) pair that makes `turns` turns within the original context."""
         return half * math.log(context / (turns * 2 * math.pi)) / math.log(config.rope_theta)
 
-    first = max(math.floor(pair(config.rope_beta_fast)), 0)
-    last = min(math.ceil(pair(config.rope_beta_slow)), 2 * half - 1)
+    ends = pair(config.rope_beta_fast), pair(config.rope_beta_slow)
+    if config.rope_truncate:
+        ends = math.floor(ends[0]), math.ceil(ends[1])
+    first, last = max(ends[0], 0), min(ends[1], 2 * half - 1)
     divided = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
     return plain * (1 - divided + divided / factor)
 

@@ -11,6 +11,9 @@ Two families (Qwen3 technical report, arXiv:2505.09388; DeepSeek-V3, arXiv:2412.
 b is a correction that balances the experts' load without entering their weights; a group's score is
 the sum of its two largest, and only the `topk_group` best groups count. b receives no gradient.
 
+In gpt-oss (arXiv:2508.10925) the logits have a bias, and its softmax over the k selected logits is
+the softmax with norm_topk_prob.
+
 The router's weight is float32 in every form of the parameters. Its product adds in the canonical
 order, its exponentials run over experts padded to a multiple of 16. Selection and weights are
 separate functions: the learner can replay the experts that the sampler selected ("routing replay",
@@ -40,7 +43,7 @@ from fp8rl_jax.kernels import (
     sum_last,
 )
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.layers import kernel_init
+from fp8rl_jax.models.layers import kernel_init, vector
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant.varying import varying_vjp
 
@@ -53,28 +56,33 @@ class RouterWeights:
 
     Attributes:
       kernel: (D, E) float32.
-      bias: (E,) float32, the correction that enters only the selection; None with a softmax.
+      bias: (E,) float32 of the logits (gpt-oss), or None.
+      correction: (E,) float32, which enters only the selection; None with a softmax.
     """
 
     kernel: jax.Array
     bias: jax.Array | None
+    correction: jax.Array | None
 
 
 class Router(nn.Module):
-    """A router's parameters: `kernel` and, with sigmoid scoring, `e_score_correction_bias`."""
+    """A router's parameters: `kernel`, in some models `bias`, and with sigmoid scoring
+    `e_score_correction_bias`."""
 
     config: ModelConfig
     parallel: Parallel
 
     @nn.compact
     def __call__(self) -> RouterWeights:
-        config, replicate, bias = self.config, self.parallel.replicate, None
+        config, parallel, bias, correction = self.config, self.parallel, None, None
+        of_experts = (config.num_experts,)
         shape = (config.hidden_size, config.num_experts)
-        kernel = replicate(self.param("kernel", kernel_init(), shape))
+        kernel = parallel.replicate(self.param("kernel", kernel_init(), shape))
+        if config.moe_bias:
+            bias = vector(self, parallel, "bias", of_experts)
         if config.scoring_func == "sigmoid":
-            zeros = nn.initializers.zeros_init()
-            bias = replicate(self.param("e_score_correction_bias", zeros, (config.num_experts,)))
-        return RouterWeights(kernel, bias)
+            correction = vector(self, parallel, "e_score_correction_bias", of_experts)
+        return RouterWeights(kernel, bias, correction)
 
 
 @functools.partial(varying_vjp, static=1)
@@ -96,14 +104,18 @@ def _router_product_backward(implementation, residual, dy):
 _router_product.defvjp(_router_product_forward, _router_product_backward)
 
 
-def router_logits(x: jax.Array, kernel: jax.Array, implementation: str = "auto") -> jax.Array:
-    """Multiplies x (..., D) in the compute dtype by kernel (D, E) float32, in canonical order.
+def router_logits(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, implementation: str = "auto"
+) -> jax.Array:
+    """Multiplies x (..., D) in the compute dtype by kernel (D, E) float32, in canonical order, and
+    adds a bias (E,) float32 if there is one.
 
     Returns (..., E) float32. `implementation` as in `Recipe.kernels`. Keeps x for the backward pass
     in its dtype.
     """
     rows = x.reshape(-1, x.shape[-1])
-    return _router_product(implementation, rows, kernel).reshape(*x.shape[:-1], -1)
+    logits = _router_product(implementation, rows, kernel).reshape(*x.shape[:-1], -1)
+    return logits if bias is None else prevent_fma(logits) + bias
 
 
 def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:

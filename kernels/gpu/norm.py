@@ -32,12 +32,20 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.arrays import GELU_CUBE, GELU_FACTOR, K_BLOCK, fp8_max
+from fp8rl_jax.kernels.arrays import (
+    GELU_CUBE,
+    GELU_FACTOR,
+    K_BLOCK,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    fp8_max,
+)
 from fp8rl_jax.kernels.gpu.quantiser import E4M3, Quantisation, block_scales, magnitude_bits
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 
 BLOCK = tl.constexpr(K_BLOCK)  # elements that share a scale
 FACTOR, CUBE = tl.constexpr(GELU_FACTOR), tl.constexpr(GELU_CUBE)
+ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 # Neighbours that a thread holds: 16 bytes of bf16. As a hint on every address it also fixes the
 # elements of each thread, hence the order of a sum: Triton would take 16 wherever FP8 is stored.
 _VECTOR = tl.constexpr(8)
@@ -126,7 +134,8 @@ def gated_activation_kernel(
     scale,  # (ceil(D / 128), M) float32; without QUANTIZE as q
     M: tl.constexpr,
     D: tl.constexpr,
-    GELU: tl.constexpr,  # else silu
+    GELU: tl.constexpr,
+    CLAMPED: tl.constexpr,  # gpt-oss's; with neither silu
     QUANTIZE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -136,6 +145,10 @@ def gated_activation_kernel(
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
     exponent = g
+    if CLAMPED:  # a NaN stays
+        g = tl.where(g > LIMIT, LIMIT, g)
+        u = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)) + 1.0
+        exponent = g * ALPHA
     if GELU:
         exponent = g * FACTOR * (1.0 + g * g * CUBE)
     rounded = (tl.div_rn(g, 1.0 + tl.exp(-exponent)) * u).to(y.dtype.element_ty)
@@ -283,11 +296,12 @@ def gated_activation(
     dtype=jnp.bfloat16,
     quantisation: Quantisation | None = None,
 ):
-    """Computes ``gate / (1 + exp(-s(gate))) * up`` in float32, rounded once.
+    """Computes ``gate / (1 + exp(-s(gate))) * up`` in float32, rounded once; 'clamped_swiglu' with
+    both factors clamped, and up plus 1.
 
     Args:
       gate, up: (M, D), bf16 or float32.
-      activation: 'silu' or 'gelu_pytorch_tanh', which decide s (`layers.gated_activation`).
+      activation: one of `models.activations.gated_activation`, which decides s.
       dtype, quantisation: as for `rms_norm`.
 
     Returns:
@@ -295,8 +309,8 @@ def gated_activation(
     """
     grid = (-(-gate.shape[0] // TILE_ROWS), _blocks(gate.shape[1]))
     call = functools.partial(_call, gated_activation_kernel, dtype=dtype, quantisation=quantisation)
-    gelu = activation != "silu"
-    return call(gate, up, grid=grid, ROWS=TILE_ROWS, GELU=gelu, **_TILE)
+    kind = {"GELU": activation == "gelu_pytorch_tanh", "CLAMPED": activation == "clamped_swiglu"}
+    return call(gate, up, grid=grid, ROWS=TILE_ROWS, **kind, **_TILE)
 
 
 def quantize_rows(

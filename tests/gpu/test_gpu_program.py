@@ -50,6 +50,17 @@ GEMMA = dataclasses.replace(
 GLM = dataclasses.replace(
     SPARSE, qkv_bias=True, partial_rotary_factor=0.5, scoring_func="sigmoid", n_shared_experts=1
 )
+GPT_OSS = dataclasses.replace(
+    SPARSE,
+    qk_norm=False,
+    qkv_bias=True,
+    o_bias=True,
+    attention_sinks=True,
+    sliding_window=40,
+    sliding_window_pattern=2,
+    hidden_act="clamped_swiglu",
+    moe_bias=True,
+)
 # A layer of Qwen3-8B: its products take the tiles of the real model.
 LAYER = dataclasses.replace(preset("qwen3_8b"), num_hidden_layers=1, vocab_size=1024)
 SIZES = {"prompts": 8, "group": 4, "prompt_slots": 24, "new": 120}  # `group` samples of a prompt
@@ -145,6 +156,7 @@ def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> 
         ("fp8", SPARSE),
         ("fp8", GEMMA),
         ("fp8", GLM),
+        ("fp8", GPT_OSS),
         ("fp8", LAYER),
         ("bf16", LAYER),
     ],
@@ -155,6 +167,7 @@ def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> 
         "fp8, experts",
         "fp8, Gemma",
         "fp8, GLM",
+        "fp8, gpt-oss",
         "fp8, Qwen3-8B's layer",
         "bf16, Qwen3-8B's layer",
     ],

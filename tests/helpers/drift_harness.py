@@ -61,6 +61,20 @@ FAMILIES: dict[str, dict] = {
     "glm": dict(
         qkv_bias=True, partial_rotary_factor=0.5, scoring_func="sigmoid", n_shared_experts=1
     ),
+    "gpt-oss": dict(
+        qk_norm=False,
+        qkv_bias=True,
+        o_bias=True,
+        attention_sinks=True,
+        moe_bias=True,
+        hidden_act="clamped_swiglu",
+        sliding_window=11,
+        sliding_window_pattern=2,
+        rope_type="yarn",
+        rope_factor=4.0,
+        rope_original_max_position_embeddings=16,
+        rope_truncate=False,
+    ),
     "deepseek": {**_LATENT, "q_lora_rank": 40},
     "wide deepseek": {
         **_LATENT,
@@ -159,16 +173,16 @@ class Result:
 
 
 def _with_random_vectors(params, seed: int):
-    """Norms' weights, biases and routers' corrections drawn at random, which start as 1 and 0."""
+    """Norms' weights, biases, sinks and routers' corrections drawn at random, from all values."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
         if path[-1].key == "weight":
             return jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32)
-        if path[-1].key == "bias":
-            return jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
         if path[-1].key == "e_score_correction_bias":
             return jnp.asarray(rng.uniform(0, 0.5, leaf.shape), jnp.float32)
+        if path[-1].key.endswith(("bias", "sinks")):
+            return jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
         return leaf
 
     return jax.tree_util.tree_map_with_path(draw, params)

@@ -4,7 +4,7 @@ beside one, as JSON.
     python expert_exchange.py '{"recipe": "fp8", "meshes": [[1, 4]], "tokens": 24, "route": "half"}'
 
 Meshes are [fsdp, expert]. With "gradient" also the gradients of rows, router weights and experts,
-and what the probes of sites observed.
+and what the probes of sites observed; with "biases" experts have some.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ _WIDE = (_EXPERTS, CONFIG.hidden_size, CONFIG.moe_intermediate_size)
 SHAPES = {"gate_proj": _WIDE, "up_proj": _WIDE, "down_proj": (_WIDE[0], _WIDE[2], _WIDE[1])}
 
 
+BIASES = {f"{n.removesuffix('_proj')}_bias": (s[0], s[2]) for n, s in SHAPES.items()}
+
+
 def _routes(route: str, tokens: int, rng) -> np.ndarray:
     """(tokens, k) experts: 'random'; 'half' of the tokens want expert 3; 'one': each token goes to
     the same k, which are one device's where there are four."""
@@ -79,6 +82,8 @@ def main() -> None:
     cotangent = rng.standard_normal(x.shape).astype(np.float32)
     masters = {n: (rng.standard_normal(s) / 16).astype(np.float32) for n, s in SHAPES.items()}
     gradient = case.get("gradient", False)
+    shapes = BIASES if case.get("biases") else {}
+    biases = {n: (rng.standard_normal(s) / 8).astype(np.float32) for n, s in shapes.items()}
 
     def layer(run, x, weights, chosen, experts):
         rows = compute_value(x, recipe)[None]
@@ -94,14 +99,15 @@ def main() -> None:
                 return {"y": y}
 
             def value(x, weights, trained):
-                bound = {
-                    n: BoundWeight(w.value, *trained[n], scaling=w.scaling, probe=p)
-                    for (n, w), p in zip(experts.items(), trained["probes"], strict=True)
-                }
+                bound = {n: trained[n][0] for n in biases}
+                for n, p in zip(SHAPES, trained["probes"], strict=True):
+                    w = experts[n]
+                    bound[n] = BoundWeight(w.value, *trained[n], scaling=w.scaling, probe=p)
                 return (apply(x, weights, chosen, bound) * cotangent).sum()
 
-            trained = {n: (w.master,) for n, w in experts.items()}
-            trained["probes"] = [w.probe for w in experts.values()]
+            trained = {n: (experts[n].master,) for n in SHAPES}
+            trained |= {n: (experts[n],) for n in biases}
+            trained["probes"] = [experts[n].probe for n in SHAPES]
             dx, dweights, found = jax.grad(value, argnums=(0, 1, 2))(x, weights, trained)
             return {"y": y, "dx": dx, "dweights": dweights, "found": found}
 
@@ -109,7 +115,7 @@ def main() -> None:
 
     experts = {
         n: exact_jit(lambda m, n=n: _bound(recipe, n, m, gradient))(m) for n, m in masters.items()
-    }
+    } | biases
     one = jax.device_get(
         exact_jit(everything(lambda *a: layer(moe.moe_forward, *a)))(x, weights, chosen, experts)
     )
@@ -150,7 +156,9 @@ def _compare(one: dict, many: dict) -> dict:
     if "found" in one:
         found["dexperts"] = max(
             float(norm(a - b) / norm(a))
-            for a, b in ((one["found"][n][0], many["found"][n][0]) for n in SHAPES)
+            for a, b in (
+                (one["found"][n][0], many["found"][n][0]) for n in one["found"] if n != "probes"
+            )
         )
         seen, other = (_observed(x["found"]["probes"]) for x in (one, many))
         found["observed"] = {n: float(np.abs(x).sum()) for n, x in seen.items()}

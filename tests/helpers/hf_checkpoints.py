@@ -109,6 +109,26 @@ CONFIGS = {
             topk_group=2,
         )
     ),
+    "gpt_oss": ModelConfig(
+        **_SIZES
+        | _EXPERTS
+        | dict(
+            num_hidden_layers=4,
+            intermediate_size=32,
+            qk_norm=False,
+            qkv_bias=True,
+            o_bias=True,
+            attention_sinks=True,
+            moe_bias=True,
+            hidden_act="clamped_swiglu",
+            sliding_window=9,
+            sliding_window_pattern=2,
+            rope_type="yarn",
+            rope_factor=32.0,
+            rope_original_max_position_embeddings=32,
+            rope_truncate=False,
+        )
+    ),
     # Heads end where blocks of 128 do, so that FP8 bytes can be kept.
     "latent_fp8": ModelConfig(
         **_DEEPSEEK
@@ -172,15 +192,23 @@ def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
         for name, leaf in attention.items():
             if name in ("k_b_proj", "v_b_proj"):
                 continue
+            if name == "sinks":
+                out[at + "self_attn.sinks"] = leaf[i]
+                continue
             value = leaf["kernel"][i].T if "kernel" in leaf else leaf["weight"][i]
             out[f"{at}self_attn.{name}.weight"] = value
             if "bias" in leaf:
                 out[f"{at}self_attn.{name}.bias"] = leaf["bias"][i]
         out[at + "self_attn.o_proj.weight"] = stack["o_proj"]["kernel"][i].T
+        if "bias" in stack["o_proj"]:
+            out[at + "self_attn.o_proj.bias"] = stack["o_proj"]["bias"][i]
         if config.latent:
             keys, values = (attention[n]["kernel"][i] for n in ("k_b_proj", "v_b_proj"))
             joined = [x for h in range(config.num_attention_heads) for x in (keys[h], values[h].T)]
             out[at + "self_attn.kv_b_proj.weight"] = np.concatenate(joined)
+        if config.moe_bias:
+            out |= {at + "mlp." + name: x for name, x in _packed(stack, i).items()}
+            continue
         for name in ("gate_proj", "up_proj", "down_proj"):
             if name in stack:
                 out[f"{at}mlp.{name}.weight"] = stack[name]["kernel"][i].T
@@ -197,6 +225,26 @@ def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
                 bias = stack["router"]["e_score_correction_bias"][i]
                 out[at + "mlp.gate.e_score_correction_bias"] = bias
     return out
+
+
+def _packed(stack, i: int) -> dict[str, np.ndarray]:
+    """Router and experts of a layer of gpt-oss: gate and up of all experts in turns."""
+    experts, router = stack["experts"], stack["router"]
+
+    def in_turns(gate, up):
+        whole = np.empty((*gate.shape[:-1], 2 * gate.shape[-1]), gate.dtype)
+        whole[..., ::2], whole[..., 1::2] = gate, up
+        return whole
+
+    gate, up, down = (experts[f"{n}_proj"]["kernel"][i] for n in ("gate", "up", "down"))
+    return {
+        "router.weight": router["kernel"][i].T,
+        "router.bias": router["bias"][i],
+        "experts.gate_up_proj": in_turns(gate, up),
+        "experts.gate_up_proj_bias": in_turns(experts["gate_bias"][i], experts["up_bias"][i]),
+        "experts.down_proj": down,
+        "experts.down_proj_bias": experts["down_bias"][i],
+    }
 
 
 def fp8_tensors(name: str) -> dict[str, np.ndarray]:

@@ -56,9 +56,9 @@ def initial_params(config: ModelConfig, seed: int = 0):
         names = [entry.key for entry in path]
         if names[-1] == "weight":
             return jnp.ones(leaf.shape, jnp.float32)
-        if names[-1] in ("bias", "e_score_correction_bias"):
+        if names[-1].endswith("bias"):
             return jnp.zeros(leaf.shape, jnp.float32)
-        deviation = 1 / math.sqrt(leaf.shape[-2])
+        deviation = 0.02 if names[-1] == "sinks" else 1 / math.sqrt(leaf.shape[-2])
         if names == ["embed_tokens"]:
             deviation = config.embedding_init_std
         elif names[-2:-1] in (["o_proj"], ["down_proj"]):  # they write to the residual stream

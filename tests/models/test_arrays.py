@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.models.arrays import (
+    EXPERTS,
     GAIN,
     LAYER,
     LINEAR,
@@ -39,6 +40,7 @@ _FAMILIES = {
     "dense": {},
     "biased": {"qkv_bias": True, "qk_norm": False},
     "sandwich": {"sandwich_norms": True, "unit_offset_norms": True},
+    "sunk": _EXPERTS | {"attention_sinks": True, "o_bias": True, "moe_bias": True},
     "tied": {"tie_word_embeddings": True, "qk_norm": False},
     "experts": _EXPERTS,
     "latent": _LATENT | {"qk_norm": False},
@@ -78,7 +80,8 @@ def test_families_have_every_array():
         for keys, leaf in jax.tree_util.tree_leaves_with_path(models.param_shapes(_family(name))):
             path = path_of(keys)
             stacked = path[0] in RUNS
-            assert is_matrix(path) == (leaf.ndim - stacked >= 2), path
+            vectors = 1 + (array_of(path).axes == EXPERTS)  # one, or one of each expert
+            assert is_matrix(path) == (leaf.ndim - stacked > vectors), path
             seen.add(array_of(path).path)
     assert seen == {array.path for array in (*MODEL, *LAYER)}
 
@@ -86,7 +89,7 @@ def test_families_have_every_array():
 @pytest.mark.parametrize(
     "path",
     [
-        ("layers", "o_proj", "bias"),
+        ("layers", "up_proj", "bias"),
         ("down_proj", "bias"),
         ("layers", "bias"),
         ("bias",),
@@ -104,7 +107,7 @@ def test_unknown_leaf_is_refused(path):
 def test_unknown_leaf_of_a_tree_is_refused():
     """Of every function that takes a tree of parameters: none passes it over."""
     params = models.param_shapes(_family("dense"))
-    params["layers"]["o_proj"]["bias"] = jax.ShapeDtypeStruct((3, 56), "float32")
+    params["layers"]["up_proj"]["bias"] = jax.ShapeDtypeStruct((3, 40), "float32")
     mesh = AbstractMesh((1, 2, 1, 1), MESH_AXES)
     config, optimizer = _family("dense"), make_optimizer(0.1, 0, 0.9, 0.99, 0.1, 1.0)[0]
     for run in (

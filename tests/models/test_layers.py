@@ -10,7 +10,8 @@ from random_model import initial_params
 
 from fp8rl_jax import models
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models.layers import gated_activation, rms_norm
+from fp8rl_jax.models.activations import gated_activation
+from fp8rl_jax.models.layers import rms_norm
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE
 from fp8rl_jax.models.rope import apply_rope
 from fp8rl_jax.quant import get_recipe
@@ -31,6 +32,11 @@ def _plain_rope(x, cos, sin):
     turned = jnp.concatenate([-x[..., half:], x[..., :half]], -1)
     cos, sin = (jnp.concatenate([t, t], -1)[:, :, None] for t in (cos, sin))
     return x * cos + turned * sin
+
+
+def _plain_clamped(gate, up):
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
 
 
 _GELU = "gelu_pytorch_tanh"
@@ -55,6 +61,11 @@ _CASES = {
         lambda gate, up: gated_activation(_F32, _GELU, False, gate, up).value,
         lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
         (_normal(4, 33, scale=3.0), _normal(4, 33, seed=2)),
+    ),
+    "clamped": (
+        lambda gate, up: gated_activation(_F32, "clamped_swiglu", False, gate, up).value,
+        lambda gate, up: _plain_clamped(gate, up),
+        (_normal(4, 33, scale=9.0), _normal(4, 33, seed=2, scale=9.0)),
     ),
 }
 
@@ -84,6 +95,22 @@ def test_gate_at_the_extremes(activation):
     value, slope = jax.vmap(jax.value_and_grad(gated))(gate)
     np.testing.assert_allclose(value, np.maximum(gate, 0), atol=1e-30)
     np.testing.assert_allclose(slope, [0, 0, 0, 0.5, 1, 1, 1], atol=1e-30)
+
+
+def test_clamps_at_their_ends():
+    """At a limit the gradient is that of the inside, as torch's; beyond it is zero; NaN stays."""
+
+    def gated(gate, up):
+        return gated_activation(_F32, "clamped_swiglu", False, gate, up).value
+
+    gate = jnp.asarray([7.0, 7.5, 3e38, -3e38, -90.0, jnp.nan, 1.0])
+    up = jnp.asarray([7.0, -7.5, 1.0, 1.0, -7.0, 1.0, jnp.nan])
+    value, (dgate, dup) = jax.vmap(jax.value_and_grad(gated, (0, 1)))(gate, up)
+    seven = 7 / (1 + np.exp(-1.702 * 7))
+    np.testing.assert_allclose(value[:5], [8 * seven, -6 * seven, 2 * seven, 0, 0], 1e-6, 1e-30)
+    assert np.isnan(value[5:]).all()
+    np.testing.assert_array_equal(dgate[:5] != 0, [True, False, False, False, False])
+    np.testing.assert_array_equal(dup[:5] != 0, [True, False, True, False, False])
 
 
 def test_bf16_gradients_have_the_inputs_dtype():

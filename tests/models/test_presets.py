@@ -41,6 +41,9 @@ _PUBLISHED = {
     "moonlight_16b_a3b": (16, None, 15.29),
     "glm4p5_air": (106, None, None),
     "glm4p5": (355, None, None),
+    # arXiv:2508.10925, table 1: active ones without the embedding.
+    "gpt_oss_20b": (20.91, None, 19.75),
+    "gpt_oss_120b": (116.83, None, 115.67),
     "deepseek_v3": (671, 37, None),
     "kimi_k2": (1000, 32, None),
 }
@@ -70,6 +73,12 @@ def test_a_token_uses_as_many_as_published(name, published, within):
     """Tables left out, as the models' cards count."""
     counts = parameter_counts(preset(name))
     assert (counts.active - counts.tables) / 1e9 == pytest.approx(published, abs=within)
+
+
+@pytest.mark.parametrize(("name", "published"), [("gpt_oss_20b", 3.61), ("gpt_oss_120b", 5.13)])
+def test_a_token_uses_as_many_and_the_output_head(name, published):
+    counts = parameter_counts(preset(name))
+    assert (counts.active - counts.tables / 2) / 1e9 == pytest.approx(published, abs=0.005)
 
 
 def test_no_such_model():

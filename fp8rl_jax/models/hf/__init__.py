@@ -10,9 +10,8 @@
     a new directory <-- safetensors_file.py <-- writer.py <---------------+
 
 Read first: tables.py (which tensor is which part of which parameter), then loader.py and writer.py.
-blockwise.py defines FP8 in checkpoints, finite.py counts NaN and infinity.
-
-peft.py reads and writes adapters.
+rope_json.py reads rotary embeddings, blockwise.py and mxfp4.py define FP8 and MXFP4 in checkpoints,
+finite.py counts NaN and infinity, peft.py reads and writes adapters.
 
 Not done: weights in torch's own format, GGUF files of other architectures than llama, qwen2, qwen3.
 """

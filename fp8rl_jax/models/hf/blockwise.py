@@ -17,20 +17,24 @@ from fp8rl_jax.models.hf.tables import Tensor
 
 BLOCKS = (128, 128)
 SCALE_SUFFIX = ".weight_scale_inv"
+MXFP4 = "mxfp4"  # of gpt-oss's experts, hf/mxfp4.py
 _OTHER = "only blockwise FP8 is supported: take the BF16 checkpoint, or one in that format"
 
 
-def is_fp8(fields: Fields) -> bool:
-    """Returns whether a config.json declares E4M3 weights with scales of 128x128 blocks; False
-    without `quantization_config`.
+def quantisation_of(fields: Fields) -> str | None:
+    """Returns how a config.json says that weights are stored: 'fp8', E4M3 with scales of 128x128
+    blocks; 'mxfp4' in gpt-oss; None without `quantization_config`.
 
     Raises:
       UserError: it declares another kind of quantisation.
     """
     part = fields.part("quantization_config")
     if part is None:
-        return False
-    if part.values.get("quant_method") != "fp8":
+        return None
+    method = part.values.get("quant_method")
+    if method == MXFP4 and fields.values.get("model_type") == "gpt_oss":
+        return MXFP4
+    if method != "fp8":
         raise part.error("quant_method", _OTHER)
     part.require("fmt", ("e4m3",), _OTHER)
     part.require("activation_scheme", ("dynamic",), "only dynamic is supported: " + _OTHER)
@@ -39,7 +43,7 @@ def is_fp8(fields: Fields) -> bool:
     block = part.values.get("weight_block_size")
     if not isinstance(block, list | tuple) or tuple(block) != BLOCKS:
         raise part.error("weight_block_size", f"only {list(BLOCKS)} is supported: " + _OTHER)
-    return True
+    return "fp8"
 
 
 def quantization_config(tensors: list[Tensor]) -> dict[str, Any]:

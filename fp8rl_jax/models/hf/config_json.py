@@ -1,22 +1,13 @@
 """ModelConfig <-> the config.json of Hugging Face's Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral,
-Gemma 3 (text), DeepSeek-V3 and GLM-4.5.
+Gemma 3 (text), DeepSeek-V3, GLM-4.5 and gpt-oss.
 
 A model type implies rules that ModelConfig spells out as fields (QK-norm, sigmoid router, latent
 attention), so reading adds the rules of the type, and writing finds the type whose rules a
 ModelConfig follows. Fields that ask for something unsupported are refused by name; fields without
 effect on the forward pass (dropout, token ids, initialisation) are ignored.
 
-Rotary embeddings have a form of transformers 4 and one of transformers 5. Both are read. The first
-is written, because every version of transformers and the inference engines read it::
-
-    4:  "rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...} or null
-    5:  "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}
-
-Gemma 3 has two: its second form holds an object for each kind of layer, "full_attention" and
-"sliding_attention"; in the first `rope_local_base_freq` is the second one's base.
-
-DeepSeek writes "type" for "rope_type". Kimi-K2's 'kimi_k2' is DeepSeek-V3's model under another
-name, 'mistral' without a window Llama's; they are written as 'deepseek_v3' and 'llama'.
+Kimi-K2's 'kimi_k2' is DeepSeek-V3's model under another name, 'mistral' without a window Llama's;
+they are written as 'deepseek_v3' and 'llama'. Rotary embeddings: rope_json.py.
 """
 
 from __future__ import annotations
@@ -26,8 +17,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.models.config import ROPE_TYPES, ModelConfig
+from fp8rl_jax.kernels.arrays import SWIGLU_ALPHA, SWIGLU_LIMIT
+from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.fields import Fields
+from fp8rl_jax.models.hf.rope_json import KINDS, TAKE_ONE_OUT, read_rope, rope_json
 from fp8rl_jax.models.stacks import ALL, layer_windows
 
 # Model type -> its class in transformers.
@@ -40,6 +33,7 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 # Fields that config.json and ModelConfig share, with their defaults; None: required.
@@ -99,6 +93,14 @@ _ABSENT: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "rms_norm_eps": 1e-5,
     },
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "attention_bias": True,
+    },
     "deepseek_v3": {
         "q_lora_rank": 1536,
         "first_k_dense_replace": 3,
@@ -118,31 +120,6 @@ _GEMMA3_SIZES = {
     "num_attention_heads": 8,
 }
 _TYPES = typing.get_type_hints(ModelConfig)
-_ORIGINAL = "original_max_position_embeddings"
-# RoPE type -> {name in the file: (field of ModelConfig, default; None: required)}.
-_SETTINGS: dict[str, dict[str, tuple[str, float | None]]] = {
-    "default": {},
-    "linear": {"factor": ("rope_factor", None)},
-    "llama3": {
-        "factor": ("rope_factor", None),
-        "low_freq_factor": ("rope_low_freq_factor", None),
-        "high_freq_factor": ("rope_high_freq_factor", None),
-    },
-    "yarn": {
-        "factor": ("rope_factor", None),
-        "beta_fast": ("rope_beta_fast", 32.0),
-        "beta_slow": ("rope_beta_slow", 1.0),
-        "mscale": ("rope_mscale", 0.0),
-        "mscale_all_dim": ("rope_mscale_all_dim", 0.0),
-    },
-}
-# Further RoPE settings, with the values that change nothing; other values are refused.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_factor": (None,),
-    "truncate": (None, True),
-    "partial_rotary_factor": (None, 1, 1.0),
-}
-_NAMES = {"rope_type", "rope_theta", _ORIGINAL}
 # Fields of a source's config.json that are not copied: other fields or files replace them.
 _DROPPED = {
     "rope_parameters",
@@ -170,6 +147,9 @@ _RULES: dict[str, Any] = {
     "unit_offset_norms": False,
     "scale_embeddings": False,
     "hidden_act": "silu",
+    "o_bias": False,
+    "attention_sinks": False,
+    "moe_bias": False,
 }
 _OWN_RULES: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
@@ -190,16 +170,30 @@ _OWN_RULES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": _ANY,
     },
     "glm4_moe": {"qk_norm": _ANY, "qkv_bias": _ANY, "partial_rotary_factor": _ANY},
+    "gpt_oss": {
+        "qkv_bias": _ANY,
+        "o_bias": _ANY,
+        "attention_sinks": True,
+        "moe_bias": True,
+        "hidden_act": "clamped_swiglu",
+        "sliding_window": _ANY,
+        "sliding_window_pattern": _ANY,
+        "norm_topk_prob": True,
+        "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+    },
     "deepseek_v3": {"rope_interleave": _ANY},
 }
 _SILU = "only silu is supported: take another model"
 _NO_BIAS = (
-    "only qwen2 and glm4_moe have biases here, of queries, keys and values: take another model"
+    "only qwen2, glm4_moe and gpt_oss have biases of attention here, and no MLP has: take another "
+    "model"
 )
-_NO_WINDOW = "sliding windows are supported in mistral and gemma3_text alone: take one of these"
-_KINDS = ("full_attention", "sliding_attention")
+_WINDOWED = ("mistral", "gemma3_text", "gpt_oss")
+_NO_WINDOW = f"sliding windows are supported in {', '.join(_WINDOWED)} alone: take one of these"
 _GELU = "gelu_pytorch_tanh"
-_TAKE_ONE_OUT = "take one of the two out"
 _EVERY_LAYER = "experts in every layer are supported, or in all but the first: take another model"
 
 
@@ -245,7 +239,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields = Fields({**_ABSENT.get(stated, _ABSENT[kind]), **fields.values}, fields.where)
     fields.require_finite()
     _refuse_unsupported(fields, kind)
-    values = _rules_of(kind) | _read(fields, _SHARED) | _read_rope(fields, kind)
+    values = _rules_of(kind) | _read(fields, _SHARED) | read_rope(fields, kind)
     values |= _read_windows(fields, kind, values["num_hidden_layers"])
     heads = values["num_attention_heads"]
     values["num_key_value_heads"] = fields.get("num_key_value_heads", int, heads)
@@ -263,6 +257,9 @@ def read_config(fields: Fields) -> ModelConfig:
         values |= _read_qwen3_experts(fields)
     if kind == "gemma3_text":
         values["query_pre_attn_scalar"] = fields.get("query_pre_attn_scalar", int)
+    if kind == "gpt_oss":
+        values["qkv_bias"] = values["o_bias"] = fields.get("attention_bias", bool)
+        values |= _read_gpt_oss_experts(fields)
     try:
         return ModelConfig(**values)
     except UserError as error:
@@ -285,8 +282,9 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
     else:
         fields.require("hidden_act", ("silu",), _SILU)
     fields.require("mlp_bias", (False,), _NO_BIAS)
-    if kind != "glm4_moe":
+    if kind not in ("glm4_moe", "gpt_oss"):
         fields.require("attention_bias", (False,), _NO_BIAS)
+    if kind != "glm4_moe":
         fields.require("partial_rotary_factor", (1, 1.0), "only glm4_moe rotates parts of heads")
     fields.require("decoder_sparse_step", (1,), _EVERY_LAYER)
     fields.require("moe_layer_freq", (1,), _EVERY_LAYER)
@@ -295,13 +293,13 @@ def _refuse_unsupported(fields: Fields, kind: str) -> None:
 def _read_windows(fields: Fields, kind: str, layers: int) -> dict[str, Any]:
     """Returns ModelConfig's fields of sliding windows."""
     types = fields.values.get("layer_types") or []
-    if not isinstance(types, list) or any(kind not in _KINDS for kind in types):
-        raise fields.error("layer_types", f"write a list of {' and '.join(_KINDS)}")
-    if kind not in ("mistral", "gemma3_text"):
+    if not isinstance(types, list) or any(kind not in KINDS for kind in types):
+        raise fields.error("layer_types", f"write a list of {' and '.join(KINDS)}")
+    if kind not in _WINDOWED:
         windows = fields.get("use_sliding_window", bool, False)
         if windows and fields.values.get("sliding_window") is not None:
             raise fields.error("use_sliding_window", _NO_WINDOW)
-        if _KINDS[1] in types:
+        if KINDS[1] in types:
             raise fields.error("layer_types", _NO_WINDOW)
         return {}
     window = fields.get("sliding_window", int, 0)
@@ -309,15 +307,15 @@ def _read_windows(fields: Fields, kind: str, layers: int) -> dict[str, Any]:
     if types:
         if len(types) != layers:
             raise fields.error("layer_types", f"write one for each of the {layers} layers")
-        every = types.index(_KINDS[0]) + 1 if _KINDS[0] in types else 0
-        if types != [_KINDS[not every or bool((i + 1) % every)] for i in range(layers)]:
+        every = types.index(KINDS[0]) + 1 if KINDS[0] in types else 0
+        if types != [KINDS[not every or bool((i + 1) % every)] for i in range(layers)]:
             raise fields.error("layer_types", "only one layer in every n may be full_attention")
     if not window or every == 1:
         return {}
     found = {"sliding_window": window, "sliding_window_pattern": every}
     if kind == "gemma3_text":
         part = fields.part("rope_parameters")
-        local = part.part(_KINDS[1]) if part else None
+        local = part.part(KINDS[1]) if part else None
         theta = local.get("rope_theta", float, 10_000.0) if local else None
         if local is not None:
             local.require("rope_type", ("default",), "only default goes with layers with a window")
@@ -331,9 +329,19 @@ def _read_qwen3_experts(fields: Fields) -> dict[str, Any]:
         raise fields.error("mlp_only_layers", _EVERY_LAYER)
     other = fields.values.get("num_local_experts")
     if other is not None:
-        fields.require("num_experts", (other,), f"num_local_experts is {other!r}: {_TAKE_ONE_OUT}")
+        fields.require("num_experts", (other,), f"num_local_experts is {other!r}: {TAKE_ONE_OUT}")
     return _read(fields, _QWEN3_EXPERTS | {"num_experts": other}) | {
         "first_k_dense_replace": len(dense)
+    }
+
+
+def _read_gpt_oss_experts(fields: Fields) -> dict[str, Any]:
+    fields.require("swiglu_alpha", (SWIGLU_ALPHA,), f"only {SWIGLU_ALPHA} is supported")
+    fields.require("swiglu_limit", (SWIGLU_LIMIT,), f"only {SWIGLU_LIMIT} is supported")
+    return {
+        "num_experts": fields.get("num_local_experts", int),
+        "num_experts_per_tok": fields.get("num_experts_per_tok", int, 4),
+        "moe_intermediate_size": fields.get("intermediate_size", int),
     }
 
 
@@ -348,60 +356,6 @@ def _read_deepseek_experts(fields: Fields) -> dict[str, Any]:
     return _read(fields, _DEEPSEEK_EXPERTS) | {"scoring_func": "sigmoid", "num_experts": experts}
 
 
-def _read_rope(fields: Fields, model: str) -> dict[str, Any]:
-    """Returns ModelConfig's rope_* fields, from either form, for a model type."""
-    parts = [fields.part(name) for name in ("rope_scaling", "rope_parameters")]
-    nested = parts[1] if model == "gemma3_text" else None
-    if nested and _KINDS[0] in nested.values:
-        parts[1] = nested.part(_KINDS[0])
-        fields = Fields({**fields.values, "rope_theta": None}, fields.where)
-    stated = [("rope_theta", fields.values.get("rope_theta"))]
-    stated += [item for part in parts if part for item in part.values.items()]
-    values: dict[str, Any] = {}
-    for name, value in stated:
-        name = "rope_type" if name == "type" else name
-        if value is not None and values.setdefault(name, value) != value:
-            raise UserError(
-                f"{fields.where}: {name} is {values[name]!r} in one place and {value!r} in another "
-                f"(rope_scaling, rope_parameters): {_TAKE_ONE_OUT}"
-            )
-    partial = {}
-    if model == "glm4_moe":
-        share = values.pop("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
-        partial["partial_rotary_factor"] = 0.5 if share is None else share
-        if partial["partial_rotary_factor"] not in (0.5, 1):
-            raise UserError(
-                f"{fields.where}: partial_rotary_factor is {share!r}: heads are rotated whole, or "
-                "a half of each; take a model with 1 or 0.5"
-            )
-    where = next((part.where for part in reversed(parts) if part), fields.where)
-    rope, kind = Fields(values, where), values.get("rope_type", "default")
-    if kind not in ROPE_TYPES:
-        raise rope.error(
-            "rope_type", f"only {', '.join(ROPE_TYPES)} are supported: take another model"
-        )
-    settings = _SETTINGS[kind]
-    for setting in sorted(set(values) - _NAMES - set(settings)):
-        if values[setting] not in _NEUTRAL.get(setting, ()):
-            raise rope.error(
-                setting, f"this setting of rope_type {kind!r} is not supported: take another model"
-            )
-    found: dict[str, Any] = {
-        **partial,
-        "rope_type": kind,
-        "rope_theta": rope.get("rope_theta", float, 1e6 if model == "gemma3_text" else 10_000.0),
-        **{own: rope.get(theirs, float, default) for theirs, (own, default) in settings.items()},
-    }
-    if kind in ("llama3", "yarn"):
-        found["rope_original_max_position_embeddings"] = rope.get(_ORIGINAL, int)
-    if found.get("rope_mscale_all_dim") and model != "deepseek_v3":
-        raise rope.error(
-            "mscale_all_dim",
-            "a model without latent attention has no such temperature: take another model",
-        )
-    return found
-
-
 def _rules_of(kind: str) -> dict[str, Any]:
     """Returns the fields of ModelConfig that every model of a type has alike."""
     rules = _RULES | _OWN_RULES[kind]
@@ -413,6 +367,8 @@ def _nearest(config: ModelConfig) -> str:
         return "deepseek_v3"
     if config.sandwich_norms:
         return "gemma3_text"
+    if config.moe_bias or config.attention_sinks:
+        return "gpt_oss"
     if config.num_experts:
         return "glm4_moe" if config.scoring_func == "sigmoid" else "qwen3_moe"
     if config.qk_norm:
@@ -437,6 +393,8 @@ def family_of(config: ModelConfig) -> str:
             "model.rope_local_base_freq is 0, and Hugging Face's 'gemma3_text' never scales the "
             "base of layers with a window: such a model cannot be saved in its format"
         )
+    if kind == "gpt_oss" and config.o_bias != config.qkv_bias:
+        rules["o_bias"] = config.qkv_bias
     for name, value in rules.items():
         if getattr(config, name) != value:
             raise UserError(
@@ -445,26 +403,6 @@ def family_of(config: ModelConfig) -> str:
                 "its format"
             )
     return kind
-
-
-def _rope_json(config: ModelConfig) -> dict[str, Any]:
-    """Returns `rope_theta` and `rope_scaling` of a configuration, for config.json."""
-    scaling: dict[str, Any] | None = None
-    if config.rope_type != "default":
-        scaling = {"rope_type": config.rope_type}
-        if config.rope_type != "linear":
-            scaling[_ORIGINAL] = config.rope_original_max_position_embeddings
-        for theirs, (own, default) in _SETTINGS[config.rope_type].items():
-            value = float(getattr(config, own))
-            if theirs.startswith("mscale") and value == default:
-                continue
-            scaling[theirs] = value
-        if not config.latent and config.rope_mscale_all_dim:
-            raise UserError(
-                f"model.rope_mscale_all_dim is {config.rope_mscale_all_dim}: Hugging Face's models "
-                "know it with latent attention alone; set it to 0"
-            )
-    return {"rope_theta": float(config.rope_theta), "rope_scaling": scaling}
 
 
 def config_json(
@@ -505,7 +443,7 @@ def config_json(
     if kind == "qwen3_moe":
         names += _QWEN3_EXPERTS
         own |= {"decoder_sparse_step": 1, "mlp_only_layers": list(range(config.dense_layers))}
-    own |= {name: getattr(config, name) for name in names} | _rope_json(config)
+    own |= {name: getattr(config, name) for name in names} | rope_json(config)
     if own.get("q_lora_rank") == 0:
         own["q_lora_rank"] = None
     own |= {"hidden_act": config.hidden_act, "attention_bias": False, "torch_dtype": dtype}
@@ -513,14 +451,27 @@ def config_json(
         own["attention_bias"] = config.qkv_bias
     if kind == "mistral":
         own["sliding_window"] = config.sliding_window
-    if kind == "gemma3_text":
+    if kind in ("gemma3_text", "gpt_oss"):
         windows = layer_windows(config)
         shown = [False] * config.num_hidden_layers if windows is None else windows < ALL
         own |= {
+            "sliding_window": config.sliding_window or _ABSENT[kind]["sliding_window"],
+            "layer_types": [KINDS[int(windowed)] for windowed in shown],
+        }
+    if kind == "gpt_oss":
+        own |= {
+            "hidden_act": "silu",
+            "attention_bias": config.qkv_bias,
+            "num_local_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "intermediate_size": config.moe_intermediate_size,
+            "swiglu_alpha": SWIGLU_ALPHA,
+            "swiglu_limit": SWIGLU_LIMIT,
+        }
+    if kind == "gemma3_text":
+        own |= {
             "hidden_activation": own.pop("hidden_act"),
             "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_dim,
-            "sliding_window": config.sliding_window or 4096,
-            "layer_types": [_KINDS[int(windowed)] for windowed in shown],
             "rope_local_base_freq": config.rope_local_base_freq or config.rope_theta,
         }
     # ModelConfig has no context limit: this is a default for programs that need one.

@@ -20,10 +20,11 @@ from flax import traverse_util
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.arrays import EMBEDDING, HEAD, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.hf.blockwise import BLOCKS, SCALE_SUFFIX, is_fp8, scale_shape
+from fp8rl_jax.models.hf.blockwise import BLOCKS, MXFP4, SCALE_SUFFIX, quantisation_of, scale_shape
 from fp8rl_jax.models.hf.config_json import IMAGES, read_config
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.finite import count_bad_scales, count_not_finite
+from fp8rl_jax.models.hf.mxfp4 import Unpacked
 from fp8rl_jax.models.hf.placement import Filling
 from fp8rl_jax.models.hf.reader import FP8, Checkpoint, Source, check, check_sizes
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry
@@ -62,7 +63,7 @@ def load(
       dtype: type of the result. 'float32': masters; FP8 tensors are dequantised. 'bfloat16': the
         same in bfloat16, except the router's correction bias, which stays float32. 'fp8': the
         types of the files: FP8 tensors become QArrays of the same bytes, other tensors keep BF16
-        or F32 (F16 becomes float32).
+        or F32 (F16 becomes float32, MXFP4 bfloat16).
       shardings: a tree of shardings like the parameters, or a function from their shapes to it:
         ``lambda shapes: fp8rl_jax.models.param_shardings(mesh, shapes)``. None: one device.
       check_finite: whether to refuse tensors with NaN or infinity, and non-positive scales.
@@ -76,13 +77,16 @@ def load(
     """
     directory = pathlib.Path(path)
     name, fields = dtype_name(dtype), read_fields(directory)
-    config, fp8 = read_config(fields), is_fp8(fields)
+    config, method = read_config(fields), quantisation_of(fields)
     # DeepSeek's files hold such a layer whatever the field says, other types only with the field.
     further_layers = fields.get("num_nextn_predict_layers", int, 0)
     further_layers = max(further_layers, config.latent)
-    source = Checkpoint(directory)
+    source: Source = Checkpoint(directory)
+    if method == MXFP4:
+        source = Unpacked(source)
     if fields.values["model_type"] == IMAGES:
         source.entries = _of_text(source.entries)
+    fp8 = method == "fp8"
     return config, load_from(source, config, name, shardings, fp8, further_layers, check_finite)
 
 
@@ -247,6 +251,8 @@ def _copy(
         own = slice(piece.start // BLOCKS[0], -(-piece.stop // BLOCKS[0]))
         leaf.scale.write(piece.index, (0, 0), scales[own], piece.transposed)  # type: ignore[attr-defined]
         leaf, scales = leaf.qvalue, None
+    if piece.packed is not None:
+        return _copy_expert(source, tensor, piece, leaf, check_finite)
     held = leaf.held(piece.index, (piece.stop - piece.start, *tensor.shape[1:]), piece.transposed)
     if held is None:
         return 0, 0
@@ -261,6 +267,18 @@ def _copy(
         place = (start - piece.start, *(first for first, _ in columns))
         leaf.write(piece.index, place, values, piece.transposed, own_scales)
     return bad, read
+
+
+def _copy_expert(
+    source: Source, tensor: Tensor, piece: Piece, leaf: Filling, check_finite: bool
+) -> tuple[int, int]:
+    """Does what `_copy` does, of a piece of packed experts."""
+    own = leaf.shape[len(piece.index) :]
+    if leaf.held(piece.index, own, False) is None:
+        return 0, 0
+    values = piece.of(source.rows(tensor.name, piece.start, piece.stop))
+    leaf.write(piece.index, (0,) * values.ndim, values, False)
+    return count_not_finite(values) if check_finite else 0, values.size
 
 
 def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], what: str) -> UserError:

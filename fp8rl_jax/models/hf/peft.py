@@ -60,6 +60,12 @@ def _places(config: ModelConfig, adapters: Any) -> Iterator[tuple[str, Place]]:
     for stack, count in layer_stacks(config).items():
         for path in sorted(path for path in flat if path[0] == stack):
             module = array_of((*path[:-1], "kernel")).hf.removesuffix(".weight")
+            if "{}" in module and config.moe_bias:
+                raise UserError(
+                    f"adapters of {'.'.join(path[1:-1])} have no form in PEFT's format: this model "
+                    "type holds all experts in one tensor; export the merged model, or leave "
+                    "experts out of lora.modules"
+                )
             matrix = {LORA[0]: "lora_A", LORA[1]: "lora_B"}[path[-1]]
             for layer in range(count):
                 for expert in range(config.num_experts) if "{}" in module else [None]:
@@ -90,7 +96,7 @@ def save_adapter(
       The directory.
 
     Raises:
-      UserError: the directory exists or cannot be made.
+      UserError: the directory exists or cannot be made, or the format has no such adapters.
     """
     target = pathlib.Path(path)
     check_target(target)

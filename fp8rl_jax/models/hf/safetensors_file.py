@@ -30,6 +30,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+_READ = {**DTYPES, "U8": np.dtype(np.uint8)}  # and bytes of packed formats (mxfp4.py)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 _MOST_AXES = 8  # far more than any model has
@@ -114,14 +115,14 @@ def read_rows(
     """Reads rows start..stop (of the first axis) of a tensor.
 
     Args:
-      entry: the tensor; its dtype is one of DTYPES.
+      entry: the tensor; its dtype is one of DTYPES, or U8.
       start, stop: first row and last + 1.
       columns: (first, last + 1) of a matrix; None: all. Only their bytes are read.
 
     Raises:
       UserError: the file cannot be read or has become shorter.
     """
-    dtype = DTYPES[entry.dtype]
+    dtype = _READ[entry.dtype]
     row = math.prod(entry.shape[1:]) * dtype.itemsize
     begin, end = (c * dtype.itemsize for c in columns) if columns else (0, row)
     shape, pieces = entry.shape[1:], [(entry.start + start * row, (stop - start) * row)]

@@ -2,8 +2,12 @@
 
 A checkpoint holds a matrix per layer and expert, as torch's (out, in); our leaves are (in, out),
 stacked over layers and experts. So a tensor of the checkpoint is one `Piece` of a leaf: an index
-into its leading axes, and a transposition. The exception is latent attention's ``kv_b_proj``, whose
-rows are ordered by head, keys before values within a head: two pieces a head.
+into its leading axes, and a transposition. There are two exceptions:
+
+* latent attention's ``kv_b_proj``, whose rows are ordered by head, keys before values within a
+  head: two pieces a head;
+* the packed experts of gpt-oss: one tensor (E, in, out) for all experts, in which gate and up take
+  the even and the odd columns, and (E, out) for their biases.
 
 The names come from models/arrays.py.
 """
@@ -12,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+
+import numpy as np
 
 from fp8rl_jax.models.arrays import LINEAR, MODEL, Array, layer_arrays, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
@@ -27,6 +33,8 @@ class Piece:
       index: index into the leaf's leading axes: layer, expert or head.
       start, stop: range of rows in the checkpoint's tensor.
       transposed: whether the leaf holds these rows as columns.
+      packed: of packed experts the columns that the piece takes from its one row, an expert; else
+        None.
     """
 
     path: Path
@@ -34,6 +42,11 @@ class Piece:
     start: int
     stop: int
     transposed: bool
+    packed: slice | None = None
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the piece's part of rows start..stop of its tensor, a view."""
+        return rows if self.packed is None else rows[0][..., self.packed]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Tensor:
       name: its name in the checkpoint.
       shape: its shape in the checkpoint.
       role: role of its `Array`; LINEAR may be FP8.
-      pieces: its parts, by ascending rows, without gaps.
+      pieces: its parts, by ascending rows, without gaps; those of packed experts share rows.
     """
 
     name: str
@@ -53,9 +66,34 @@ class Tensor:
     pieces: tuple[Piece, ...]
 
     @property
+    def packed(self) -> bool:
+        """Whether it holds all experts of a layer."""
+        return self.pieces[0].packed is not None
+
+    @property
     def module(self) -> str:
         """Name of its module: the tensor's name without the last part."""
         return self.name.rpartition(".")[0]
+
+
+_ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
+_EXPERT, _PACKED_EXPERTS = "mlp.experts.{}.", "mlp.experts."
+# gpt-oss: name of an array -> (its tensor, the columns that it takes, None for all of a tensor).
+_PACKED: dict[str, tuple[str, slice | None]] = {
+    "mlp.gate.weight": ("mlp.router.weight", None),
+    "mlp.gate.bias": ("mlp.router.bias", None),
+    _EXPERT + "gate_proj.weight": (_PACKED_EXPERTS + "gate_up_proj", _EVEN),
+    _EXPERT + "up_proj.weight": (_PACKED_EXPERTS + "gate_up_proj", _ODD),
+    _EXPERT + "down_proj.weight": (_PACKED_EXPERTS + "down_proj", _ALL),
+    _EXPERT + "gate_proj.bias": (_PACKED_EXPERTS + "gate_up_proj_bias", _EVEN),
+    _EXPERT + "up_proj.bias": (_PACKED_EXPERTS + "gate_up_proj_bias", _ODD),
+    _EXPERT + "down_proj.bias": (_PACKED_EXPERTS + "down_proj_bias", _ALL),
+}
+
+
+def _name(config: ModelConfig, array: Array) -> tuple[str, slice | None]:
+    """Returns the tensor that holds an array of a layer, and the columns of packed experts."""
+    return _PACKED.get(array.hf, (array.hf, None)) if config.moe_bias else (array.hf, None)
 
 
 def model_tensors(config: ModelConfig) -> list[Tensor]:
@@ -64,7 +102,10 @@ def model_tensors(config: ModelConfig) -> list[Tensor]:
     found = [_plain(a.hf, a, a.path, (), shapes[a.path]) for a in MODEL if a.path in shapes]
     for stack, count in layer_stacks(config).items():
         arrays = [a for a in layer_arrays(layer_spec(config, stack)) if (stack, *a.path) in shapes]
-        tensors = {a.hf: [b for b in arrays if b.hf == a.hf] for a in arrays}
+        names = [_name(config, a)[0] for a in arrays]
+        tensors = {
+            name: [a for a, own in zip(arrays, names, strict=True) if own == name] for name in names
+        }
         for index in range(count):
             for name, parts in tensors.items():
                 name = f"model.layers.{layer}.{name}"
@@ -79,7 +120,9 @@ def _layer_tensors(
     config: ModelConfig, name: str, arrays: list[Array], stack: str, index: int, shapes
 ) -> Iterator[Tensor]:
     array, path = arrays[0], (stack, *arrays[0].path)
-    if len(arrays) == 2:
+    if _name(config, array)[1] is not None:
+        yield _packed_experts(config, name, arrays, stack, index, shapes)
+    elif len(arrays) == 2:
         yield _keys_and_values(config, name, [(stack, *a.path) for a in arrays], index)
     elif "{}" in name:
         for expert in range(config.num_experts):
@@ -95,6 +138,19 @@ def _plain(
     own = shape[len(index) :]
     own = own[::-1] if array.transposed else own
     return Tensor(name, own, array.role, (Piece(path, index, 0, own[0], array.transposed),))
+
+
+def _packed_experts(
+    config: ModelConfig, name: str, arrays: list[Array], stack: str, index: int, shapes
+) -> Tensor:
+    """Returns a tensor of all experts, (E, in, out) or (E, out)."""
+    *first, width = shapes[(stack, *arrays[0].path)][1:]
+    pieces = tuple(
+        Piece((stack, *a.path), (index, e), e, e + 1, False, _name(config, a)[1])
+        for e in range(config.num_experts)
+        for a in arrays
+    )
+    return Tensor(name, (*first, len(arrays) * width), arrays[0].role, pieces)
 
 
 def _keys_and_values(config: ModelConfig, name: str, paths: list[Path], index: int) -> Tensor:

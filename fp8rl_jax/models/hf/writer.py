@@ -100,6 +100,11 @@ def save(
     check_target(target, max_shard_gb)
     tensors = model_tensors(config)
     about = config_json(config, "float32" if name == "float32" else "bfloat16", fields)
+    if name == "fp8" and (tensor := next((t for t in tensors if t.packed), None)):
+        raise UserError(
+            f"dtype is 'fp8', and tensor {tensor.name} of this model type holds all experts, which "
+            "has no FP8 form in Hugging Face's format: write 'bfloat16'"
+        )
     if name == "fp8":
         about["quantization_config"] = quantization_config(tensors)
     # Tensors of one stack of layers follow each other, so that it is read once.
@@ -255,6 +260,12 @@ def _type(tensor: Tensor, leaves: _Leaves, dtype: str) -> np.dtype:
 
 def _joined(tensor: Tensor, take: Callable[[Piece], np.ndarray]) -> np.ndarray:
     """Joins the pieces of a tensor, in a checkpoint's orientation."""
+    if tensor.packed:
+        first, *_ = values = [take(piece) for piece in tensor.pieces]
+        whole = np.empty(tensor.shape, first.dtype)
+        for piece, value in zip(tensor.pieces, values, strict=True):
+            piece.of(whole[piece.start : piece.stop])[...] = value
+        return whole
     parts = [take(piece).T if piece.transposed else take(piece) for piece in tensor.pieces]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 

@@ -62,7 +62,8 @@ def exchange_forward(
       config, recipe: shapes and numerics of the layer.
       x: (B, T, D) in the compute dtype: this device's rows, or all rows, replicated over `expert`.
       weights, chosen: (B, T, k) for these rows; experts are numbered over all devices.
-      experts: this device's {'gate_proj', 'up_proj': (E / n, D, F), 'down_proj': (E / n, F, D)}.
+      experts: this device's {'gate_proj', 'up_proj': (E / n, D, F), 'down_proj': (E / n, F, D)},
+        and biases.
 
     Returns:
       (B, T, D) in the compute dtype, for the same rows.
@@ -133,7 +134,7 @@ def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, expert
     tiles = moe.make_tiles(own, count + 1, moe.tile_rows(own.size, config.num_experts))
     value = _gather_and_dispatch(rows, tiles)
     q = _quantised_rows(recipe, rows, tiles)
-    y = moe.expert_results(recipe, Activation(value, q), experts, tiles.experts)
+    y = moe.expert_results(config, recipe, Activation(value, q), experts, tiles)
 
     # Send: this device's results, ordered by owner, token and slot.
     position = jnp.where(here, jnp.cumsum(here).reshape(here.shape) - 1, own.size).reshape(-1)

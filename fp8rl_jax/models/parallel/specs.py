@@ -167,7 +167,7 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, mesh, stored: bool
         trained = isinstance(weight, BoundWeight) and weight.master is not None
         if array is not None and array.hf == HEAD:
             return jax.tree.map(lambda _: head_spec(config.vocab_size, parts), weight)
-        if array is None or array.role != LINEAR:
+        if array is None or (array.role != LINEAR and array.axes != EXPERTS):
             return jax.tree.map(lambda _: WHOLE, weight)
         if array.axes in (EXPERTS, HEADS):
             return _stack_spec(weight, array.axes[1], mesh, stored and trained)

@@ -141,7 +141,7 @@ class Pass:
             flags["EPS"] = 1e-6
         elif self.kernel == "gated_activation":
             pointers = {"gate": "*bf16", "up": "*bf16", "y": "*bf16"}
-            flags["GELU"] = False
+            flags |= {"GELU": False, "CLAMPED": False}
         else:
             pointers, flags = {"x": "*bf16"}, {}
         if self.kernel == "quantize_columns":

@@ -61,6 +61,19 @@ _GLM = dict(
     scoring_func="sigmoid",
     n_shared_experts=1,
 )
+_GPT_OSS = dict(
+    qk_norm=False,
+    qkv_bias=True,
+    o_bias=True,
+    attention_sinks=True,
+    sliding_window=4,
+    sliding_window_pattern=2,
+    hidden_act="clamped_swiglu",
+    moe_bias=True,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 _LATENT = dict(
     kv_lora_rank=32,
@@ -128,6 +141,8 @@ def _rollout(config, recipe, weights, rope):
         pytest.param("fp8", _GEMMA, id="fp8 gemma", marks=pytest.mark.slow),
         pytest.param("fp8", _GLM, id="fp8 glm", marks=pytest.mark.slow),
         pytest.param("f32", _GLM, id="f32 glm", marks=pytest.mark.slow),
+        pytest.param("fp8", _GPT_OSS, id="fp8 gpt-oss", marks=pytest.mark.slow),
+        pytest.param("f32", _GPT_OSS, id="f32 gpt-oss", marks=pytest.mark.slow),
         pytest.param("f32", _GEMMA, id="f32 gemma", marks=pytest.mark.slow),
         pytest.param("fp8_blockwise", {}, id="fp8_blockwise", marks=pytest.mark.slow),
         pytest.param("kv_formats:int8_fp8", {}, id="int8 and fp8", marks=pytest.mark.slow),
@@ -140,10 +155,15 @@ def test_results_and_drift(interpreted, name, more):
     config = dataclasses.replace(_DENSE, **more)
     recipe = get_recipe(name)
     name = "fp8" if name.startswith(("kv_formats", "fp8_blockwise")) else name
-    params = initial_params(config)
-    for layer in "qkv" if config.qkv_bias else "":
-        own = params["layers"]["self_attn"][f"{layer}_proj"]
-        own["bias"] = jax.random.normal(jax.random.key(3, impl="threefry2x32"), own["bias"].shape)
+    key = jax.random.key(3, impl="threefry2x32")
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            jax.random.normal(key, x.shape)
+            if path[-1].key in ("bias", "sinks", "gate_bias", "up_bias", "down_bias")
+            else x
+        ),
+        initial_params(config),
+    )
     rope = tuple(map(jnp.asarray, rope_tables(config, 16)))
     on_kernels = dataclasses.replace(recipe, kernels="triton")
     weights = quantized(params, on_kernels)

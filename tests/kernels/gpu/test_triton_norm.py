@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from fp8rl_jax.kernels.gpu import matmul as products
 from fp8rl_jax.kernels.gpu import norm as kernels
-from fp8rl_jax.models.layers import gated_activation, rms_norm
+from fp8rl_jax.models.activations import gated_activation
+from fp8rl_jax.models.layers import rms_norm
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE
 from fp8rl_jax.quant import get_recipe, quantize
 
@@ -119,6 +120,16 @@ def test_gelu_is_close_to_float64():
     x, y = (np.asarray(z, np.float64) for z in (gate, up))
     want = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) * y
     np.testing.assert_allclose(np.asarray(got), want, rtol=2e-6, atol=1e-7)
+
+
+def test_clamped_swiglu_is_close_to_float64():
+    gate, up = _normal(40, 129) * 9, _normal(40, 129, seed=1) * 9
+    gate, up = gate.at[3, 5].set(jnp.nan), up.at[4, 6].set(jnp.nan)
+    got = np.asarray(kernels.gated_activation(gate, up, "clamped_swiglu", jnp.float32))
+    x, y = (np.asarray(z, np.float64) for z in (gate, up))
+    x, y = np.minimum(x, 7), np.clip(y, -7, 7)
+    np.testing.assert_allclose(got, x / (1 + np.exp(-1.702 * x)) * (y + 1), rtol=2e-6, atol=1e-7)
+    assert np.isnan(got).sum() == 2
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])

@@ -127,7 +127,7 @@ def test_no_product_of_a_layer_is_made_otherwise(layer):
         recipe = dataclasses.replace(get_recipe("fp8"), kernels="exact")
         multiply = lambda x, w: make_dot_general(recipe)(x, w, _PLAIN)
     else:
-        multiply = lambda x, w: router.router_logits(x, w, "exact")
+        multiply = lambda x, w: router.router_logits(x, w, implementation="exact")
     gradient = jax.grad(lambda x, w: jnp.sin(multiply(x, w)).sum(), argnums=(0, 1))
     text = jax.jit(gradient).lower(x, w).as_text()
     dots = [line for line in text.splitlines() if "dot_general" in line]

@@ -10,7 +10,7 @@ from hf_checkpoints import CONFIGS, fp8_tensors, named, params_of, write, write_
 from marks import slow
 
 from fp8rl_jax.models.hf import reader
-from fp8rl_jax.models.hf.blockwise import is_fp8
+from fp8rl_jax.models.hf.blockwise import quantisation_of
 from fp8rl_jax.models.hf.config_json import config_json, read_config
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.gguf_file import GGUF
@@ -62,7 +62,7 @@ def test_index(count, tmp_path):
 @pytest.mark.parametrize("count", [FEW, slow(MANY)])
 def test_config_json(count, tmp_path):
     good = []
-    for name in ("qwen3", "llama", "qwen3_moe", "deepseek_v3"):
+    for name in ("qwen3", "llama", "qwen3_moe", "deepseek_v3", "gpt_oss"):
         fields = config_json(CONFIGS[name], "bfloat16") | {"eos_token_id": 1}
         good.append(json.dumps(fields).encode())
     source = reader.Checkpoint(write(tmp_path / "model", {}, fp8_tensors("deepseek_v3")))
@@ -71,7 +71,7 @@ def test_config_json(count, tmp_path):
         (tmp_path / "config.json").write_bytes(content)
         fields = read_fields(tmp_path)
         config = read_config(fields)
-        is_fp8(fields)
+        quantisation_of(fields)
         config_json(config, "bfloat16", fields.values)
         reader.check_sizes(source, config)
 

@@ -54,7 +54,7 @@ def _equal(a, b) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), str(path))
 
 
-@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe", "llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_tied", "qwen3_moe", "llama", "deepseek_v3", "gpt_oss"])
 def test_float32_is_exact_both_ways(name, tmp_path):
     """The table's names and layouts are those of loops written out."""
     params = params_of(name)

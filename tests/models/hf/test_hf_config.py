@@ -9,7 +9,7 @@ from hf_checkpoints import CONFIGS
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import ModelConfig
-from fp8rl_jax.models.hf.blockwise import is_fp8
+from fp8rl_jax.models.hf.blockwise import quantisation_of
 from fp8rl_jax.models.hf.config_json import config_json, family_of, read_config
 from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.presets import preset
@@ -107,6 +107,21 @@ _GLM = json.loads("""{
     "routed_scaling_factor": 1.0, "tie_word_embeddings": false, "topk_group": 1,
     "use_qk_norm": false, "vocab_size": 151552
 }""")
+_GPT_OSS = json.loads("""{
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": true,
+    "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "pad_token_id": 199999,
+    "quantization_config": {"modules_to_not_convert": ["model.embed_tokens", "lm_head"],
+    "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0,
+    "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "rope_type": "yarn", "truncate": false}, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": false,
+    "vocab_size": 201088
+}""")
+_GPT_OSS["layer_types"] = ["sliding_attention", "full_attention"] * 12
 _KIMI = _DEEPSEEK | json.loads("""{
     "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384,
     "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
@@ -139,6 +154,9 @@ _PUBLISHED = {
         "use_qk_norm": True,
     },
     "kimi_k2": _KIMI,
+    "gpt_oss_20b": _GPT_OSS,
+    "gpt_oss_120b": {n: x for n, x in _GPT_OSS.items() if n != "layer_types"}
+    | {"num_hidden_layers": 36, "num_local_experts": 128},
 }
 
 
@@ -151,7 +169,9 @@ def test_published_files_are_the_presets(name):
     assert _read(_PUBLISHED[name]) == preset(name)
 
 
-@pytest.mark.parametrize("name", ["qwen2p5_7b", "qwen3_0p6b", "llama3p1_8b", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen2p5_7b", "qwen3_0p6b", "llama3p1_8b", "deepseek_v3", "gpt_oss_20b"]
+)
 def test_new_form_reads_alike(name):
     """transformers 5 gathers rotary settings in rope_parameters."""
     old = dict(_PUBLISHED[name])
@@ -291,15 +311,14 @@ def _rope(**changes) -> dict:
             {"rope_scaling": _DEEPSEEK["rope_scaling"] | {"attention_factor": 1.5}},
             ["attention_factor", "1.5"],
         ),
-        (
-            _DEEPSEEK,
-            {"rope_scaling": _DEEPSEEK["rope_scaling"] | {"truncate": False}},
-            ["truncate"],
-        ),
+        (_LLAMA, _rope(truncate=False), ["truncate", "'llama3'"]),
+        (_GPT_OSS, {"swiglu_limit": 10.0}, ["swiglu_limit", "7.0"]),
+        (_GPT_OSS, {"swiglu_alpha": 1.0}, ["swiglu_alpha", "1.702"]),
+        (_GPT_OSS, {"num_local_experts": None}, ["no field num_local_experts"]),
         (_QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, ["use_sliding_window"]),
         (_QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         (_QWEN2, {"use_sliding_window": True}, ["use_sliding_window"]),
-        (_QWEN3, {"attention_bias": True}, ["attention_bias", "only qwen2 and glm4_moe"]),
+        (_QWEN3, {"attention_bias": True}, ["attention_bias", "only qwen2, glm4_moe"]),
         (_LLAMA, {"layer_types": ["sliding_attention"] * 32}, ["layer_types", "mistral"]),
         (_GLM, {"partial_rotary_factor": 0.25}, ["partial_rotary_factor", "0.25", "0.5"]),
         (_QWEN3, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "glm4_moe"]),
@@ -349,7 +368,7 @@ def test_refused_by_name(fields, changes, words):
 def test_other_quantisation_is_refused(changes, word):
     quantisation = _DEEPSEEK["quantization_config"] | changes
     with pytest.raises(UserError, match="blockwise FP8") as raised:
-        is_fp8(Fields({"quantization_config": quantisation}, "config.json"))
+        quantisation_of(Fields({"quantization_config": quantisation}, "config.json"))
     assert word in str(raised.value)
 
 
@@ -364,6 +383,9 @@ def test_other_quantisation_is_refused(changes, word):
         ("mistral", {"sliding_window_pattern": 2}, "sliding_window_pattern"),
         ("gemma3", {"unit_offset_norms": False}, "unit_offset_norms"),
         ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        ("gpt_oss", {"attention_sinks": False}, "attention_sinks"),
+        ("gpt_oss", {"o_bias": False}, "o_bias"),
+        ("qwen3_moe", {"moe_bias": True}, "gpt_oss"),
     ],
 )
 def test_models_without_a_type_are_refused(name, changes, word):
@@ -457,6 +479,21 @@ _ABSENT = {
         "tie_word_embeddings": False,
         "rope_theta": 10_000.0,
     },
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_experts_per_tok": 4,
+        "qkv_bias": True,
+        "o_bias": True,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_type": "yarn",
+        "rope_factor": 32.0,
+        "rope_truncate": False,
+        "tie_word_embeddings": False,
+    },
     "kimi_k2": {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536},
 }
 # Fields without which a file is refused: transformers would make another model of it, too.
@@ -468,6 +505,7 @@ _NEEDED = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_experts",
+    "num_local_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
     "kv_lora_rank",
@@ -489,6 +527,7 @@ def test_absent_fields_have_the_types_defaults(kind):
         "gemma3_text": _GEMMA3,
         "deepseek_v3": _DEEPSEEK,
         "glm4_moe": _GLM | dict(num_attention_heads=32),
+        "gpt_oss": {n: x for n, x in _GPT_OSS.items() if n != "num_experts_per_tok"},
         "kimi_k2": _PUBLISHED["kimi_k2"],
     }[kind]
     config = _read({name: value for name, value in fields.items() if name in _NEEDED})

@@ -40,9 +40,11 @@ def test_results_are_those_of_one_device(recipe, route):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", _RECIPES)
-def test_gradients_and_observations(recipe):
+@pytest.mark.parametrize("biases", [False, True])
+def test_gradients_and_observations(recipe, biases):
     """Rows' gradients are summed in float32; an expert's is complete on its device."""
-    for result in _compared(recipe=recipe, route="half", tokens=48, meshes=_MESHES, gradient=True):
+    case = {"recipe": recipe, "route": "half", "tokens": 48, "meshes": _MESHES, "biases": biases}
+    for result in _compared(**case, gradient=True):
         assert result["differ"] == 0
         assert result["dx"] < 1e-6 and result["dweights"] < 1e-6
         assert result["dexperts"] < _ERROR[recipe]
