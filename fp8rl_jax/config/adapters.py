@@ -6,14 +6,12 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 
 from fp8rl_jax.models import ModelConfig, param_shapes
 from fp8rl_jax.models.hf.peft import check_adapter, load_adapter
 from fp8rl_jax.models.lora import Adapted, adapted
 
-_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 _FOLDED = 3  # into the run's seed
 
 
@@ -37,7 +35,7 @@ def with_adapters(config: ml_collections.ConfigDict, params: Any) -> Any:
         return params
     key = jax.random.fold_in(jax.random.key(config.run.seed, impl="threefry2x32"), _FOLDED)
     modules = [pattern.strip() for pattern in lora.modules.split(",")]
-    return adapted(params, lora.rank, lora.alpha, modules, _DTYPES[lora.base], key)
+    return adapted(params, lora.rank, lora.alpha, modules, lora.base, key)
 
 
 def check_adapters(config: ml_collections.ConfigDict, model: ModelConfig) -> None:

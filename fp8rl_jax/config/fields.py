@@ -391,8 +391,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "checkpoint": Field("", "directory of a PEFT adapter that training begins with"),
         "base": Field(
             "bf16",
-            "how the frozen base is kept: as published models are, or in float32",
-            ("bf16", "f32"),
+            "how the frozen base is kept: as published models are, in float32, or with linear "
+            "layers in FP8, which quantises what is not FP8 already",
+            ("bf16", "f32", "fp8"),
         ),
     },
     "sft": {

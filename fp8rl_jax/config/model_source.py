@@ -13,7 +13,6 @@ import os
 import pathlib
 from typing import Any
 
-import jax.numpy as jnp
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError
@@ -95,7 +94,8 @@ def _read_directory(checkpoint: str) -> dict[str, Any]:
 
 
 def load_params(config: ml_collections.ConfigDict, shardings=None):
-    """Loads `model.checkpoint` as float32 parameters, laid out by `shardings`.
+    """Loads `model.checkpoint`, laid out by `shardings`: as float32 parameters, or under adapters
+    as `lora.base` keeps them.
 
     Raises:
       UserError: weights are missing, do not fit config.json, or are not finite.
@@ -104,7 +104,7 @@ def load_params(config: ml_collections.ConfigDict, shardings=None):
 
     return hf.load(
         config.model.checkpoint,
-        dtype=jnp.float32,
+        dtype=config.lora.base if config.lora.rank else "f32",
         shardings=shardings,
         check_finite=config.model.check_finite,
     )[1]

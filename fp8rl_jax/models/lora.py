@@ -26,7 +26,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.kernels import prevent_fma
 from fp8rl_jax.models.arrays import HEADS, LINEAR, LINEAR_LAYERS, LORA, SMALL, array_of, role_of
 from fp8rl_jax.models.stacks import RUNS, Path, path_of
-from fp8rl_jax.quant import get_recipe, matmul
+from fp8rl_jax.quant import QArray, get_recipe, is_weight, matmul, quantize_weight
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +36,7 @@ class Adapted:
     place of masters.
 
     Attributes:
-      base: parameters, float32 or bf16.
+      base: parameters; linear layers in float32, bf16 or as QArrays, tables in float32 or bf16.
       adapters: {'layers': {module: {'lora_a': (L, K, r), 'lora_b': (L, r, N)}}}, of experts
         (L, E, K, r) and (L, E, r, N), float32; the trained part.
       scale: factor of the product, alpha / r.
@@ -81,15 +81,34 @@ def base_of(params: Any) -> Any:
 
 
 def adapted(
-    params: Any, rank: int, alpha: float, modules: Sequence[str], dtype: Any, key: jax.Array
+    params: Any, rank: int, alpha: float, modules: Sequence[str], base: str, key: jax.Array
 ) -> Adapted:
-    """Returns parameters with new adapters; `dtype`: of the base's matrices."""
+    """Returns parameters with new adapters.
+
+    Args:
+      params: float32 or bf16; linear layers also as QArrays, for an FP8 base.
+      rank, alpha, modules, key: as for `new_adapters`; the product's factor is alpha / rank.
+      base: how matrices are kept, 'f32', 'bf16' or 'fp8': linear layers as QArrays of the recipe
+        `fp8`, tables in bf16.
+    """
+    dtype = jnp.dtype(jnp.float32 if base == "f32" else jnp.bfloat16)
 
     def kept(path, leaf):
-        return leaf if role_of(path_of(path)) in SMALL else leaf.astype(dtype)
+        role = role_of(path_of(path))
+        if role in SMALL:
+            return leaf.astype(jnp.float32)
+        if base == "fp8" and role == LINEAR:
+            return leaf if isinstance(leaf, QArray) else _in_fp8(leaf)
+        return leaf.astype(dtype)
 
-    base = jax.tree_util.tree_map_with_path(kept, params)
-    return Adapted(base, new_adapters(params, rank, modules, key), alpha / rank)
+    frozen = jax.tree_util.tree_map_with_path(kept, params, is_leaf=is_weight)
+    return Adapted(frozen, new_adapters(params, rank, modules, key), alpha / rank)
+
+
+@jax.jit
+def _in_fp8(weight: jax.Array) -> QArray:
+    """Quantises a weight (L, ..., K, N) by the recipe `fp8`, one layer at a time."""
+    return lax.map(lambda layer: quantize_weight(layer, get_recipe("fp8"))[0], weight)
 
 
 def new_adapters(shapes: Any, rank: int, modules: Sequence[str], key: jax.Array) -> Any:
@@ -147,25 +166,32 @@ def scaled(params: Adapted) -> dict[Path, tuple[jax.Array, jax.Array]]:
 
 
 def merged(params: Any) -> Any:
-    """Returns float32 parameters: the base with its adapters added, or `params` without adapters.
+    """Returns float32 parameters: the base with its adapters added; without adapters `params`, of
+    which QArrays are dequantised.
 
     A product of A and B has the library's order of sums, so its bits do not depend on the program.
     """
     if not isinstance(params, Adapted):
-        return params
+        return jax.tree.map(
+            lambda x: _float32(x) if isinstance(x, QArray) else x, params, is_leaf=is_weight
+        )
     adapters = scaled(params)
 
     def merge(path, leaf):
-        leaf, names = leaf.astype(jnp.float32), path_of(path)
+        names = path_of(path)
         if names[-1] != "kernel" or names[:-1] not in adapters:
-            return leaf
+            return _float32(leaf)
         arrays = (leaf, *adapters[names[:-1]])
-        stacks = tuple(x.reshape(-1, *x.shape[-2:]) for x in arrays)
+        stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), arrays)
         return lax.map(_plus_product, stacks).reshape(leaf.shape)
 
-    return jax.tree_util.tree_map_with_path(merge, params.base)
+    return jax.tree_util.tree_map_with_path(merge, params.base, is_leaf=is_weight)
 
 
-def _plus_product(matrices: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+def _float32(weight: jax.Array | QArray) -> jax.Array:
+    return weight.dequantize() if isinstance(weight, QArray) else weight.astype(jnp.float32)
+
+
+def _plus_product(matrices: tuple[jax.Array | QArray, jax.Array, jax.Array]) -> jax.Array:
     base, a, b = matrices
-    return base + prevent_fma(matmul(get_recipe("f32"), a, b))
+    return _float32(base) + prevent_fma(matmul(get_recipe("f32"), a, b))

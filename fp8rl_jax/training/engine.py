@@ -192,7 +192,7 @@ class JaxEngine(Engine):
         """Returns the parameters that training begins with: of `model.checkpoint`, or random."""
         if not self.config.model.checkpoint:
             return self.init_params()
-        return load_params(self.config, self.layout.param_shardings)
+        return load_params(self.config, functools.partial(param_shardings, self.layout.mesh))
 
     def frozen_base(self):
         """Returns the base under a run's adapters, which no checkpoint holds; None without any."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 
@@ -21,8 +22,11 @@ from fp8rl_jax.config import saved_config
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.data import PretrainedTokenizer, encode_prompt, load_tokenizer
+from fp8rl_jax.models.arrays import LINEAR, SMALL, role_of
 from fp8rl_jax.models.presets import PRESETS
+from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy import export
+from fp8rl_jax.quant import is_weight
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -260,6 +264,22 @@ def test_the_cached_sft_is_of_one_checkpoint(checkpoint, tmp_path):
     assert identity(str(checkpoint)) != before
     seen.append(cache_directory(config))
     assert len(set(seen)) == 4
+
+
+def test_an_fp8_checkpoint_is_the_base_of_adapters(checkpoint, tmp_path):
+    """As it is: bytes and scales of linear layers, and nothing in float32 but small arrays."""
+    models.hf.convert(checkpoint, tmp_path / "fp8", "fp8")
+    lora = {"rank": 2, "base": "fp8"}
+    runtime = make_runtime(_pretrained(tmp_path / "fp8", tmp_path, lora=lora))
+    params = runtime.engine.initial_params()
+    base = runtime.engine.new_state(params, optimizer_of_phase(runtime.config, "rl")[0]).params.base
+    _, file = models.hf.load(tmp_path / "fp8", dtype="fp8")
+    is_small = lambda path: role_of(path_of(path)) in SMALL
+    for path, leaf in jax.tree_util.tree_leaves_with_path(base, is_leaf=is_weight):
+        other = functools.reduce(lambda tree, key: tree[key], path_of(path), file)
+        assert is_weight(leaf) == (role_of(path_of(path)) == LINEAR)
+        assert is_weight(leaf) or leaf.dtype == (jnp.float32 if is_small(path) else jnp.bfloat16)
+        jax.tree.map(np.testing.assert_array_equal, leaf, other)
 
 
 @pytest.mark.parametrize("dtype", [slow("bf16"), "fp8"])

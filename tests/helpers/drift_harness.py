@@ -121,6 +121,7 @@ class Case:
     unroll: bool = False  # the learner's scan over layers, unrolled
     replay: int = 0  # so many of taps.ROUTING are replayed in the learner
     rank: int = 0  # of adapters with random values
+    base: str = "f32"  # how their base is kept
     tap_logits: bool = False  # the train step returns its logits too: one program less to compile
     seed: int = 0
 
@@ -202,10 +203,12 @@ def make_params(case: Case):
         head = np.array(params["lm_head"])
         head[:, case.eos] = np.abs(head[:, case.eos]) * 2
         params = {**params, "lm_head": jnp.asarray(head)}
-    return with_adapters(params, case.rank, case.seed) if case.rank else params
+    return with_adapters(params, case.rank, case.seed, base=case.base) if case.rank else params
 
 
-def with_adapters(params, rank: int, seed: int = 0, modules=("*",)) -> lora.Adapted:
+def with_adapters(
+    params, rank: int, seed: int = 0, modules=("*",), base: str = "f32"
+) -> lora.Adapted:
     """Parameters with adapters of every linear layer, both matrices random."""
     key = jax.random.key(seed, impl="threefry2x32")
     rng = np.random.default_rng(seed)
@@ -215,9 +218,9 @@ def with_adapters(params, rank: int, seed: int = 0, modules=("*",)) -> lora.Adap
             return leaf
         return jnp.asarray(0.05 * rng.standard_normal(leaf.shape), jnp.float32)
 
-    adapters = lora.new_adapters(params, rank, modules, key)
-    adapters = jax.tree_util.tree_map_with_path(draw, adapters)
-    return lora.Adapted(params, adapters, 2.0)
+    made = lora.adapted(params, rank, 2.0 * rank, modules, base, key)
+    adapters = jax.tree_util.tree_map_with_path(draw, made.adapters)
+    return dataclasses.replace(made, adapters=adapters)
 
 
 def _rows_first(values: np.ndarray, case: Case) -> np.ndarray:

@@ -14,9 +14,10 @@ from random_model import DENSE, LATENT, initial_params
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.kernels import round_bf16
 from fp8rl_jax.models import forward, quantize_params, rope_tables, trainable_params
-from fp8rl_jax.models.lora import Adapted, merged, new_adapters, trained, with_trained
-from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.models.lora import Adapted, adapted, merged, new_adapters, trained, with_trained
+from fp8rl_jax.quant import get_recipe, is_weight
 
 _EXPERTS = dataclasses.replace(
     DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
@@ -48,6 +49,30 @@ def test_merged_is_base_plus_product():
         )
         np.testing.assert_allclose(result["kernel"], wanted, atol=1e-6)
     np.testing.assert_array_equal(found["embed_tokens"], own.base["embed_tokens"])
+
+
+def test_a_base_in_fp8():
+    """Holds the sampler's bytes, which do not change while B is zero; others are of a file."""
+    masters = jax.tree.map(round_bf16, initial_params(_EXPERTS))
+    base = with_adapters(masters, 4, base="fp8").base
+    wanted = exact_jit(lambda p: quantize_params(p, "fp8"))(masters)
+    linear = lambda tree: [x for x in jax.tree.leaves(tree, is_leaf=is_weight) if is_weight(x)]
+    assert len(linear(base)) == 7
+    jax.tree.map(np.testing.assert_array_equal, linear(base), linear(wanted))
+    assert base["embed_tokens"].dtype == jnp.bfloat16
+
+    own = Adapted(base, new_adapters(base, 4, ("*",), _key()), 2.0)
+    for params in (own, base):  # and the reference policy's
+        found = exact_jit(lambda p: quantize_params(p, "fp8"))(params)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+    file = jax.tree.map(
+        lambda x: dataclasses.replace(x, scale=x.scale * 1.01) if is_weight(x) else x,
+        base,
+        is_leaf=is_weight,
+    )
+    kept = adapted(file, 4, 8.0, ("*",), "fp8", _key()).base
+    jax.tree.map(np.testing.assert_array_equal, kept, file)
 
 
 def _gradients(config, own: Adapted, recipe: str):
@@ -98,6 +123,14 @@ def test_gradients_are_those_through_the_merged_weights(config, recipe, bound):
         slow(Case("fp8_delayed", rank=8, prompts=(1, 7, 20), updates=2), id="delayed"),
         slow(Case("mxfp8", rank=8, prompts=(1, 7, 20), updates=1), id="mxfp8"),
         slow(Case("fp8", rank=8, prompts=(1, 7, 20), experts=8, updates=1), id="experts"),
+        slow(
+            Case("fp8", rank=8, base="fp8", prompts=(1, 7, 20), experts=8, updates=1),
+            id="experts, a base in fp8",
+        ),
+        slow(
+            Case("bf16", rank=8, base="fp8", prompts=(1, 7, 20), updates=1, remat="full"),
+            id="bf16, a base in fp8",
+        ),
         slow(Case("fp8", "deepseek", rank=8, layers=3, prompts=(1, 7), updates=1), id="latent"),
         slow(
             Case(

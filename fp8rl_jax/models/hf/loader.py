@@ -18,7 +18,7 @@ import numpy as np
 from flax import traverse_util
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.models.arrays import EMBEDDING, HEAD, leaf_shapes
+from fp8rl_jax.models.arrays import EMBEDDING, HEAD, SMALL, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.blockwise import BLOCKS, MXFP4, SCALE_SUFFIX, quantisation_of, scale_shape
 from fp8rl_jax.models.hf.config_json import IMAGES, read_config
@@ -33,7 +33,6 @@ from fp8rl_jax.models.stacks import Path
 from fp8rl_jax.quant import QArray
 
 SLICE_BYTES = 16 * 2**20
-_BIAS = "e_score_correction_bias"
 _DTYPES = dict(float32="float32", f32="float32", bfloat16="bfloat16", bf16="bfloat16", fp8="fp8")
 
 
@@ -61,8 +60,8 @@ def load(
     Args:
       path: a local directory with config.json and one safetensors file, or shards and an index.
       dtype: type of the result. 'float32': masters; FP8 tensors are dequantised. 'bfloat16': the
-        same in bfloat16, except the router's correction bias, which stays float32. 'fp8': the
-        types of the files: FP8 tensors become QArrays of the same bytes, other tensors keep BF16
+        same with matrices in bfloat16; norms, routers and biases are float32. 'fp8': the types of
+        the files: FP8 tensors become QArrays of the same bytes, other tensors keep BF16
         or F32 (F16 becomes float32, MXFP4 bfloat16).
       shardings: a tree of shardings like the parameters, or a function from their shapes to it:
         ``lambda shapes: fp8rl_jax.models.param_shardings(mesh, shapes)``. None: one device.
@@ -161,7 +160,7 @@ def _leaf_types(source: Source, tensors: list[Tensor], dtype: str) -> dict[Path,
         own = _dtype(source, tensor.name)
         for piece in tensor.pieces:
             if dtype != "fp8":
-                single = dtype == "float32" or piece.path[-1] == _BIAS
+                single = dtype == "float32" or tensor.role in SMALL
                 types[piece.path] = np.dtype(jnp.float32 if single else jnp.bfloat16)
                 continue
             if own == FP8 and piece.start % BLOCKS[0]:
