@@ -154,8 +154,9 @@ _SOURCES = _sources()
 # 400 and 1,000 for backward passes by name, means of checkpoints, formats of keys and values, and
 # the studies of recipes and gradients; by 400 and 450 for the display of what compiles, biases,
 # names on the Hub, GGUF's further architectures; by 450 for adapters; by 1,050 for windows and
-# sinks of attention, Gemma 3, Mistral, GLM-4.5, and PEFT's files; by 500 for gpt-oss and MXFP4.)
-_MOST_LINES = {"library": 45_000, "with users": 51_850, "package": 8_700, "file": 540}
+# sinks of attention, Gemma 3, Mistral, GLM-4.5, and PEFT's files; by 600 for gpt-oss,
+# MXFP4, an FP8 base.)
+_MOST_LINES = {"library": 45_100, "with users": 51_950, "package": 8_700, "file": 540}
 
 
 def test_size_stays_within_the_budget():

@@ -99,6 +99,12 @@ _DRIFT = (
         "the train step read the bytes that the sampler had",
         when="recipes with equal forward passes",
     ),
+    Metric(
+        "refit_changed_bytes",
+        "share",
+        "FP8 bytes of the sampler's weights that the step changed, of a part of a middle layer",
+        when="a rollout with FP8 weights",
+    ),
 )
 
 _FP8 = "an FP8 recipe and precision.health"

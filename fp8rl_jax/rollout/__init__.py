@@ -22,7 +22,13 @@ Not done: speculative decoding, several turns in one request, new requests durin
 
 from fp8rl_jax.rollout.continuous import Batching, ContinuousSampler, Progress, Watch
 from fp8rl_jax.rollout.halves import HalvedSampler
-from fp8rl_jax.rollout.refit import is_fresh, make_calibrate, make_refit
+from fp8rl_jax.rollout.refit import (
+    changed_bytes,
+    is_fresh,
+    make_calibrate,
+    make_refit,
+    sampled_bytes,
+)
 from fp8rl_jax.rollout.sampler import (
     Loop,
     Requests,

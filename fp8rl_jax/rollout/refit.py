@@ -17,7 +17,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.kernels import K_BLOCK
 from fp8rl_jax.models import (
     ONE_DEVICE,
     ModelConfig,
@@ -29,7 +34,7 @@ from fp8rl_jax.models import (
     with_kv_scales,
 )
 from fp8rl_jax.models.lora import merged
-from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe
+from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe, is_weight
 from fp8rl_jax.quant.scaling import find_amax
 
 
@@ -51,6 +56,24 @@ def make_refit(
         return weights, checksum(weights), lost
 
     return exact_jit(refit, **(shardings or {}))
+
+
+@exact_jit
+def sampled_bytes(weights) -> list[jax.Array]:
+    """Returns FP8 bytes to compare with those of the next refit (`changed_bytes`), uint8: of each
+    stack of quantised weights the first rows of a layer in its middle, K_BLOCK of each matrix."""
+    stacks = [x for x in jax.tree.leaves(weights, is_leaf=is_weight) if is_weight(x)]
+    values = [x for x in jax.tree.leaves(stacks) if x.dtype.itemsize == 1]
+    rows = [x[x.shape[0] // 2, ..., :K_BLOCK, :] for x in values]
+    return [lax.bitcast_convert_type(x, jnp.uint8) for x in rows]
+
+
+@exact_jit
+def changed_bytes(before: list[jax.Array], after: list[jax.Array]) -> jax.Array:
+    """Returns the share of `sampled_bytes` that differ, () float32."""
+    pairs = zip(before, after, strict=True)
+    changed = sum((x != y).sum(dtype=jnp.float32) for x, y in pairs)
+    return changed / sum(x.size for x in before)
 
 
 def make_calibrate(

@@ -43,6 +43,7 @@ from fp8rl_jax.rollout import (
     make_calibrate,
     make_refit,
     make_sampler,
+    sampled_bytes,
 )
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.offload import OffloadedStep, init_on_host
@@ -59,12 +60,14 @@ class Served:
       checksum: () uint32 over all its bytes.
       health: counts of quantisation losses by site and layer; {} without `precision.health`.
       version: () int32, the step of the state that the weights were made from.
+      sample: some of their FP8 bytes, `sampled_bytes`.
     """
 
     weights: Any
     checksum: jax.Array
     health: dict
     version: jax.Array
+    sample: list[jax.Array]
 
     def release(self) -> None:
         """Drops the weights for every holder of this object: an update needs their memory."""
@@ -248,7 +251,7 @@ class JaxEngine(Engine):
     def refit(self, state: TrainState) -> Served:
         policy = state.params, state.scaling_state, state.kv_scales
         weights, checksum, health = self.compiled_refit(*policy)
-        return Served(weights, checksum, health, version=state.step)
+        return Served(weights, checksum, health, state.step, sampled_bytes(weights))
 
     def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
         """Returns a jitted sampler with the run's prompt and response slots."""

@@ -39,7 +39,7 @@ from fp8rl_jax.plan.times import useful_flops
 from fp8rl_jax.report import summarise, write_report
 from fp8rl_jax.report.metrics import DRIFT_MAX
 from fp8rl_jax.rl import mismatch_metrics, prepare
-from fp8rl_jax.rollout import is_fresh
+from fp8rl_jax.rollout import changed_bytes, is_fresh
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.engine import Served
@@ -142,7 +142,10 @@ def rl_step(
         # 6. Refit.
         hold_settings()
         state = engine.advance(state, step + 1, questions.position)
+        before = served.sample
         state, served = _refit(rt, state, batch, record)
+        if before:
+            record["refit_changed_bytes"] = float(changed_bytes(before, served.sample))
         record["time_compile"] = compile_seconds() - compiled
     return StepResult(state, served, samples, logp, record)
 
