@@ -52,6 +52,8 @@ def test_files_and_metrics(tiny_run):
         assert record["token_mult_prob_error"] == 1.0
         assert record["refit_checksum_ok"] is True
         assert 0 < record["refit_changed_bytes"] < 0.9
+        real = record["learner_tokens"] * (1 - record["learner_padding"])
+        assert real == pytest.approx(round(real)) and 0.1 < record["learner_padding"] < 0.9
         assert record["drift_tokens"] > 16 * 8 and record["response_len_max"] > 40
         assert record["reward_std"] > 0 and record["grad_norm"] > 0, "a step that learns"
         assert record["fp8_underflow_frac/activations"] < 0.01

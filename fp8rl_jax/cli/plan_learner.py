@@ -49,8 +49,9 @@ def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
         [
             f"Learner: {count} {gpu.name} of {gib(planned.memory)} {hosts} (mesh: "
             f"{planned.mesh_text}); an estimate, figures of each device.",
-            f"An update: {rows} sequences of {work.prompt + work.response} tokens at most; a "
-            f"device takes {work.rows} at a time, in {work.micro_batches} micro-batch"
+            f"An update: {rows} sequences of {work.prompt + work.response} tokens at most, "
+            f"{rows * (work.prompt + work.response):,} tokens with their padding; a device takes "
+            f"{work.rows} at a time, in {work.micro_batches} micro-batch"
             f"{'es' * (work.micro_batches > 1)}; remat {work.remat}.",
             "",
             *text_table(*((name, gib(size)) for name, size in memory)),

@@ -222,7 +222,9 @@ def _updates(
 
 
 def _add_rates(rt: Runtime, batch: Batch, record: StepRecord) -> None:
-    """Adds tokens per second of a device, and MFU on a known GPU, to the record of a step."""
+    """Adds the learner's tokens, tokens per second of a device, and MFU on a known GPU, to the
+    record of a step."""
+    record.add_learner_tokens(rt.config.algo.epochs, batch.tokens.size, int(batch.lengths.sum()))
     mesh = rt.layout.mesh
     gpu = gpus.of_kind(mesh.devices.flat[0].device_kind)
     needed = rt.config.algo.epochs * useful_flops(rt.model, batch.lengths, float(batch.mask.sum()))

@@ -93,6 +93,17 @@ class StepRecord(dict[str, Any]):
             self.update(loss_metrics(sums, first_layers(model, learner)))
         self["tokens_per_s_learner"] = tokens / self["time_learner"]
 
+    def add_learner_tokens(self, epochs: int, computed: int, real: int) -> None:
+        """Adds how many tokens the updates computed, and the share of them that are padding.
+
+        Args:
+          epochs: times that the batch was used.
+          computed: tokens of the batch as the train step takes it.
+          real: those of them that are of prompts and responses.
+        """
+        self["learner_tokens"] = epochs * computed
+        self["learner_padding"] = 1 - real / computed
+
     def add_rates(self, flops: float, devices: int, peak: float | None) -> None:
         """Adds what each device did: tokens per second of rollout and learner, and the MFU of the
         learner if `peak` is known. Needs the tokens per second of both.

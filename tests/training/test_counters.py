@@ -253,6 +253,12 @@ def test_age_of_scales_that_were_never_calibrated():
     assert age_metrics({}, missing_scales(2), 0)["scale_age/kv"] > 0
 
 
+def test_tokens_of_the_learner():
+    record = StepRecord(1)
+    record.add_learner_tokens(2, 64 * 100, 1600)
+    assert record == StepRecord(1) | {"learner_tokens": 12_800, "learner_padding": 0.75}
+
+
 def test_rates_of_a_device():
     """MFU only where the peak of a device is known."""
     record = StepRecord(1) | {"tokens_per_s_rollout": 80.0, "tokens_per_s_learner": 16.0}
