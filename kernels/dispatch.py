@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,14 @@ from jax import lax
 from fp8rl_jax.kernels import reference
 from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
 from fp8rl_jax.kernels.machine import backend, takes_hopper_code
+from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
 # Values of the argument `implementation` below.
 IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton")
+
+
+_LONG = 2048  # with more keys a CPU takes the gradients of attention by blocks
 
 
 def triton_installed() -> bool:
@@ -213,9 +218,10 @@ def attention_vjp(
             reference.attention.dequantized(x, scales.get(f"{name}_scale"))
             for name, x in zip("qkv", operands, strict=True)
         )
-        settings = {"window": window, "sinks": sinks, "way": _way(implementation)}
-        return reference.attention_gradient.attention_vjp(
-            *operands, positions, cotangent, scale=scale, **settings
-        )
+        settings: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks}
+        unit, way = reference.attention_gradient, _way(implementation)
+        if arrays[1].shape[1] > _LONG and not (way or cpu_way()).exact:
+            return unit.attention_vjp_by_blocks(*operands, positions, cotangent, **settings)
+        return unit.attention_vjp(*operands, positions, cotangent, **settings, way=way)
 
     return by_platform(implementation, kernel, plain, arrays, scales, window, sinks)

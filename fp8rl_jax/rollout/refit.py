@@ -72,8 +72,8 @@ def sampled_bytes(weights) -> list[jax.Array]:
 def changed_bytes(before: list[jax.Array], after: list[jax.Array]) -> jax.Array:
     """Returns the share of `sampled_bytes` that differ, () float32."""
     pairs = zip(before, after, strict=True)
-    changed = sum((x != y).sum(dtype=jnp.float32) for x, y in pairs)
-    return changed / sum(x.size for x in before)
+    changed = jnp.stack([(x != y).sum(dtype=jnp.float32) for x, y in pairs])
+    return changed.sum() / sum(x.size for x in before)
 
 
 def make_calibrate(

@@ -2,7 +2,8 @@
 
 Keys are cut into chunks of 64 cache slots. The maximum is taken over all chunks (exact in any
 order), sums are added chunk by chunk in ascending order, and a masked chunk adds exactly zero. So a
-longer cache, or more queries at a time, changes no bits.
+longer cache, or more queries at a time, changes no bits. Many queries are computed a block at a
+time, each with the chunks that one of its queries sees.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels.arrays import EXP_LANES, K_BLOCK, KV_CHUNK, pad_to, prevent_fma, varying_as
-from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
+from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes, in_bits, scan_in_bits
 from fp8rl_jax.kernels.reference.e4m3 import widened
 from fp8rl_jax.kernels.reference.matmul import small_product
 from fp8rl_jax.kernels.reference.probe import cpu_way
@@ -25,6 +26,7 @@ from fp8rl_jax.kernels.reference.ways import FLOAT32_SIZE, Way
 
 _UNROLL_KV = 4  # most chunks of keys in one step; 4 chunks of 128 features are FLOAT32_SIZE numbers
 _FEW_QUERIES = 256  # most rows of a kv head for steps of _UNROLL_KV chunks: scores take memory
+_MANY_QUERIES, _BLOCK = 512, 256  # from so many on, blocks of at most so many are computed
 
 
 def masked(score: jax.Array, mask: jax.Array) -> jax.Array:
@@ -198,7 +200,60 @@ def attention(
     Returns:
       (B, T, H, Dv) float32.
     """
-    way = way or cpu_way()
+    run = functools.partial(
+        _of_block,
+        k,
+        v,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_rope=k_rope,
+        table=table,
+        window=window,
+        sinks=sinks,
+        keys_by_feature=keys_by_feature,
+        way=way or cpu_way(),
+    )
+    of_queries, queries = (q, positions, q_scale, q_rope), q.shape[1]
+    if queries < _MANY_QUERIES:
+        return run(*of_queries)
+    count = -(-queries // _BLOCK)
+    size = -(-queries // count)
+
+    def blocks(x: jax.Array) -> jax.Array:
+        """Splits (B, T, ...) into (count, B, size, ...); the last query is repeated."""
+        if not x.ndim:
+            return jnp.broadcast_to(x, (count,))
+        more = [(0, 0)] * x.ndim
+        more[1] = 0, count * size - queries
+        x = jnp.pad(x, more, mode="edge")
+        return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
+
+    split = jax.tree.map(lambda x: in_bits(blocks, x), of_queries)
+    found = scan_in_bits(lambda _, block: (None, run(*block)), None, split)[1]
+    found = jnp.moveaxis(found, 0, 1)
+    return found.reshape(found.shape[0], -1, *found.shape[3:])[:, :queries]
+
+
+def _of_block(
+    k: jax.Array,
+    v: jax.Array,
+    q: jax.Array,
+    positions: jax.Array,
+    q_scale: jax.Array | None,
+    q_rope: jax.Array | None,
+    *,
+    scale: float,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    k_rope: jax.Array | None,
+    table: jax.Array | None,
+    window: jax.Array | None,
+    sinks: jax.Array | None,
+    keys_by_feature: bool,
+    way: Way,
+) -> jax.Array:
+    """Computes `attention` of all given queries at once."""
     queries, heads = q.shape[1:3]
     slots, kv_heads = v.shape[1:3]
     groups = heads // kv_heads

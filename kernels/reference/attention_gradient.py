@@ -3,10 +3,10 @@
 The backward pass makes no bitwise promise, so both use XLA's dots (but `attention_vjp` the exact
 ones of an exact way): ``dv = p^T do``, ``dp = do v^T``, ``ds = p * (dp - sum_s p_s dp_s)``,
 ``dq = ds k``, ``dk = ds^T q``. `attention_vjp` is the reference; it stores (queries, keys) arrays.
-`attention_vjp_by_blocks` serves heads that the GPU kernels do not take. For each block of queries,
-a first pass over the keys computes the log-sum-exp of the scores and sum_s p_s dp_s, a second one
-the gradients (the scheme of FlashAttention, arXiv:2205.14135, appendix B, with everything
-recomputed). Blocks of keys after the last position of a block of queries are skipped.
+`attention_vjp_by_blocks` serves long sequences, and heads that the GPU kernels do not take. For
+each block of queries, a first pass over the keys computes the log-sum-exp of the scores and sum_s
+p_s dp_s, a second one the gradients (the scheme of FlashAttention, arXiv:2205.14135, appendix B,
+with everything recomputed). Blocks of keys that no query of a block sees are skipped.
 """
 
 from __future__ import annotations
@@ -93,12 +93,14 @@ def attention_vjp_by_blocks(
     cotangent: jax.Array,
     *,
     scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    window: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
     """Computes `attention_vjp` with memory that grows with T + S instead of T * S."""
     (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
     groups = heads // kv_heads
     size, width = min(_QUERIES, queries), min(_KEYS, slots)
-    operands = (q, k, v, positions, cotangent)
+    operands = (q, k, v, positions, cotangent, *(x for x in (window,) if x is not None))
 
     def split(x: jax.Array) -> jax.Array:
         """Splits (B, T, H, n) into (blocks, B, Hkv, size * groups, n)."""
@@ -121,6 +123,10 @@ def attention_vjp_by_blocks(
         query, dout, position = block
         position = jnp.repeat(position, groups, axis=1)[:, None, :, None]
         blocks = jnp.clip(position.max() // width + 1, 0, keys.shape[2] // width)
+        begin = jnp.zeros_like(blocks)
+        if window is not None:
+            real = jnp.where(position >= 0, position, position.max())
+            begin = jnp.maximum(real.min() - window + 1, 0) // width
         per_row = query.shape[:3]
 
         def part(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -131,6 +137,8 @@ def attention_vjp_by_blocks(
             slot = index * width + jnp.arange(width)
             score = jnp.einsum("bhtd,bhsd->bhts", query, part(keys, index)) * scale
             seen = (slot <= position) & (slot < slots)
+            if window is not None:
+                seen &= slot > position - window
             dweight = jnp.einsum("bhtd,bhsd->bhts", dout, part(values, index))
             return jnp.where(seen, score, -jnp.inf), dweight
 
@@ -142,8 +150,11 @@ def attention_vjp_by_blocks(
             product = product * rescale + (weight * dweight).sum(-1)
             return above, total * rescale + weight.sum(-1), product
 
-        nothing = (zeros(per_row, _LOWEST), zeros(per_row), zeros(per_row))
-        top, total, product = lax.fori_loop(0, blocks, add_up, nothing)
+        begun = (zeros(per_row, _LOWEST), zeros(per_row), zeros(per_row))
+        if sinks is not None:
+            sink = jnp.tile(sinks.reshape(kv_heads, groups), (1, size))
+            begun = begun[0] * 0 + sink, begun[1] + 1.0, begun[2]
+        top, total, product = lax.fori_loop(begin, blocks, add_up, begun)
         total = jnp.where(total > 0, total, 1.0)  # a query that sees nothing
         logsumexp, product = (top + jnp.log(total))[..., None], (product / total)[..., None]
 
@@ -164,10 +175,15 @@ def attention_vjp_by_blocks(
                 add(dvalues, jnp.einsum("bhts,bhtd->bhsd", weight, dout)),
             )
 
-        dquery, *sums = lax.fori_loop(0, blocks, differentiate, (zeros(query.shape), *sums))
-        return tuple(sums), dquery
+        begun = zeros(query.shape), *sums
+        dquery, *sums = lax.fori_loop(begin, blocks, differentiate, begun)
+        if sinks is None:
+            return tuple(sums), (dquery,)
+        dsink = -jnp.exp(sink - logsumexp[..., 0]) * product[..., 0]
+        return tuple(sums), (dquery, dsink.reshape(-1, kv_heads, size, groups).sum((0, 2)))
 
     start = zeros(keys.shape), zeros(values.shape)
-    (dkeys, dvalues), dqueries = lax.scan(gradients, start, (split(q), split(cotangent), rows))
+    blocks = split(q), split(cotangent), rows
+    (dkeys, dvalues), (dqueries, *dsinks) = lax.scan(gradients, start, blocks)
     dkeys, dvalues = (x.transpose(0, 2, 1, 3)[:, :slots] for x in (dkeys, dvalues))
-    return join(dqueries), dkeys, dvalues
+    return join(dqueries), dkeys, dvalues, *(x.sum(0).reshape(-1) for x in dsinks)

@@ -14,10 +14,16 @@ def _positions(batch, length):
 
 
 @pytest.mark.parametrize(
-    ("queries", "slots", "heads", "kv_heads", "dims"),
-    [slow(37, 37, 4, 2, (32, 32)), (600, 700, 4, 1, (32, 16)), slow(1100, 1100, 2, 2, (16, 16))],
+    ("queries", "slots", "heads", "kv_heads", "dims", "window"),
+    [
+        slow(37, 37, 4, 2, (32, 32), 0),
+        (600, 700, 4, 2, (32, 16), 70),
+        slow(600, 700, 4, 1, (32, 16), 0),
+        slow(1100, 1100, 2, 2, (16, 16), 600),
+    ],
 )
-def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims):
+def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims, window):
+    """Also those of sinks; with a window blocks before it are skipped."""
     rng = np.random.default_rng(0)
     shapes = (
         (2, queries, heads, dims[0]),
@@ -27,10 +33,17 @@ def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims):
     )
     q, k, v, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes)
     positions = _positions(2, queries) + jnp.asarray([[0], [slots - queries]], jnp.int32)
-    got, want = (
-        jax.jit(lambda *x, f=f: f(*x, scale=dims[0] ** -0.5))(q, k, v, positions, cotangent)
-        for f in (attention_vjp_by_blocks, attention_vjp)
-    )
+    more: dict = {}
+    if window:
+        sinks = jnp.asarray(rng.standard_normal(heads) + 3, jnp.float32)
+        more = {"window": jnp.int32(window), "sinks": sinks}
+
+    def both(*x, **more):
+        runs = (attention_vjp_by_blocks, attention_vjp)
+        return tuple(run(*x, scale=dims[0] ** -0.5, **more) for run in runs)
+
+    got, want = jax.jit(both)(q, k, v, positions, cotangent, **more)
+    assert len(got) == (4 if window else 3)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and a.dtype == jnp.float32
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)

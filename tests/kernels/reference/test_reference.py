@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -126,6 +127,40 @@ def test_one_query_equals_all_queries(length, recipe):
     last = np.full((2, 1), length - 1, np.int32)
     one = _run(q[:, -1:], *(longer(x) for x in (k, v)), last, *(longer(x) for x in (ks, vs)))
     _same_bits(one[:, 0], whole[:, -1])
+
+
+@pytest.mark.parametrize("form", ["plain", slow("quantised"), slow("latent"), slow("pages")])
+def test_blocks_of_queries_change_no_bits(form):
+    """Of many queries each block stops at its own last position; a window skips what is before."""
+    length, rng = 530, np.random.default_rng(3)
+    q, k, v = _qkv(2, length, 4, 2, 32)
+    positions, more = _positions(2, length) + jnp.asarray([[0], [7]], jnp.int32), {}
+    k, v = (jnp.pad(x, ((0, 0), (0, 80), (0, 0), (0, 0))) for x in (k, v))
+    if form == "plain":
+        more = {"window": jnp.int32(90), "sinks": jnp.asarray([0.3, -1, 2, 0], jnp.float32)}
+    if form == "quantised":
+        recipe = dataclasses.replace(get_recipe("fp8_blockwise"), fp8_attention=True)
+        (q, q_scale), (k, k_scale), (v, v_scale) = (
+            quantize_kv(x, recipe, name) for name, x in (("q", q), ("k", k), ("v", v))
+        )
+        more = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    if form == "latent":
+        shapes = {"q_rope": (2, length, 4, 16), "k_rope": (2, length + 80, 2, 16)}
+        more = {n: jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for n, s in shapes.items()}
+    if form == "pages":
+        pad = ((0, 0), (0, -(length + 80) % 64), (0, 0), (0, 0))
+        k, v = (jnp.pad(x, pad).reshape(-1, 64, 2, 32) for x in (k, v))
+        more = {"table": jnp.arange(len(k), dtype=jnp.int32).reshape(2, -1)}
+
+    def run(q, k, v, positions, more, **own):
+        return reference.attention(q, k, v, positions, scale=0.2, **more, **own)
+
+    whole = np.asarray(exact_jit(run)(q, k, v, positions, more))
+    by_query = ("q_scale", "q_rope")
+    for first in (0, 100, 250, 400, 529):
+        own = np.s_[:, first : first + 100]
+        part = {n: x[own] if n in by_query else x for n, x in more.items()}
+        _same_bits(exact_jit(run)(q[own], k, v, positions[own], part), whole[own])
 
 
 def test_loop_over_keys_equals_unrolled(monkeypatch):
