@@ -101,6 +101,8 @@ class ChatTemplate:
     ):
         self._tokens, self._where, self._for_tools = dict(special_tokens), where, for_tools
         self._unknown = [name for name in _NEEDED if name not in source]
+        # Whether the text that it writes may depend on the time.
+        self.tells_time: bool = "strftime_now" in source or bool(for_tools and for_tools.tells_time)
         try:
             environment = _environment()
             self._limits = environment.limits

@@ -15,6 +15,7 @@ from fp8rl_jax.data import (
     pad_prompts,
 )
 from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questions
+from fp8rl_jax.training.kept_lengths import KeptLengths, Lengths
 
 
 def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
@@ -33,6 +34,7 @@ def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
     lengths = _Lengths(config, tokenizer, chat)
     drop = config.env.overlong == "drop"
     data = load_questions(config.env, counts, config.run.seed, lengths.fit if drop else None)
+    lengths.kept.keep()
     demonstrations = [(q.prompt, q.demonstration) for q in data.questions["sft"]]
     if not (data.note and drop):
         slots = config.rollout.max_prompt_tokens
@@ -52,17 +54,22 @@ class _Lengths:
 
     def __init__(self, config, tokenizer: Tokenizer, chat: ChatFormat | None):
         self._rollout, self._tokenizer, self._chat = config.rollout, tokenizer, chat
+        self.kept = KeptLengths(config, chat)
         self.too_long: dict[str, list[int]] = {}
 
     def fit(self, split: str, question: Question) -> bool:
         """Returns whether the prompt, and a demonstration with its end token, fit."""
-        if split == "sft":
-            example = question.prompt, question.demonstration
+        shown = question.demonstration if split == "sft" else None
+
+        def count() -> Lengths:
+            if shown is None:
+                return len(encode_prompt(question.prompt, self._tokenizer, self._chat)), 0
+            example = question.prompt, shown
             prompt, response = encode_demonstration(*example, self._tokenizer, self._chat)
-        else:
-            prompt, response = encode_prompt(question.prompt, self._tokenizer, self._chat), []
-        lengths = {"max_prompt_tokens": len(prompt), "max_new_tokens": len(response)}
-        for field, length in lengths.items():
+            return len(prompt), len(response)
+
+        prompt, response = self.kept.of([question.prompt, shown], count)
+        for field, length in (("max_prompt_tokens", prompt), ("max_new_tokens", response)):
             if length > self._rollout[field]:
                 self.too_long.setdefault(field, []).append(length)
                 return False

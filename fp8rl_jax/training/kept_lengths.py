@@ -1,0 +1,91 @@
+"""Lengths of questions in tokens, kept in the cache directory for the next start.
+
+A data set's questions are tokenised at every start, to leave out those that are too long. The file
+depends on tokenizer, chat format and source; an entry on the question's own text, so that a data
+set that grows costs its new questions alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fp8rl_jax.base import processes
+from fp8rl_jax.base.user_cache import cache_name
+from fp8rl_jax.base.whole_file import write_whole
+from fp8rl_jax.config import flatten
+from fp8rl_jax.data import ChatFormat
+from fp8rl_jax.data.load import tokenizer_files
+from fp8rl_jax.training.run_directory import cache_root
+
+_FEWEST = 1000  # questions; counting fewer takes no time
+_ENTRY = np.dtype([("key", "S16"), ("prompt", np.int32), ("response", np.int32)])
+Lengths = tuple[int, int]  # of a prompt, and of a demonstration's response or 0
+
+
+class KeptLengths:
+    """Lengths by question: those of the last start, and those that this one counts.
+
+    Args:
+      config: a run's configuration.
+      chat: its chat format, or None.
+    """
+
+    def __init__(self, config: Any, chat: ChatFormat | None):
+        self._known: dict[bytes, Lengths] = {}
+        self._used: dict[bytes, Lengths] = {}
+        self._counted = 0
+        self._path: pathlib.Path | None = None
+        if root := cache_root(config):
+            depends_on = {n: x for n, x in flatten(config).items() if n.split(".")[0] == "data"}
+            depends_on |= {"task": config.env.task, "eval_task": config.env.eval_task}
+            if chat and chat.template.tells_time:  # kept for this run alone
+                depends_on["now"] = str(chat.now)
+            files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
+            self._path = root / (cache_name("lengths", depends_on, files) + ".npy")
+            with contextlib.suppress(OSError, ValueError):  # none yet, or damaged
+                self._known = _read(self._path)
+
+    def of(self, text: Any, count: Callable[[], Lengths]) -> Lengths:
+        """Returns the lengths of a question: kept ones, or those that `count` returns.
+
+        Args:
+          text: what the lengths depend on, as JSON has it.
+          count: function that tokenises.
+        """
+        content = json.dumps(text, ensure_ascii=True, sort_keys=True).encode()
+        key = hashlib.blake2b(content, digest_size=16).digest()
+        found = self._known.get(key)
+        if found is None:
+            found = count()
+            self._counted += 1
+        self._used[key] = found
+        return found
+
+    def keep(self) -> None:
+        """Writes what this start used, if it counted many questions."""
+        if self._path is None or self._counted < _FEWEST or not processes.first():
+            return
+        rows = [(key, *lengths) for key, lengths in self._used.items()]
+        content = io.BytesIO()
+        np.save(content, np.array(rows, _ENTRY), allow_pickle=False)
+        with contextlib.suppress(OSError):  # then the next start counts, too
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, content.getvalue())
+
+
+def _read(path: pathlib.Path) -> dict[bytes, Lengths]:
+    """Returns what `KeptLengths.keep` wrote; raises OSError or ValueError if it cannot be read."""
+    with open(path, "rb") as file:
+        entries = np.lib.format.read_array(file, allow_pickle=False)
+    if entries.dtype != _ENTRY:
+        raise ValueError(f"{path} has entries {entries.dtype}")
+    rows = entries.tolist()  # numpy leaves out the zeros that a key ends with
+    return {key.ljust(16, b"\0"): (prompt, response) for key, prompt, response in rows}
