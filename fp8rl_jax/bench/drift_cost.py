@@ -65,6 +65,8 @@ def naive_attention(
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     table: jax.Array | None = None,
+    window: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     keys_by_feature: bool = False,
     way: None = None,
 ) -> jax.Array:
@@ -83,9 +85,16 @@ def naive_attention(
     kv_heads = v.shape[2]
     q = q.reshape(batch, queries, kv_heads, heads // kv_heads, -1)
     score = jnp.einsum("bthgd,bshd->bhgts", q, k) * scale
-    visible = jnp.arange(k.shape[1])[None, None] <= positions[:, :, None]
+    slot = jnp.arange(k.shape[1])[None, None]
+    visible = slot <= positions[:, :, None]
+    if window is not None:
+        visible &= slot > positions[:, :, None] - window
     score = jnp.where(visible[:, None, None], score, -1e30)
-    out = jnp.einsum("bhgts,bshd->bthgd", jax.nn.softmax(score, axis=-1), v)
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.reshape(kv_heads, -1, 1, 1), (*score.shape[:4], 1))
+        score = jnp.concatenate([score, sink], axis=-1)
+    weight = jax.nn.softmax(score, axis=-1)[..., : k.shape[1]]
+    out = jnp.einsum("bhgts,bshd->bthgd", weight, v)
     return out.reshape(batch, queries, heads, -1)
 
 

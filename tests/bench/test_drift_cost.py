@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,7 @@ def test_naive_attention(scaled):
         (k, v), names = (quantize(x, (-1,)) for x in (k, v)), ("k_scale", "v_scale")
         scales = {n: x.scale[..., 0] for n, x in zip(names, (k, v), strict=True)}
         k, v = k.qvalue, v.qvalue
+    scales |= {"window": jnp.int32(60), "sinks": jnp.asarray([0.5, -1, 2, 3], jnp.float32)}
     exact, naive = (
         jax.jit(functools.partial(f, scale=0.2))(q, k, v, positions, **scales)
         for f in (kernels.attention, naive_attention)
@@ -66,13 +68,21 @@ def test_naive_attention(scaled):
         pool = jnp.full((4, 64, *x.shape[2:]), np.nan, x.dtype)
         return pool.at[table].set(x.reshape(2, 2, 64, *x.shape[2:]))
 
-    scales = {name: pages(x) for name, x in scales.items()}
+    scales |= {name: pages(x) for name, x in scales.items() if name.endswith("_scale")}
     run = functools.partial(naive_attention, scale=0.2)
     paged = jax.jit(run)(q, pages(k), pages(v), positions, table=table, **scales)
     np.testing.assert_allclose(paged, exact, atol=2e-6)
     by_feature = jax.jit(functools.partial(run, keys_by_feature=True))
     turned = by_feature(q, jnp.moveaxis(pages(k), 1, 3), pages(v), positions, table=table, **scales)
     np.testing.assert_array_equal(turned, paged)
+
+
+def test_naive_functions_take_what_they_replace():
+    for naive, exact in (
+        (naive_attention, reference.attention.attention),
+        (naive_matmul, reference.matmul.block_matmul),
+    ):
+        assert [*inspect.signature(naive).parameters] == [*inspect.signature(exact).parameters]
 
 
 def test_naive_attention_of_latents():

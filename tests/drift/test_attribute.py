@@ -75,8 +75,9 @@ def test_nothing_differs_with_experts():
 def test_a_difference_without_effect_is_said():
     """An embedding row of a token that never occurs differs: no log-probability does."""
     programs = _programs()
+    batch = programs.batch(programs.rollout())
     table = np.array(programs.weights["embed_tokens"])
-    table[200] += 1
+    table[min(set(range(256)) - set(np.asarray(batch.tokens).flat))] += 1
     programs.weights = {**programs.weights, "embed_tokens": table}
     result = analyse(programs)
     assert result["weights"]["differing"] == ["embed_tokens"]

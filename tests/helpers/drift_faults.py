@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import Programs, analyse
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.models import attention, decoder_layer, feed_forward, layers
-from fp8rl_jax.quant import Activation, Recipe, compute_value, rule
+from fp8rl_jax.quant import Activation, Recipe, compute_value, get_recipe, rule
 from fp8rl_jax.rollout import sampler
 from fp8rl_jax.rollout.sampling import mask_top_p
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -83,7 +84,7 @@ class _Planted(Programs):
         return patched
 
 
-def _no_round_trip(x, recipe: Recipe, scale=None):
+def _no_round_trip(x, recipe: Recipe, name, scale=None):
     return compute_value(x, recipe), jnp.ones(x.shape[:-1])
 
 
@@ -100,6 +101,10 @@ class _OneOddNorm(layers.RMSNorm):
             root = jnp.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
             y = Activation(compute_value(x * (1 / root) * weight, self.recipe))
         return layers.tap_activation(self, "output", y)
+
+
+def _odd_norms(config, recipe, parallel):
+    return functools.partial(_OneOddNorm, config.rms_norm_eps, recipe, parallel)
 
 
 def _unrounded(x, recipe: Recipe):
@@ -129,14 +134,14 @@ def _renormalised(logits, scaled, tokens, *others):
     return models.logprobs_of_logits(mask_top_p(scaled, 0.8), tokens)[0]
 
 
-def _bf16_router(x, kernel, implementation):
-    del implementation
+def _bf16_router(x, kernel, bias, implementation):
+    del bias, implementation
     return (x.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
 def first_layer_in_bf16() -> Recipe:
     """The default recipe with its first layer in bf16."""
-    return Recipe("first_layer_in_bf16", first_layers=1)
+    return dataclasses.replace(get_recipe("fp8"), name="first_layer_in_bf16", first_layers=1)
 
 
 def _patch(target, name: str, value) -> Patch:
@@ -145,9 +150,7 @@ def _patch(target, name: str, value) -> Patch:
 
 FAULTS = {
     "bf16 learner": Fault(
-        ("precision.learner=bf16",),
-        culprit="recipe",
-        words=("fp8_blockwise", "bf16", "not quantised"),
+        ("precision.learner=bf16",), culprit="recipe", words=("fp8", "bf16", "not quantised")
     ),
     "no KV round trip": Fault(
         learner=_patch(attention, "quantize_kv", _no_round_trip),
@@ -189,7 +192,7 @@ FAULTS = {
     ),
     "1 / sqrt in one norm": Fault(
         _F32,
-        learner=_patch(decoder_layer, "RMSNorm", _OneOddNorm),
+        learner=_patch(decoder_layer, "norm_of", _odd_norms),
         culprit="post_attention_layernorm/output",
         layer=0,
         words=("rsqrt",),

@@ -60,7 +60,7 @@ def _in_parts(weights, recipe, settings, prompts, requests, chunk):
 
 
 @pytest.mark.slow  # a quick one: tests/cli/test_sample_command.py, test_sample_is_the_sampler
-@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+@pytest.mark.parametrize("recipe", ["f32", "fp8_blockwise"])
 def test_parts_have_the_bits_of_the_whole(recipe, params):
     """Tokens, masks, log-probabilities and ends, at a chunk that does not divide the slots; and
     each of several end tokens ends its response."""
