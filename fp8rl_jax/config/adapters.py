@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import ml_collections
 
+from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, param_shapes
 from fp8rl_jax.models.hf.peft import check_adapter, load_adapter
 from fp8rl_jax.models.lora import Adapted, adapted
@@ -20,7 +22,7 @@ def adapted_shapes(config: ml_collections.ConfigDict, model: ModelConfig) -> Any
     shapes = param_shapes(model)
     if not config.lora.rank:
         return shapes
-    return jax.eval_shape(lambda params: with_adapters(config, params), shapes)
+    return jax.eval_shape(lambda params: _adapted(config, params), shapes)
 
 
 def with_adapters(config: ml_collections.ConfigDict, params: Any) -> Any:
@@ -30,9 +32,14 @@ def with_adapters(config: ml_collections.ConfigDict, params: Any) -> Any:
     Raises:
       UserError: `lora.modules` or `lora.rank` does not fit the model.
     """
-    lora = config.lora
-    if not lora.rank or isinstance(params, Adapted):
+    if not config.lora.rank or isinstance(params, Adapted):
         return params
+    make = functools.partial(_adapted, config)
+    return (exact_jit(make) if config.lora.base == "fp8" else make)(params)  # fp8: it quantises
+
+
+def _adapted(config: ml_collections.ConfigDict, params: Any) -> Adapted:
+    lora = config.lora
     key = jax.random.fold_in(jax.random.key(config.run.seed, impl="threefry2x32"), _FOLDED)
     modules = [pattern.strip() for pattern in lora.modules.split(",")]
     return adapted(params, lora.rank, lora.alpha, modules, lora.base, key)

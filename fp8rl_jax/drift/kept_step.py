@@ -31,6 +31,7 @@ from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.programs import Host, Programs, affordable
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import policy_of
+from fp8rl_jax.models.lora import with_base
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -175,9 +176,8 @@ class KeptStep:
     def programs(self, runtime: Runtime, groups: np.ndarray) -> Programs:
         """Returns sampler and learner before the update, on the questions at indices `groups`."""
         optimizer, _ = optimizer_of_phase(runtime.config, "rl")
-        state = runtime.engine.new_state(
-            self.policy["params"], optimizer, self.policy["scaling_state"]
-        )
+        params = with_base(self.policy["params"], runtime.engine.frozen_base())
+        state = runtime.engine.new_state(params, optimizer, self.policy["scaling_state"])
         scales = self.policy["kv_scales"]
         if scales is not None:
             scales = processes.place(scales, state.step.sharding)

@@ -105,7 +105,6 @@ def adapted(
     return Adapted(frozen, new_adapters(params, rank, modules, key), alpha / rank)
 
 
-@jax.jit
 def _in_fp8(weight: jax.Array) -> QArray:
     """Quantises a weight (L, ..., K, N) by the recipe `fp8`, one layer at a time."""
     return lax.map(lambda layer: quantize_weight(layer, get_recipe("fp8"))[0], weight)
@@ -165,22 +164,24 @@ def scaled(params: Adapted) -> dict[Path, tuple[jax.Array, jax.Array]]:
     }
 
 
-def merged(params: Any) -> Any:
-    """Returns float32 parameters: the base with its adapters added; without adapters `params`, of
-    which QArrays are dequantised.
+def merged(params: Any, keep_quantised: bool = False) -> Any:
+    """Returns float32 parameters: the base with its adapters added; without adapters `params`.
 
-    A product of A and B has the library's order of sums, so its bits do not depend on the program.
+    QArrays are dequantised; with `keep_quantised` those without an adapter stay. A product of A and
+    B has the library's order of sums, so its bits do not depend on the program.
     """
+
+    def plain(leaf):
+        return leaf if keep_quantised or not isinstance(leaf, QArray) else leaf.dequantize()
+
     if not isinstance(params, Adapted):
-        return jax.tree.map(
-            lambda x: _float32(x) if isinstance(x, QArray) else x, params, is_leaf=is_weight
-        )
+        return jax.tree.map(plain, params, is_leaf=is_weight)
     adapters = scaled(params)
 
     def merge(path, leaf):
         names = path_of(path)
         if names[-1] != "kernel" or names[:-1] not in adapters:
-            return _float32(leaf)
+            return plain(leaf) if isinstance(leaf, QArray) else leaf.astype(jnp.float32)
         arrays = (leaf, *adapters[names[:-1]])
         stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), arrays)
         return lax.map(_plus_product, stacks).reshape(leaf.shape)

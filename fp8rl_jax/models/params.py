@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ from fp8rl_jax.quant import (
     update_site,
 )
 from fp8rl_jax.quant.operands import stacked
-from fp8rl_jax.quant.scaling import never_saturates
+from fp8rl_jax.quant.scaling import dynamic, never_saturates
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -107,12 +107,18 @@ def split_layers(params, recipe: Recipe):
     }
 
 
-def _sites(params, recipe: Recipe) -> dict[str, tuple[Recipe, jax.Array]]:
-    """Returns {'layers.o_proj': (recipe of that site, weight)} of every quantised layer."""
-    params = merged(params)
-    recipes = {run.name: run.recipe for run in _runs(params, recipe)}
+def _sites(params, recipe: Recipe, shapes: bool = False) -> dict[str, tuple[Recipe, Any]]:
+    """Returns {'layers.o_proj': (recipe of that site, weight)} of every quantised layer; with
+    `shapes` the weights' shapes, and merges no adapters."""
+
+    def cut(params):
+        return split_layers(merged(params), recipe)
+
+    base = params.base if isinstance(params, Adapted) else params
+    recipes = {run.name: run.recipe for run in _runs(base, recipe)}
+    leaves = jax.eval_shape(cut, params) if shapes else cut(params)
     found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(split_layers(params, recipe)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(leaves):
         names = path_of(path)
         if role_of(names) == LINEAR:
             site = recipes[names[0]].for_module(names[-2])
@@ -127,15 +133,16 @@ def init_scaling(params, recipe: Recipe | str) -> dict[str, SiteScaling]:
     Policies of weights have observed the initial weights once; otherwise the first rollout would
     run on weights quantised with a scale of 1.
     """
-    states = {}
-    for name, (site, leaf) in _sites(params, get_recipe(recipe)).items():
-        state = init_site(site, leaf.shape)
-        if state is not None and state.weight is not None:
-            amax = {"weight": quantize_weight(leaf, site, state)[1]}
-            seen = update_site(site, SiteScaling(weight=state.weight), amax)
-            state = dataclasses.replace(state, weight=seen.weight)
-        if state is not None:
-            states[name] = state
+    recipe = get_recipe(recipe)
+    made = {n: init_site(site, x.shape) for n, (site, x) in _sites(params, recipe, True).items()}
+    states = {name: state for name, state in made.items() if state is not None}
+    observing = [name for name, state in states.items() if state.weight is not None]
+    sites = _sites(params, recipe) if observing else {}
+    for name in observing:
+        (site, leaf), state = sites[name], states[name]
+        amax = {"weight": quantize_weight(leaf, site, state)[1]}
+        seen = update_site(site, SiteScaling(weight=state.weight), amax)
+        states[name] = dataclasses.replace(state, weight=seen.weight)
     return states
 
 
@@ -143,7 +150,7 @@ def init_probes(params, recipe: Recipe | str, health: bool) -> dict[str, SitePro
     """Returns zeros whose gradients carry each site's observations: {site: SiteProbe}."""
     probes = {
         name: init_probe(site, leaf.shape, health)
-        for name, (site, leaf) in _sites(params, get_recipe(recipe)).items()
+        for name, (site, leaf) in _sites(params, get_recipe(recipe), shapes=True).items()
     }
     return {name: probe for name, probe in probes.items() if probe is not None}
 
@@ -177,30 +184,42 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
 
     Where activations have a stateful policy, the weight is a BoundWeight that carries the frozen
     state. The result depends on values, recipe and states alone, so rollout and learner hold the
-    same bytes.
+    same bytes. FP8 weights of a frozen base (models/lora.py) that have no adapter and the recipe's
+    format stay as they are.
 
     Args:
-      params: float32 masters.
+      params: float32 masters, `Adapted`, or a frozen base.
       recipe: numerics of the rollout or of the learner.
       scaling: states from `init_scaling`, for recipes with stateful policies.
 
     Raises:
       ValueError: the recipe is stateful and `scaling` lacks a site.
     """
-    recipe, params = get_recipe(recipe), merged(params)
-    sites = _sites(params, recipe)
+    recipe, params = get_recipe(recipe), merged(params, keep_quantised=True)
+    sites = _sites(params, recipe, shapes=True)
 
     def convert(path, leaf):
         name = _site(path)
         if role_of(path_of(path)) == LINEAR and name in sites:
-            state = (scaling or {}).get(name)
-            q, _ = quantize_weight(leaf, sites[name][0], state)
+            site, state = sites[name][0], (scaling or {}).get(name)
+            if isinstance(leaf, QArray) and _has_format(leaf, site):
+                return leaf
+            q, _ = quantize_weight(merged(leaf), site, state)
             if state is None or state.activation is None:
                 return q
             return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
-        return leaf if role_of(path_of(path)) in SMALL else compute_value(leaf, recipe)
+        return leaf if role_of(path_of(path)) in SMALL else compute_value(merged(leaf), recipe)
 
-    return jax.tree_util.tree_map_with_path(convert, split_layers(params, recipe))
+    cut = split_layers(params, recipe)
+    return jax.tree_util.tree_map_with_path(convert, cut, is_leaf=is_weight)
+
+
+def _has_format(weight: QArray, site: Recipe) -> bool:
+    """Returns whether a weight has a site's type, blocks and kind of scales."""
+    own = site.weight
+    if own is None or own.policy != dynamic():
+        return False
+    return (weight.qvalue.dtype, weight.block_shape) == (jnp.dtype(own.dtype), own.block)
 
 
 def with_kv_scales(weights, kv_scales: KVScales | None):

@@ -130,25 +130,29 @@ def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
     return prevent_fma(raised * (1.0 / sum_last(raised)[..., None]))[..., :experts]
 
 
-def select_experts(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+def select_experts(
+    config: ModelConfig, logits: jax.Array, correction: jax.Array | None
+) -> jax.Array:
     """Selects experts (..., k) int32 by logits (..., E): highest score first, ties by number."""
     logits = lax.stop_gradient(logits)
     if config.scoring_func == "softmax":  # softmax keeps the order of the logits
         return lax.top_k(logits, config.num_experts_per_tok)[1]
-    return lax.top_k(selection_scores(config, logits, bias), config.num_experts_per_tok)[1]
+    return lax.top_k(selection_scores(config, logits, correction), config.num_experts_per_tok)[1]
 
 
-def selection_scores(config: ModelConfig, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+def selection_scores(
+    config: ModelConfig, logits: jax.Array, correction: jax.Array | None
+) -> jax.Array:
     """Returns the scores that select experts, (..., E) float32; -inf outside the best groups.
 
     Args:
       config: shapes.
       logits: (..., E) float32.
-      bias: the correction, of a shape that broadcasts with `logits`; None with a softmax.
+      correction: of a shape that broadcasts with `logits`; None with a softmax.
     """
     score = _probabilities(config, logits)
-    if bias is not None:
-        score = score + lax.stop_gradient(bias)
+    if correction is not None:
+        score = score + lax.stop_gradient(correction)
     if config.n_group > 1:
         groups = score.reshape(*score.shape[:-1], config.n_group, -1)
         best = lax.top_k(groups, min(2, groups.shape[-1]))[0]

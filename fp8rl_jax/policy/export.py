@@ -17,7 +17,7 @@ from fp8rl_jax.data import tokenizer_path
 from fp8rl_jax.data.tokenizer import read_reader
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
-from fp8rl_jax.models.hf.writer import Unread, check_target
+from fp8rl_jax.models.hf.writer import Unread, check_target, check_type
 from fp8rl_jax.models.lora import trained
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy.load import open_trained
@@ -63,6 +63,7 @@ def export_run(
     count = config.eval.average_last
     found = open_trained(make_runtime(config, with_questions=False), path, count)
     runtime = found.runtime
+    check_type(runtime.model, dtype)
     read = found.read_params()
     note(found.text)
     begun = config.model.checkpoint

@@ -1,15 +1,16 @@
 """Lengths of questions in tokens, kept in the cache directory for the next start.
 
-A data set's questions are tokenised at every start, to leave out those that are too long. The file
+A data set's questions are tokenised at a start, to leave out those that are too long. The file
 depends on tokenizer, chat format and source; an entry on the question's own text, so that a data
-set that grows costs its new questions alone.
+set that grows costs its new questions alone. It holds a hash of its entries, then the entries: a
+damaged file is as good as none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
+import importlib.metadata
 import json
 import pathlib
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.base.user_cache import cache_name
+from fp8rl_jax.base.user_cache import library_digest
 from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.config import flatten
 from fp8rl_jax.data import ChatFormat
@@ -44,12 +45,7 @@ class KeptLengths:
         self._counted = 0
         self._path: pathlib.Path | None = None
         if root := cache_root(config):
-            depends_on = {n: x for n, x in flatten(config).items() if n.split(".")[0] == "data"}
-            depends_on |= {"task": config.env.task, "eval_task": config.env.eval_task}
-            if chat and chat.template.tells_time:  # kept for this run alone
-                depends_on["now"] = str(chat.now)
-            files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
-            self._path = root / (cache_name("lengths", depends_on, files) + ".npy")
+            self._path = root / f"lengths-{_digest_of_what_counts(config, chat)}"
             with contextlib.suppress(OSError, ValueError):  # none yet, or damaged
                 self._known = _read(self._path)
 
@@ -57,10 +53,10 @@ class KeptLengths:
         """Returns the lengths of a question: kept ones, or those that `count` returns.
 
         Args:
-          text: what the lengths depend on, as JSON has it.
+          text: what the lengths depend on: texts, messages.
           count: function that tokenises.
         """
-        content = json.dumps(text, ensure_ascii=True, sort_keys=True).encode()
+        content = json.dumps(text, default=repr).encode()
         key = hashlib.blake2b(content, digest_size=16).digest()
         found = self._known.get(key)
         if found is None:
@@ -74,18 +70,31 @@ class KeptLengths:
         if self._path is None or self._counted < _FEWEST or not processes.first():
             return
         rows = [(key, *lengths) for key, lengths in self._used.items()]
-        content = io.BytesIO()
-        np.save(content, np.array(rows, _ENTRY), allow_pickle=False)
+        content = np.array(rows, _ENTRY).tobytes()
         with contextlib.suppress(OSError):  # then the next start counts, too
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, content.getvalue())
+            write_whole(self._path, hashlib.sha256(content).digest() + content)
+
+
+def _digest_of_what_counts(config: Any, chat: ChatFormat | None) -> str:
+    """Returns a hash of all that lengths depend on, but the questions."""
+    files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
+    depends_on = {
+        "data": {n: x for n, x in flatten(config).items() if n.split(".")[0] == "data"},
+        "tasks": [config.env.task, config.env.eval_task],
+        "now": str(chat.now) if chat and chat.template.tells_time else "",
+        "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
+        "source": library_digest(),
+        "versions": [importlib.metadata.version(name) for name in ("tokenizers", "jinja2")],
+    }
+    return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def _read(path: pathlib.Path) -> dict[bytes, Lengths]:
     """Returns what `KeptLengths.keep` wrote; raises OSError or ValueError if it cannot be read."""
-    with open(path, "rb") as file:
-        entries = np.lib.format.read_array(file, allow_pickle=False)
-    if entries.dtype != _ENTRY:
-        raise ValueError(f"{path} has entries {entries.dtype}")
-    rows = entries.tolist()  # numpy leaves out the zeros that a key ends with
+    content = path.read_bytes()
+    digest, content = content[:32], content[32:]
+    if hashlib.sha256(content).digest() != digest:
+        raise ValueError(f"{path} is damaged")
+    rows = np.frombuffer(content, _ENTRY).tolist()  # numpy leaves out zeros that a key ends with
     return {key.ljust(16, b"\0"): (prompt, response) for key, prompt, response in rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,15 @@ from random_model import DENSE, LATENT, initial_params
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import round_bf16
-from fp8rl_jax.models import forward, quantize_params, rope_tables, trainable_params
+from fp8rl_jax.models import (
+    forward,
+    init_probes,
+    init_scaling,
+    quantize_params,
+    rope_tables,
+    trainable_params,
+)
+from fp8rl_jax.models import params as params_module
 from fp8rl_jax.models.lora import Adapted, adapted, merged, new_adapters, trained, with_trained
 from fp8rl_jax.quant import get_recipe, is_weight
 
@@ -71,8 +80,25 @@ def test_a_base_in_fp8():
         base,
         is_leaf=is_weight,
     )
-    kept = adapted(file, 4, 8.0, ("*",), "fp8", _key()).base
-    jax.tree.map(np.testing.assert_array_equal, kept, file)
+    own = adapted(file, 4, 8.0, ("q_proj",), "fp8", _key())
+    jax.tree.map(np.testing.assert_array_equal, own.base, file)
+    for params in (own, own.base):  # what has no adapter is not quantised anew
+        found = exact_jit(lambda p: quantize_params(p, "fp8"))(params)["layers"]
+        for name in ("k_proj", "v_proj"):
+            pair = found["self_attn"][name], file["layers"]["self_attn"][name]
+            jax.tree.map(np.testing.assert_array_equal, *pair)
+        jax.tree.map(np.testing.assert_array_equal, found["experts"], file["layers"]["experts"])
+    other = exact_jit(lambda p: quantize_params(p, "bf16"))(own)["layers"]["o_proj"]["kernel"]
+    assert other.dtype == jnp.bfloat16 and not is_weight(other)
+
+
+def test_a_frozen_base_is_not_merged_where_no_state_needs_it():
+    """Outside a program that would hold the whole model in float32."""
+    own = with_adapters(initial_params(_EXPERTS), 4, base="fp8")
+    with mock.patch.object(params_module, "merged", wraps=merged) as seen:
+        assert init_scaling(own, "fp8") == {}
+        assert len(init_probes(own, "fp8", True)) == 7
+    assert all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(seen.call_args_list[0].args))
 
 
 def _gradients(config, own: Adapted, recipe: str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 
+import numpy as np
 import pytest
 import tiny_checkpoint
 import tiny_config
@@ -70,14 +71,31 @@ def test_what_lengths_depend_on(start, tmp_path):
     assert start(_texts(40), most=70, chat=True, system_prompt="Be brief.")[1] >= 40
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01\x00garbage", b"PK\x03\x04", b"{}"])
-def test_a_damaged_file_is_counted_anew(content, start, tmp_path):
+def test_a_damaged_file_is_counted_anew(start, tmp_path):
     first, _ = start(_texts(40))
     (file,) = (tmp_path / "cache").glob("lengths-*")
-    file.write_bytes(content)
-    again, counted = start(_texts(40))
-    assert counted >= 40 and again == first
+    whole, rng = file.read_bytes(), np.random.default_rng(0)
+    for number in range(12):
+        damaged = bytearray(whole)
+        place = [5, 40, len(whole) - 1, *rng.integers(0, len(whole), 6)][number % 9]
+        damaged[place] ^= 1 + number
+        file.write_bytes([damaged, whole[:place], b"", b"{}"][number // 9 + (number % 9 == 8)])
+        again, counted = start(_texts(40))
+        assert counted >= 40 and again == first
     assert start(_texts(40))[1] == 0
+
+
+def test_messages_may_hold_what_json_has_not(tmp_path):
+    config = saved_config(tiny_config.get_config().to_dict() | {"model": {}}, "here")
+    config.run.cache_dir = str(tmp_path)
+    message = {"role": "user", "content": "2 + 3", "at": datetime.datetime(2026, 1, 1)}
+    kept, other = (kept_lengths.KeptLengths(config, None) for _ in range(2))
+    assert kept.of([[message], None], lambda: (5, 0)) == (5, 0)
+    assert kept.of([[dict(reversed(message.items()))], None], lambda: (6, 0)) == (6, 0)
+    kept._counted = 1000
+    kept.keep()
+    again = kept_lengths.KeptLengths(config, None)
+    assert again.of([[message], None], lambda: (0, 0)) == (5, 0) and not other._known
 
 
 def test_a_template_that_tells_the_time(start, tmp_path, monkeypatch):

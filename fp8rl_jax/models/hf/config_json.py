@@ -460,6 +460,7 @@ def config_json(
         }
     if kind == "gpt_oss":
         own |= {
+            "rope_scaling": own["rope_scaling"] or {"rope_type": "default"},  # null means YaRN
             "hidden_act": "silu",
             "attention_bias": config.qkv_bias,
             "num_local_experts": config.num_experts,

@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Callable
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.gguf_file import GGUF
 from fp8rl_jax.models.hf.loader import dtype_name, load
-from fp8rl_jax.models.hf.writer import check_target, save
+from fp8rl_jax.models.hf.writer import check_target, check_type, save
 
 COPIED = (
     "tokenizer.json",
@@ -39,7 +40,7 @@ def convert(
     """Writes a copy of a checkpoint with its linear layers in another type.
 
     Args:
-      source: directory of a checkpoint, or a GGUF file of the llama architecture.
+      source: directory of a checkpoint, or a GGUF file.
       target: the directory to make, outside `source`.
       dtype: 'bf16' or 'fp8'. FP8 tensors of the source keep their bytes under 'fp8'.
       max_shard_gb: as for `save`.
@@ -61,6 +62,7 @@ def convert(
         config, params = file.load(name)
     else:
         fields = read_fields(path)
+        check_type(read_config(fields), name)
         config, params = load(path, dtype=name)
     return save(
         target,

@@ -1,8 +1,9 @@
 """Loads Hugging Face checkpoints onto devices, a slice of a tensor at a time.
 
 Memory: the result is allocated on its devices and filled by slices of at most SLICE_BYTES of the
-files. Besides the result the host holds a few slices, whatever the model's size (measured in
-docs/checkpoints.md). Each of several processes reads only the shards of its devices.
+files, or one of the experts that share a tensor. Besides the result the host holds a few slices,
+whatever the model's size (measured in docs/checkpoints.md). Each of several processes reads only
+the shards of its devices.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from fp8rl_jax.models.stacks import Path
 from fp8rl_jax.quant import QArray
 
 SLICE_BYTES = 16 * 2**20
+_ANOTHER_TYPE = (
+    "load it with dtype='float32' or 'bfloat16' (as the base of adapters: lora.base=bf16)"
+)
 _DTYPES = dict(float32="float32", f32="float32", bfloat16="bfloat16", bf16="bfloat16", fp8="fp8")
 
 
@@ -167,15 +171,15 @@ def _leaf_types(source: Source, tensors: list[Tensor], dtype: str) -> dict[Path,
                 raise UserError(
                     f"{source.where}: tensor {tensor.name} is F8_E4M3 in blocks of {BLOCKS[0]} "
                     f"rows, which do not end where heads do (row {piece.start} to {piece.stop}): "
-                    "load it with dtype='float32' or 'bfloat16'"
+                    f"{_ANOTHER_TYPE}"
                 )
             known = types.setdefault(piece.path, own)
             before = first.setdefault(piece.path, tensor.name)
             if (known == FP8) != (own == FP8):
                 raise UserError(
                     f"{source.where}: of tensors {before} and {tensor.name} one is F8_E4M3 and the "
-                    "other is not, so that a stack of layers cannot keep its bytes: load it with "
-                    "dtype='float32' or 'bfloat16'"
+                    "other is not, so that a stack of layers cannot keep its bytes: "
+                    f"{_ANOTHER_TYPE}"
                 )
             if own not in (FP8, known) or own == np.float16:
                 types[piece.path] = np.dtype(np.float32)

@@ -35,7 +35,8 @@ class Unpacked:
       source: the files.
 
     Raises:
-      UserError: scales are missing, or blocks and scales do not fit each other.
+      UserError: scales are missing, blocks and scales do not fit each other, or a tensor is there
+        in bf16, too.
     """
 
     where: pathlib.Path
@@ -48,6 +49,11 @@ class Unpacked:
         for held in source.entries:
             if held.endswith(_BLOCKS):
                 name = held.removesuffix(_BLOCKS)
+                if name in source.entries:
+                    raise UserError(
+                        f"{self.where} holds tensor {name} twice, as {held} too: keep the files of "
+                        "one checkpoint alone"
+                    )
                 self.entries[name] = self._entry(name)
                 self._packed.add(name)
 

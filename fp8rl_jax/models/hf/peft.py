@@ -63,8 +63,8 @@ def _places(config: ModelConfig, adapters: Any) -> Iterator[tuple[str, Place]]:
             if "{}" in module and config.moe_bias:
                 raise UserError(
                     f"adapters of {'.'.join(path[1:-1])} have no form in PEFT's format: this model "
-                    "type holds all experts in one tensor; export the merged model, or leave "
-                    "experts out of lora.modules"
+                    "type holds all experts in one tensor: export merged weights, or train with "
+                    "lora.modules='[qkvo]_proj'"
                 )
             matrix = {LORA[0]: "lora_A", LORA[1]: "lora_B"}[path[-1]]
             for layer in range(count):

@@ -44,6 +44,7 @@ _SETTINGS: dict[str, dict[str, tuple[str, float | None]]] = {
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_factor": (None,),
     "partial_rotary_factor": (None, 1, 1.0),
+    "truncate": (None, True),
 }
 _NAMES = {"rope_type", "rope_theta", _ORIGINAL}
 _TRUNCATE = "truncate"  # of YaRN

@@ -78,8 +78,8 @@ class Tensor:
 
 _ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
 _EXPERT, _PACKED_EXPERTS = "mlp.experts.{}.", "mlp.experts."
-# gpt-oss: name of an array -> (its tensor, the columns that it takes, None for all of a tensor).
-_PACKED: dict[str, tuple[str, slice | None]] = {
+# gpt-oss: name of an array -> (its tensor, the columns that it takes if experts are packed).
+_GPT_OSS: dict[str, tuple[str, slice | None]] = {
     "mlp.gate.weight": ("mlp.router.weight", None),
     "mlp.gate.bias": ("mlp.router.bias", None),
     _EXPERT + "gate_proj.weight": (_PACKED_EXPERTS + "gate_up_proj", _EVEN),
@@ -93,7 +93,7 @@ _PACKED: dict[str, tuple[str, slice | None]] = {
 
 def _name(config: ModelConfig, array: Array) -> tuple[str, slice | None]:
     """Returns the tensor that holds an array of a layer, and the columns of packed experts."""
-    return _PACKED.get(array.hf, (array.hf, None)) if config.moe_bias else (array.hf, None)
+    return _GPT_OSS.get(array.hf, (array.hf, None)) if config.moe_bias else (array.hf, None)
 
 
 def model_tensors(config: ModelConfig) -> list[Tensor]:

@@ -100,11 +100,7 @@ def save(
     check_target(target, max_shard_gb)
     tensors = model_tensors(config)
     about = config_json(config, "float32" if name == "float32" else "bfloat16", fields)
-    if name == "fp8" and (tensor := next((t for t in tensors if t.packed), None)):
-        raise UserError(
-            f"dtype is 'fp8', and tensor {tensor.name} of this model type holds all experts, which "
-            "has no FP8 form in Hugging Face's format: write 'bfloat16'"
-        )
+    check_type(config, name)
     if name == "fp8":
         about["quantization_config"] = quantization_config(tensors)
     # Tensors of one stack of layers follow each other, so that it is read once.
@@ -152,6 +148,19 @@ def check_target(target: pathlib.Path, max_shard_gb: float = 1.0) -> None:
         raise UserError(f"{target} exists already; name another directory, or remove it")
     if not max_shard_gb > 0:
         raise UserError(f"max_shard_gb is {max_shard_gb}; write a number above 0")
+
+
+def check_type(config: ModelConfig, dtype: str) -> None:
+    """Checks that a model can be written as `dtype` (`save`); callers do so before a long load.
+
+    Raises:
+      UserError: 'fp8', and one tensor holds all experts of a layer.
+    """
+    if dtype == "fp8" and config.moe_bias:
+        raise UserError(
+            "dtype is 'fp8', and files of gpt-oss hold all experts of a layer in one tensor, which "
+            "has no FP8 form in Hugging Face's format: write 'bf16'"
+        )
 
 
 def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:

@@ -1,11 +1,14 @@
 """Gradients of attention in jnp, in blocks: against the reference, and their memory."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow
 
+from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.kernels.reference.attention_gradient import attention_vjp, attention_vjp_by_blocks
 
 
@@ -47,6 +50,22 @@ def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims, w
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and a.dtype == jnp.float32
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
+
+
+def test_long_sequences_take_them(monkeypatch):
+    """By the dispatch, with windows and sinks; not where gradients are exact, too."""
+    monkeypatch.setattr(dispatch, "_LONG", 8)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 20, n, 16)), jnp.float32) for n in (4, 2, 2))
+    more = {"window": jnp.int32(5), "sinks": jnp.asarray([0.1, 2, -1, 3], jnp.float32)}
+    arrays = q, k, v, _positions(2, 20), q
+    unit = dispatch.reference.attention_gradient
+    for way, name in (("reference", "attention_vjp_by_blocks"), ("exact", "attention_vjp")):
+        with mock.patch.object(unit, name, wraps=getattr(unit, name)) as seen:
+            got = dispatch.attention_vjp(*arrays, scale=0.3, implementation=way, **more)
+        assert seen.called
+        for a, b in zip(got, attention_vjp(*arrays, scale=0.3, **more), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
 
 
 def _temporary_bytes(function, length):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -129,6 +130,7 @@ _KIMI = _DEEPSEEK | json.loads("""{
     "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
     "type": "yarn"}, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840
 }""")
+_PLAIN_ROPE = CONFIGS["qwen2"]
 _PUBLISHED = {
     "qwen2p5_7b": _QWEN2,
     "mistral_7b": _MISTRAL,
@@ -241,6 +243,15 @@ def test_layers_with_windows():
 def test_round_trip(name):
     config = CONFIGS.get(name) or preset(name)
     assert _read(config_json(config, "bfloat16")) == config
+
+
+def test_gpt_oss_without_yarn():
+    """Of which null in its file would be YaRN, here as in transformers."""
+    plain = dataclasses.replace(
+        CONFIGS["gpt_oss"], **{n: getattr(_PLAIN_ROPE, n) for n in vars(_PLAIN_ROPE) if "rope" in n}
+    )
+    assert plain.rope_type == "default"
+    assert _read(config_json(plain, "bfloat16")) == plain
 
 
 def test_dense_model_with_latent_attention():

@@ -73,6 +73,7 @@ _DOWN = "model.layers.1.mlp.experts.down_proj"
     [
         (lambda t: t.pop(f"{_DOWN}_scales"), f"no {_DOWN}_scales"),
         (lambda t: t.pop(f"{_DOWN}_blocks"), f"no tensor {_DOWN}"),
+        (lambda t: t.update({_DOWN: bf16(np.ones((8, 32, 64)))}), f"holds tensor {_DOWN} twice"),
         (lambda t: t.update({f"{_DOWN}_scales": bf16(np.ones((8, 64, 1)))}), "has type BF16"),
         (lambda t: t.update({f"{_DOWN}_scales": np.ones((8, 64, 2), np.uint8)}), "does not fit"),
         (
@@ -90,5 +91,10 @@ def test_files_that_do_not_fit_are_refused(change, words, tmp_path):
 
 
 def test_fp8_files_of_packed_experts_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"gate_up_proj .* write 'bfloat16'"):
+    """Before any weight is read."""
+    with pytest.raises(UserError, match="write 'bf16'"):
         hf.save(tmp_path / "out", CONFIGS["gpt_oss"], params_of("gpt_oss"), dtype="fp8")
+    write(tmp_path / "model", _fields(), {"damaged": np.zeros(3, np.float32)})
+    with pytest.raises(UserError, match="write 'bf16'"):
+        hf.convert(tmp_path / "model", tmp_path / "out", "fp8")
+    assert not (tmp_path / "out").exists()
