@@ -28,7 +28,7 @@ FACTORS: dict[str, dict[str, object]] = {
         "delayed": "fp8_delayed",
         "mxfp8": "mxfp8",
         "ends bf16": dataclasses.replace(
-            get_recipe("fp8"), name="ends in bf16", first_layers=1, last_layers=1
+            get_recipe("fp8_blockwise"), name="ends in bf16", first_layers=1, last_layers=1
         ),
     },
     "kv": {"as recipe": None, "bf16": "none", "fp8": "dynamic", "calibrated": "calibrated"},
