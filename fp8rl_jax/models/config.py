@@ -152,6 +152,11 @@ class ModelConfig:
         self._check_attention()
         if self.num_experts:
             self._check_experts()
+        elif self.moe_bias:
+            raise UserError(
+                "model.moe_bias is True and model.num_experts 0: set model.num_experts, or leave "
+                "the other out"
+            )
 
     @property
     def latent(self) -> bool:

@@ -212,6 +212,26 @@ _SEVERAL = {
         ["model.rope_type=yarn", "model.rope_beta_slow=33"],
         ["model.rope_beta_fast", "model.rope_beta_slow = 33.0"],
     ),
+    "a pattern of windows without one": (
+        ["model.sliding_window_pattern=6"],
+        ["model.sliding_window_pattern is 6", "model.sliding_window 0"],
+    ),
+    "windows in no layer": (
+        ["model.sliding_window=9", "model.sliding_window_pattern=1"],
+        ["model.sliding_window_pattern is 1", "from 2"],
+    ),
+    "biases of experts that are not there": (
+        ["model.moe_bias=True"],
+        ["model.moe_bias is True", "model.num_experts"],
+    ),
+    "sinks beside a latent": (
+        ["model.kv_lora_rank=32", "model.attention_sinks=True"],
+        ["model.attention_sinks", "model.kv_lora_rank", "False"],
+    ),
+    "a half of a head, pairs beside each other": (
+        ["model.partial_rotary_factor=0.5", "model.rope_interleave=True"],
+        ["model.partial_rotary_factor", "model.rope_interleave"],
+    ),
     "cosine shorter than its warm-up": (
         ["sft.end_fraction=0.5", "sft.steps=10", "sft.warmup_steps=30"],
         ["sft.warmup_steps", "sft.steps"],
