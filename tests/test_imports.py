@@ -156,7 +156,7 @@ _SOURCES = _sources()
 # names on the Hub, GGUF's further architectures; by 450 for adapters; by 1,050 for windows and
 # sinks of attention, Gemma 3, Mistral, GLM-4.5, and PEFT's files; by 600 for gpt-oss,
 # MXFP4, an FP8 base; by 200 for lengths that are kept and attention by blocks of queries.)
-_MOST_LINES = {"library": 45_300, "with users": 52_150, "package": 8_750, "file": 540}
+_MOST_LINES = {"library": 45_350, "with users": 52_200, "package": 8_750, "file": 540}
 
 
 def test_size_stays_within_the_budget():
