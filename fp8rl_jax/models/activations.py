@@ -71,7 +71,8 @@ def _gated_activation_forward(recipe, activation, quantise, gate, up):
 
 
 def _gated_activation_backward(recipe, activation, quantise, residual, cotangent):
-    given = [x.astype(jnp.float32) for x in kept(residual)]
+    residual = kept(residual)
+    given = [x.astype(jnp.float32) for x in residual]
     gate, up = _clamped(activation, *given)
     dy = cotangent.value.astype(jnp.float32)
     exponent, rise = _exponent(activation, gate)
@@ -82,7 +83,7 @@ def _gated_activation_backward(recipe, activation, quantise, residual, cotangent
     if activation == "clamped_swiglu":  # those at the limits have their gradients
         inside = given[0] <= SWIGLU_LIMIT, jnp.abs(given[1]) <= SWIGLU_LIMIT
         grads = [jnp.where(keeps, g, 0.0) for keeps, g in zip(inside, grads, strict=True)]
-    return tuple(g.astype(x.dtype) for g, x in zip(grads, kept(residual), strict=True))
+    return tuple(g.astype(x.dtype) for g, x in zip(grads, residual, strict=True))
 
 
 gated_activation.defvjp(_gated_activation_forward, _gated_activation_backward)

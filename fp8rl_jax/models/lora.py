@@ -27,6 +27,7 @@ from fp8rl_jax.kernels import prevent_fma
 from fp8rl_jax.models.arrays import HEADS, LINEAR, LINEAR_LAYERS, LORA, SMALL, array_of, role_of
 from fp8rl_jax.models.stacks import RUNS, Path, path_of
 from fp8rl_jax.quant import QArray, get_recipe, is_weight, matmul, quantize_weight
+from fp8rl_jax.quant.operands import plain_value
 
 
 @jax.tree_util.register_dataclass
@@ -170,18 +171,15 @@ def merged(params: Any, keep_quantised: bool = False) -> Any:
     QArrays are dequantised; with `keep_quantised` those without an adapter stay. A product of A and
     B has the library's order of sums, so its bits do not depend on the program.
     """
-
-    def plain(leaf):
-        return leaf if keep_quantised or not isinstance(leaf, QArray) else leaf.dequantize()
-
     if not isinstance(params, Adapted):
-        return jax.tree.map(plain, params, is_leaf=is_weight)
+        return params if keep_quantised else jax.tree.map(plain_value, params, is_leaf=is_weight)
     adapters = scaled(params)
 
     def merge(path, leaf):
         names = path_of(path)
         if names[-1] != "kernel" or names[:-1] not in adapters:
-            return plain(leaf) if isinstance(leaf, QArray) else leaf.astype(jnp.float32)
+            stays = keep_quantised and isinstance(leaf, QArray)
+            return leaf if stays else plain_value(leaf).astype(jnp.float32)
         arrays = (leaf, *adapters[names[:-1]])
         stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), arrays)
         return lax.map(_plus_product, stacks).reshape(leaf.shape)
@@ -189,10 +187,6 @@ def merged(params: Any, keep_quantised: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(merge, params.base, is_leaf=is_weight)
 
 
-def _float32(weight: jax.Array | QArray) -> jax.Array:
-    return weight.dequantize() if isinstance(weight, QArray) else weight.astype(jnp.float32)
-
-
 def _plus_product(matrices: tuple[jax.Array | QArray, jax.Array, jax.Array]) -> jax.Array:
     base, a, b = matrices
-    return _float32(base) + prevent_fma(matmul(get_recipe("f32"), a, b))
+    return plain_value(base).astype(jnp.float32) + prevent_fma(matmul(get_recipe("f32"), a, b))

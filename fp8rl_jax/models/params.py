@@ -64,7 +64,7 @@ from fp8rl_jax.quant import (
     quantize_weight,
     update_site,
 )
-from fp8rl_jax.quant.operands import stacked
+from fp8rl_jax.quant.operands import plain_value, stacked
 from fp8rl_jax.quant.scaling import dynamic, never_saturates
 
 
@@ -204,11 +204,11 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
             site, state = sites[name][0], (scaling or {}).get(name)
             if isinstance(leaf, QArray) and _has_format(leaf, site):
                 return leaf
-            q, _ = quantize_weight(merged(leaf), site, state)
+            q, _ = quantize_weight(plain_value(leaf), site, state)
             if state is None or state.activation is None:
                 return q
             return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
-        return leaf if role_of(path_of(path)) in SMALL else compute_value(merged(leaf), recipe)
+        return leaf if role_of(path_of(path)) in SMALL else compute_value(plain_value(leaf), recipe)
 
     cut = split_layers(params, recipe)
     return jax.tree_util.tree_map_with_path(convert, cut, is_leaf=is_weight)

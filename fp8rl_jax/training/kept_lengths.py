@@ -9,6 +9,7 @@ damaged file is as good as none.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -40,14 +41,21 @@ class KeptLengths:
     """
 
     def __init__(self, config: Any, chat: ChatFormat | None):
-        self._known: dict[bytes, Lengths] = {}
+        self._config, self._chat = config, chat
         self._used: dict[bytes, Lengths] = {}
         self._counted = 0
-        self._path: pathlib.Path | None = None
-        if root := cache_root(config):
-            self._path = root / f"lengths-{_digest_of_what_counts(config, chat)}"
-            with contextlib.suppress(OSError, ValueError):  # none yet, or damaged
-                self._known = _read(self._path)
+
+    @functools.cached_property
+    def _path(self) -> pathlib.Path | None:
+        root = cache_root(self._config)
+        return root and root / f"lengths-{_digest_of_what_counts(self._config, self._chat)}"
+
+    @functools.cached_property
+    def _known(self) -> dict[bytes, Lengths]:
+        """The lengths in the file; read for the first question, as generated ones ask for none."""
+        with contextlib.suppress(OSError, ValueError):  # none yet, or damaged
+            return _read(self._path) if self._path else {}
+        return {}
 
     def of(self, text: Any, count: Callable[[], Lengths]) -> Lengths:
         """Returns the lengths of a question: kept ones, or those that `count` returns.
@@ -67,7 +75,7 @@ class KeptLengths:
 
     def keep(self) -> None:
         """Writes what this start used, if it counted many questions."""
-        if self._path is None or self._counted < _FEWEST or not processes.first():
+        if self._counted < _FEWEST or self._path is None or not processes.first():
             return
         rows = [(key, *lengths) for key, lengths in self._used.items()]
         content = np.array(rows, _ENTRY).tobytes()

@@ -171,7 +171,7 @@ def _leaf_types(source: Source, tensors: list[Tensor], dtype: str) -> dict[Path,
                 raise UserError(
                     f"{source.where}: tensor {tensor.name} is F8_E4M3 in blocks of {BLOCKS[0]} "
                     f"rows, which do not end where heads do (row {piece.start} to {piece.stop}): "
-                    f"{_ANOTHER_TYPE}"
+                    + _ANOTHER_TYPE
                 )
             known = types.setdefault(piece.path, own)
             before = first.setdefault(piece.path, tensor.name)
@@ -179,7 +179,7 @@ def _leaf_types(source: Source, tensors: list[Tensor], dtype: str) -> dict[Path,
                 raise UserError(
                     f"{source.where}: of tensors {before} and {tensor.name} one is F8_E4M3 and the "
                     "other is not, so that a stack of layers cannot keep its bytes: "
-                    f"{_ANOTHER_TYPE}"
+                    + _ANOTHER_TYPE
                 )
             if own not in (FP8, known) or own == np.float16:
                 types[piece.path] = np.dtype(np.float32)
