@@ -23,11 +23,11 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import Batch
 from fp8rl_jax.kernels import tree_norm
 from fp8rl_jax.models import (
     ONE_DEVICE,
@@ -47,86 +47,16 @@ from fp8rl_jax.models import (
     update_scaling,
     with_kv_scales,
 )
-from fp8rl_jax.models.logprobs import consecutive_rows
+from fp8rl_jax.models.logprobs import rows_at
 from fp8rl_jax.models.lora import base_of, merged, trained, with_base, with_trained, without_base
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
 from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
 from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
-from fp8rl_jax.rl.aggregation import token_mean
 from fp8rl_jax.rl.kl import Estimator
 from fp8rl_jax.rl.losses import TokenLoss, ppo
 
 Array = Any  # numpy on the host, jax.Array on the device
-
-
-@flax.struct.dataclass
-class Batch:
-    """Sequences to learn from, one row per response.
-
-    Attributes:
-      tokens: (B, T) int32, prompt then response, right-padded.
-      prompt_lengths: (B,) int32, tokens of the prompt.
-      targets: (B, R) int32, the response.
-      mask: (B, R) float32, 1 for response tokens.
-      temperature: (B,) float32, temperature of the rollout.
-      advantages: (B, R) float32.
-      weights: (B, R) float32, the aggregation's; 0 for a token that does not count.
-      rollout_weights: (B, R) float32, the correction's; 1 without a correction. The loss is the sum
-        over tokens of weights times rollout_weights times the token's loss.
-      old_logprobs: (B, R) float32, log-probabilities before the first update.
-      ref_logprobs: (B, R) float32, log-probabilities under the reference policy.
-      routing: {name of taps.ROUTING: (B, L, T, top_k)}, results of the rollout's routers to replay;
-        {} for the learner's own routing.
-    """
-
-    tokens: Array
-    prompt_lengths: Array
-    targets: Array
-    mask: Array
-    temperature: Array
-    advantages: Array
-    weights: Array
-    rollout_weights: Array
-    old_logprobs: Array
-    ref_logprobs: Array
-    routing: dict[str, Array] = flax.struct.field(default_factory=dict)
-
-    @property
-    def lengths(self) -> Array:
-        """(B,) int32, number of tokens of prompt and response together."""
-        return self.prompt_lengths + self.mask.sum(1).astype(jnp.int32)
-
-
-def make_batch(
-    tokens, prompt_lengths, targets, mask, temperature, advantages=None, **fields
-) -> Batch:
-    """Returns a batch on the host.
-
-    Args:
-      tokens, prompt_lengths, targets, temperature: see `Batch`.
-      mask: (B, R), bool or 0 and 1.
-      advantages: (B, R), or (B,) for all tokens of a response; None for 1.
-      **fields: further fields of `Batch`. Defaults: weights of the mean over all tokens, no
-        correction, log-probabilities of 0, no routing.
-    """
-    ones = np.ones(targets.shape, np.float32)
-    values = ones if advantages is None else np.asarray(advantages, np.float32)
-    neutral = {
-        "weights": token_mean(np.asarray(mask) > 0, 0).astype(np.float32),
-        "rollout_weights": ones,
-        "old_logprobs": 0 * ones,
-        "ref_logprobs": 0 * ones,
-    }
-    return Batch(
-        tokens,
-        prompt_lengths,
-        targets,
-        np.asarray(mask, np.float32),
-        temperature,
-        values.reshape(len(ones), -1) * ones,
-        **{**neutral, **fields},
-    )
 
 
 @flax.struct.dataclass
@@ -202,10 +132,8 @@ def _hidden(
     params, batch: Batch, model, recipe, rope, kv_scales, parallel, **more
 ) -> ForwardOutput:
     """Runs `forward`, with keywords `more`, on a batch's sequences up to the output head."""
-    sequences = {"lengths": batch.lengths, "rope": rope, "kv_scales": kv_scales}
-    return forward(
-        params, batch.tokens, model, recipe, **sequences, parallel=parallel, output="hidden", **more
-    )
+    given = {"rope": rope, "kv_scales": kv_scales, "parallel": parallel, **batch.places, **more}
+    return forward(params, batch.tokens, model, recipe, output="hidden", **given)
 
 
 def response_logprobs(
@@ -229,10 +157,11 @@ def response_logprobs(
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     more = {"remat": remat, "collect": collect, "taps": taps, "swaps": {**(swaps or {}), **routing}}
     out = _hidden(params, batch, model, recipe, rope, kv_scales, parallel, **more)
-    slots = batch.targets.shape[1]
-    hidden = consecutive_rows(out.hidden, batch.prompt_lengths - 1, slots)
+    hidden = rows_at(out.hidden, *batch.predictions)
     head = output_head(params, model, parallel)
-    logp, entropy = token_logprobs(hidden, head, batch.targets, batch.temperature, recipe, parallel)
+    counts = None if batch.packing is None else batch.mask > 0
+    tokens = batch.targets, batch.temperature
+    logp, entropy = token_logprobs(hidden, head, *tokens, recipe, parallel, counts)
     if LOGITS in taps:
         logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe, parallel)
         out.aux["taps"][LOGITS] = logits.reshape(*batch.targets.shape, -1)
@@ -255,10 +184,15 @@ def make_score(
 
     def score(params, scaling_state, kv_scales, batch: Batch, rope):
         weights = quantize_params(params, recipe, scaling_state)
-        logp, _, _ = response_logprobs(
-            weights, batch, model, recipe, rope, "none", kv_scales, parallel
-        )
-        return logp
+
+        def run(part: Batch):
+            more = recipe, rope, "none", kv_scales, parallel
+            return (), response_logprobs(weights, part, model, *more)[0]
+
+        if batch.packing is None:
+            return run(batch)[1]
+        _, logp = _over_parts(run, lambda *_: (), *_split(batch, parallel))
+        return _join_parts(logp, 0)
 
     return exact_jit(score)
 
@@ -281,8 +215,7 @@ def count_experts(
       batch, model, recipe, rope, kv_scales, parallel: as for `response_logprobs`.
     """
     if (chosen := batch.routing.get(ROUTING[0])) is not None:  # (B, L, T, k)
-        valid = jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-        of_layer = functools.partial(expert_tokens, model, valid=valid)
+        of_layer = functools.partial(expert_tokens, model, valid=batch.valid)
         return jax.vmap(of_layer, in_axes=1)(chosen[:, model.dense_layers :])
     out = _hidden(weights, batch, model, recipe, rope, kv_scales, parallel)
     return out.aux["expert_tokens"]
@@ -305,6 +238,55 @@ def _add(one, other):
     (value, grads, probes, sums), (value2, grads2, probes2, sums2) = one, other
     value, grads, sums = jax.tree.map(jnp.add, (value, grads, sums), (value2, grads2, sums2))
     return value, grads, merge_probes(probes, probes2), sums
+
+
+def _split(
+    batch: Batch, parallel: Parallel, micro_batches: int = 1
+) -> tuple[Batch, jax.Array | None]:
+    """Returns a batch as micro-batches (count, rows, ...), and how many of them hold anything,
+    () int32, or None for all.
+
+    Row r goes to micro-batch r % count, so that each device keeps its rows. Those of a packed batch
+    have one row for each device, whatever `micro_batches` says.
+    """
+    packing = batch.packing
+    if packing is not None:
+        micro_batches = len(batch.tokens) // parallel.row_devices
+    parts = jax.tree.map(lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), batch)
+    if packing is None:
+        return parts, None
+    filled = (parts.packing.starts < batch.tokens.shape[1]).any((1, 2))
+    return parts, filled.sum(dtype=jnp.int32)
+
+
+def _over_parts(run: Callable, add: Callable, parts: Batch, filled: jax.Array | None):
+    """Runs ``run(part) -> (result, rest)`` on micro-batches.
+
+    Returns (the sum of the results by `add`, the rests (count, ...)). Only the first `filled`
+    micro-batches are run, if given; the rests of others are 0.
+    """
+
+    def part_at(index: int | jax.Array) -> Batch:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), parts)
+
+    count = len(parts.tokens)
+    total, rests = jax.eval_shape(run, part_at(0))
+    total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), total)
+    if filled is None:
+
+        def accumulate(total, part):
+            result, rest = run(part)
+            return add(total, result), rest
+
+        return lax.scan(accumulate, total, parts)
+
+    def step(index, carried):
+        result, rest = run(part_at(index))
+        put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return add(carried[0], result), jax.tree.map(put, carried[1], rest)
+
+    rests = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), rests)
+    return lax.fori_loop(0, filled, step, (total, rests))
 
 
 def _join_parts(x: jax.Array, axis: int) -> jax.Array:
@@ -376,7 +358,8 @@ def make_gradients(
             paired, part, model, recipe, rope, remat, state.kv_scales, parallel, collect, taps
         )
         counts = part.weights != 0
-        each, tokens = loss.token_loss(logp, part.old_logprobs, part.advantages, counts)
+        more = {} if part.packing is None else {"sequences": part.sequences}
+        each, tokens = loss.token_loss(logp, part.old_logprobs, part.advantages, counts, **more)
         tokens["entropy"] = entropy
         each = each * part.rollout_weights
         if loss.kl:
@@ -400,36 +383,27 @@ def make_gradients(
             (value, (sums, tokens, finite, tapped)), (grads, seen) = grad_fn(
                 trained(state.params), probes, weights, state, part, rope, loads
             )
-            return (value, grads, seen, sums), (tokens, finite, tapped)
+            return (value, grads, seen, sums), (tokens, ~finite, tapped)
 
-        if micro_batches == 1:
-            total, (tokens, finite, tapped) = run(batch)
+        if micro_batches == 1 and batch.packing is None:
+            total, (tokens, broken, tapped) = run(batch)
         else:
-            # Row r goes to part r % micro_batches, so that each device keeps its rows.
-            parts = jax.tree.map(
-                lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), batch
-            )
+            assert batch.packing is None or not taps
+            parts = _split(batch, parallel, micro_batches)
 
-            def count(total, part):
-                found = count_experts(weights, part, model, recipe, rope, state.kv_scales, parallel)
-                return total + found, None
+            def count(part: Batch):
+                settings = model, recipe, rope, state.kv_scales, parallel
+                return count_experts(weights, part, *settings), ()
 
             # The balance loss of each micro-batch is weighted by an expert's share of the update's
             # tokens, which must be known before the first micro-batch.
             loads = None
             if loss.router_aux_coef > 0:
-                shape = model.num_hidden_layers - model.dense_layers, model.num_experts
-                loads = lax.scan(count, jnp.zeros(shape, jnp.int32), parts)[0]
-
-            def accumulate(total, part):
-                result, rest = run(part, loads)
-                return _add(total, result), rest
-
-            zeros = jax.eval_shape(run, jax.tree.map(lambda x: x[0], parts))[0]
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
-            total, (tokens, finite, tapped) = lax.scan(accumulate, zeros, parts)
+                loads = _over_parts(count, jnp.add, *parts)[0]
+            of_part = functools.partial(run, loads=loads)
+            total, (tokens, broken, tapped) = _over_parts(of_part, _add, *parts)
             tokens = jax.tree.map(lambda x: _join_parts(x, 0), tokens)
-            finite = finite.all(axis=0)
+            broken = broken.any(axis=0)
             tapped = {name: _join_parts(x, batch_axis(name)) for name, x in tapped.items()}
         value, grads, seen, sums = total
         norm = norm_of_gradients(recipe.kernels)(grads)
@@ -442,7 +416,7 @@ def make_gradients(
             "loss": value,
             "grad_norm": norm,
             "good": good,
-            "bad_layer": jnp.where(finite.all(), -1, jnp.argmin(finite)),
+            "bad_layer": jnp.where(broken.any(), jnp.argmax(broken), -1),
             "checksum": checksum(with_kv_scales(weights, state.kv_scales)),
             "tokens": per_token,
             **{name: x for name, x in sums.items() if name != "kv_health"},

@@ -36,7 +36,7 @@ from fp8rl_jax.kernels.reference.ways import EXACT, Way
 IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton")
 
 
-_LONG = 2048  # with more keys a CPU takes the gradients of attention by blocks
+_LONG = 512  # from so many keys on a CPU takes the gradients of attention by blocks
 
 
 def triton_installed() -> bool:
@@ -193,7 +193,7 @@ def attention_vjp(
     *arrays: jax.Array,
     scale: float,
     implementation: str = "auto",
-    window: jax.Array | None = None,
+    oldest: jax.Array | None = None,
     sinks: jax.Array | None = None,
     **scales: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
@@ -201,27 +201,28 @@ def attention_vjp(
 
     Args:
       arrays: q, k, v, positions and the cotangent; q, k and v in the form that `attention` takes.
-      scale, implementation, window, sinks: as for `attention`.
+      scale, implementation, sinks: as for `attention`.
+      oldest: (B, T) int32, first slot that each query sees; None for slot 0.
       scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
 
     Returns:
       Gradients with respect to the dequantised q, k and v, and to the sinks if given, float32.
     """
 
-    def kernel(arrays, scales, window, sinks):
+    def kernel(arrays, scales, oldest, sinks):
         run = gpu_kernels().attention_gradient.attention_vjp
-        return run(*arrays, scale=scale, window=window, sinks=sinks, **scales)
+        return run(*arrays, scale=scale, oldest=oldest, sinks=sinks, **scales)
 
-    def plain(arrays, scales, window, sinks):
+    def plain(arrays, scales, oldest, sinks):
         *operands, positions, cotangent = arrays
         operands = (
             reference.attention.dequantized(x, scales.get(f"{name}_scale"))
             for name, x in zip("qkv", operands, strict=True)
         )
-        settings: dict[str, Any] = {"scale": scale, "window": window, "sinks": sinks}
+        settings: dict[str, Any] = {"scale": scale, "oldest": oldest, "sinks": sinks}
         unit, way = reference.attention_gradient, _way(implementation)
-        if arrays[1].shape[1] > _LONG and not (way or cpu_way()).exact:
+        if arrays[1].shape[1] >= _LONG and not (way or cpu_way()).exact:
             return unit.attention_vjp_by_blocks(*operands, positions, cotangent, **settings)
         return unit.attention_vjp(*operands, positions, cotangent, **settings, way=way)
 
-    return by_platform(implementation, kernel, plain, arrays, scales, window, sinks)
+    return by_platform(implementation, kernel, plain, arrays, scales, oldest, sinks)

@@ -14,7 +14,8 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
-_LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout", "learner"}
+_LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout"}
+_LIBRARY |= {"batch", "learner"}
 _PROGRAM = _LIBRARY | {"config", "plan", "report", "training", _PACKAGE}
 # Package (or module beside it) -> what it may import beside `base`. `fp8rl_jax` stands for the
 # package itself.
@@ -28,10 +29,11 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "envs": set(),
     "rollout": {"kernels", "quant", "models", "sharding"},
-    "learner": {"kernels", "quant", "models", "rl"},
-    "config": {"kernels", "quant", "models", "rl", "envs"},
+    "batch": {"models", "rl"},
+    "learner": {"kernels", "quant", "models", "rl", "batch"},
+    "config": {"kernels", "quant", "models", "rl", "envs", "batch"},
     "report": set(),
-    "plan": {"quant", "sharding", "models", "data", "rollout", "config"},
+    "plan": {"quant", "sharding", "models", "data", "rollout", "config", "batch"},
     "training": _LIBRARY | {"config", "plan", "report"},
     "policy": _PROGRAM,
     "drift": _PROGRAM | {"policy"},
@@ -155,8 +157,9 @@ _SOURCES = _sources()
 # the studies of recipes and gradients; by 400 and 450 for the display of what compiles, biases,
 # names on the Hub, GGUF's further architectures; by 450 for adapters; by 1,050 for windows and
 # sinks of attention, Gemma 3, Mistral, GLM-4.5, and PEFT's files; by 600 for gpt-oss,
-# MXFP4, an FP8 base; by 200 for lengths that are kept and attention by blocks of queries.)
-_MOST_LINES = {"library": 45_350, "with users": 52_200, "package": 8_750, "file": 540}
+# MXFP4, an FP8 base; by 200 for lengths that are kept and attention by blocks of queries; by 600
+# for rows of several sequences.)
+_MOST_LINES = {"library": 45_950, "with users": 52_800, "package": 8_900, "file": 540}
 
 
 def test_size_stays_within_the_budget():

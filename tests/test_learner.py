@@ -17,6 +17,7 @@ from devices import run_script
 from random_model import initial_params
 
 from fp8rl_jax import learner, models
+from fp8rl_jax.batch import Batch, make_batch
 
 _MODEL = models.ModelConfig(64, 32, 48, 1, 2, 1, 16)
 _ROWS, _TOKENS, _RESPONSE = 8, 16, 6
@@ -30,7 +31,7 @@ def _step(micro_batches: int):
     )
 
 
-def _batch() -> learner.Batch:
+def _batch() -> Batch:
     """Responses of 1 to 6 tokens: no two micro-batches have the same number of tokens."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (_ROWS, _TOKENS)).astype(np.int32)
@@ -38,7 +39,7 @@ def _batch() -> learner.Batch:
     lengths = np.array([6, 6, 5, 6, 2, 3, 1, 1])
     targets = np.stack([t[n : n + _RESPONSE] for t, n in zip(tokens, prompts, strict=True)])
     mask = (np.arange(_RESPONSE) < lengths[:, None]).astype(np.float32)
-    batch = learner.make_batch(
+    batch = make_batch(
         tokens=tokens,
         prompt_lengths=prompts,
         targets=targets,
@@ -50,7 +51,7 @@ def _batch() -> learner.Batch:
     return dataclasses.replace(batch, old_logprobs=np.asarray(_run(1, batch)[1]) * mask)
 
 
-def _run(micro_batches: int, batch: learner.Batch, params=None):
+def _run(micro_batches: int, batch: Batch, params=None):
     """(parameters after one step, log-probabilities before it, metrics)."""
     params = initial_params(_MODEL) if params is None else jax.tree.map(jnp.asarray, params)
     state = learner.new_state(params, _SGD, np.zeros(2, np.uint32), "f32")
@@ -60,7 +61,7 @@ def _run(micro_batches: int, batch: learner.Batch, params=None):
 
 
 @pytest.fixture(scope="module")
-def batch() -> learner.Batch:
+def batch() -> Batch:
     return _batch()
 
 

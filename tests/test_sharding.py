@@ -37,6 +37,13 @@ def test_fsdp_equals_one_device(recipe):
 
 
 @pytest.mark.slow
+def test_many_response_tokens():
+    """More than the head takes at a time: each device still has equally many of them."""
+    many = _run(8, {"data": 1, "fsdp": 8, "tensor": 1}, "f32", 1, "rollout.max_new_tokens=100")
+    assert len(many["logp"]) > 1024 and many["drift"] == 0.0
+
+
+@pytest.mark.slow
 def test_products_equal_one_device():
     """However few rows each device has, in every way that the CPU multiplies; and no row goes to
     another device."""

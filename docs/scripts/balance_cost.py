@@ -19,6 +19,7 @@ import optax
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import make_batch
 from fp8rl_jax.models.taps import ROUTING
 
 MODEL = models.ModelConfig(
@@ -34,7 +35,7 @@ def main() -> None:
     state = learner.new_state(params, optax.identity(), np.zeros(2, np.uint32), "fp8")
     tokens = rng.integers(0, MODEL.vocab_size, (ROWS, length)).astype(np.int32)
     targets = tokens[:, PROMPT:]
-    plain = learner.make_batch(
+    plain = make_batch(
         tokens, np.full(ROWS, PROMPT, np.int32), targets, targets >= 0, np.ones(ROWS, np.float32)
     )
     chosen = rng.integers(0, MODEL.num_experts, (ROWS, MODEL.num_hidden_layers, length, 2))

@@ -120,9 +120,10 @@ def _ours(recipe: str):
     import jax
     import numpy as np
 
+    from fp8rl_jax.batch import make_batch
     from fp8rl_jax.bench import rollout as bench
     from fp8rl_jax.data import join
-    from fp8rl_jax.learner import LossConfig, make_batch, make_train_step, new_state
+    from fp8rl_jax.learner import LossConfig, make_train_step, new_state
     from fp8rl_jax.models import ModelConfig, init_params
     from fp8rl_jax.rl.advantages import group_mean, group_std
     from fp8rl_jax.rollout import HalvedSampler, make_refit

@@ -104,6 +104,7 @@ def measure(variant: str, repeats: int) -> dict[str, float]:
     import optax
 
     import fp8rl_jax.learner as learner
+    from fp8rl_jax.batch import make_batch
     from fp8rl_jax.models import ModelConfig, init_params, rope_tables
 
     VARIANTS[variant]()
@@ -123,7 +124,7 @@ def measure(variant: str, repeats: int) -> dict[str, float]:
         rng, rows = np.random.default_rng(0), prompts * group
         tokens = rng.integers(3, vocabulary, (rows, before + new)).astype(np.int32)
         numbers = np.zeros((rows, new), np.float32)
-        batch = learner.make_batch(
+        batch = make_batch(
             tokens=tokens,
             prompt_lengths=np.full(rows, before, np.int32),
             targets=tokens[:, before:],

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from fp8rl_jax import learner, models
+from fp8rl_jax.batch import Batch
 from fp8rl_jax.quant import get_recipe
 
 MODEL = models.ModelConfig(259, 256, 768, 8, 4, 2, 64)
@@ -30,7 +31,7 @@ def temporary_bytes(name: str) -> int:
     shape = jax.ShapeDtypeStruct
     rope = tuple(shape((LENGTH, MODEL.head_dim // 2), jnp.float32) for _ in range(2))
     response = shape((ROWS, RESPONSE), jnp.float32)
-    batch = learner.Batch(
+    batch = Batch(
         tokens=shape((ROWS, LENGTH), jnp.int32),
         prompt_lengths=shape((ROWS,), jnp.int32),
         targets=shape((ROWS, RESPONSE), jnp.int32),

@@ -21,16 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fp8rl_jax import learner
 from fp8rl_jax.api.fields import with_fields
 from fp8rl_jax.api.programs import Programs
 from fp8rl_jax.base.compilation_cache import use_compilation_cache
 from fp8rl_jax.base.errors import NonFiniteError, UserError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.base.json_file import plain
+from fp8rl_jax.batch import Batch, make_batch
 from fp8rl_jax.data import Prompt, Tokenizer, encode_demonstration, encode_prompt, join, pad_rows
 from fp8rl_jax.drift.compare import by_row
-from fp8rl_jax.learner import Batch, TrainState
+from fp8rl_jax.learner import TrainState
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.presets import PRESETS
 from fp8rl_jax.policy.load import load_trained, round_slots
@@ -403,8 +403,7 @@ def train_step(
     weighed.weights[rows:] = 0
     with record.timed("learner"):
         update = policy.programs.update(sized)
-        state, logp, metrics = update(state, engine.layout.by_rows(weighed), engine.rope)
-        metrics = jax.device_get(metrics)
+        state, logp, metrics = engine.update(state, weighed, update)
     if not metrics["good"]:
         raise NonFiniteError(
             f"train_step: loss {float(metrics['loss'])}, gradient norm "
@@ -414,7 +413,7 @@ def train_step(
     record.add_updates(
         [metrics | counts], float(of_rows.mask.sum()), sized.model, sized.learner_recipe
     )
-    record |= mismatch_metrics(np.asarray(logp)[:rows], samples.logprobs, samples.mask)
+    record |= mismatch_metrics(logp[:rows], samples.logprobs, samples.mask)
     record["reward_mean"] = float(np.nanmean(values))
     state = engine.calibrate(state, weighed.tokens, weighed.lengths)
     state = engine.advance(state, step + 1, int(state.data_state))
@@ -446,7 +445,7 @@ def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple
     mask = np.arange(slots[1]) < taught[:, None]
     rows = join(tokens, lengths, targets, tokenizer.pad_id)
     heat = np.full(len(rows), temperature, np.float32)
-    batch = learner.make_batch(rows, lengths, targets, mask, heat)
+    batch = make_batch(rows, lengths, targets, mask, heat)
     return policy.programs.sized(*slots), batch
 
 

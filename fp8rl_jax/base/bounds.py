@@ -147,6 +147,7 @@ BOUNDS: dict[str, Bounds] = {
     "algo.epochs": _whole(1, 10_000),
     "algo.num_minibatches": _whole(1, _COUNT),
     "learner.gradient_accumulation_steps": _whole(1, _COUNT),
+    "learner.tokens_per_batch": _whole(0, _COUNT),
     "optimizer.learning_rate": Bounds(0, 100),
     "optimizer.warmup_steps": _whole(0, _COUNT),
     "optimizer.b1": Bounds(0, _BELOW_1),

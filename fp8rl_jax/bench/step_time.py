@@ -19,8 +19,9 @@ import numpy as np
 
 from fp8rl_jax.base.compilation_cache import without_compilation_cache
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.batch import Batch
 from fp8rl_jax.bench.table import EMULATED, record_table
-from fp8rl_jax.learner import Batch, LossConfig
+from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import make_optimizer
@@ -64,7 +65,7 @@ class Subject:
 
     def run(self) -> None:
         """Times one rollout, and one train step on the first rollout with random advantages."""
-        rt, engine = self._runtime, self._runtime.engine
+        engine = self._runtime.engine
         start = time.perf_counter()
         rollout = engine.sample(self._weights, self._prompts)
         self.times["decode"].append(time.perf_counter() - start)
@@ -73,14 +74,17 @@ class Subject:
             advantages = np.random.default_rng(0).standard_normal(len(rollout.tokens))
             advantages = advantages.astype(np.float32)
             batch = engine.batch(rollout, self._prompts, advantages)
-            self._batch = rt.layout.by_rows(batch)
+            self._batch, self._slots = engine.on_devices(batch)
         start = time.perf_counter()
         self._state, logp, metrics = self._step(self._state, self._batch, engine.rope)
         jax.block_until_ready((logp, self._state, metrics))
         self.times["train"].append(time.perf_counter() - start)
         if first:
             self.tokens = int(rollout.mask.sum())
-            self.drift = float(np.abs(np.asarray(logp) - rollout.logprobs)[rollout.mask].max())
+            found = np.asarray(logp)
+            if self._slots:
+                found = self._slots.unpack(found, rollout.tokens.shape[1])
+            self.drift = float(np.abs(found - rollout.logprobs)[rollout.mask].max())
 
     def seconds(self, phase: str) -> float:
         return float(np.median(self.times[phase][1:]))

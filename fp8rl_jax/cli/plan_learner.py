@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fp8rl_jax import sharding
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.plan.bytes import gib
 from fp8rl_jax.plan.fixes import find_fixes
 from fp8rl_jax.plan.gpus import EFFICIENCY, HOST_LINK, LAUNCH, NETWORK, NVLINK
-from fp8rl_jax.plan.learner import LearnerPlan
+from fp8rl_jax.plan.learner import LearnerPlan, Workload
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.plan.times import StepCost
 
@@ -26,7 +25,7 @@ def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
     """Returns the tables of `fp8rl plan --learner`."""
     gpu, count, work = planned.gpu, planned.mesh.size, plan.work
     recipe = planned.resolved.learner_recipe.name
-    rows = work.micro_batches * work.rows * sharding.batch_divisor(planned.mesh)
+    rows = planned.resolved.minibatch_samples
     memory = [
         (_MASTERS[bool(planned.resolved.config.lora.rank)], plan.masters),
         ("Adam's moments", plan.moments),
@@ -50,15 +49,22 @@ def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
             f"Learner: {count} {gpu.name} of {gib(planned.memory)} {hosts} (mesh: "
             f"{planned.mesh_text}); an estimate, figures of each device.",
             f"An update: {rows} sequences of {work.prompt + work.response} tokens at most, "
-            f"{rows * (work.prompt + work.response):,} tokens with their padding; a device takes "
-            f"{work.rows} at a time, in {work.micro_batches} micro-batch"
-            f"{'es' * (work.micro_batches > 1)}; remat {work.remat}.",
+            f"{rows * (work.prompt + work.response):,} tokens with their padding; "
+            f"{_at_a_time(work)}; remat {work.remat}.",
             "",
             *text_table(*((name, gib(size)) for name, size in memory)),
             "",
             *_format_cost(planned, plan, cost),
         ]
     )
+
+
+def _at_a_time(work: Workload) -> str:
+    parts = f"{work.micro_batches} micro-batch{'es' * (work.micro_batches > 1)}"
+    if work.capacity:
+        each = f"{work.capacity:,} tokens at a time, without padding"
+        return f"a device takes {each}, in at most {parts}"
+    return f"a device takes {work.rows} at a time, in {parts}"
 
 
 def _format_cost(planned: Planned, plan: LearnerPlan, cost: StepCost) -> Iterator[str]:

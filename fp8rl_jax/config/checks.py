@@ -10,6 +10,7 @@ import numpy as np
 from fp8rl_jax.base.bounds import BOUNDS, check_number, check_options
 from fp8rl_jax.base.errors import UserError, did_you_mean, raised
 from fp8rl_jax.base.exact_jit import check_xla_flags, compiler_options
+from fp8rl_jax.batch import slots_of
 from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.config.combinations import check_combinations
 from fp8rl_jax.config.fields import all_fields
@@ -171,23 +172,26 @@ def _check_rollout(resolved: Resolved) -> None:
             f"{resolved.positions} positions of model.checkpoint = "
             f"{resolved.config.model.checkpoint!r}: lower them"
         )
-    _check_functions(resolved.algorithm, algo)
+    _check_functions(resolved.algorithm, algo, resolved.config.learner.tokens_per_batch > 0)
 
 
-def _check_functions(algorithm: Algorithm, algo) -> None:
+def _check_functions(algorithm: Algorithm, algo, packed: bool) -> None:
     """Tries the loss and the corrections on small arrays; compiles nothing."""
     shape = (2, 3)
+    rows = {"sequences": jax.ShapeDtypeStruct((2, 4, 3), bool)} if packed else {}
     floats, mask = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, bool)
     try:
-        loss, stats = jax.eval_shape(algorithm.loss, floats, floats, floats, mask)
+        loss, stats = jax.eval_shape(algorithm.loss, floats, floats, floats, mask, **rows)
         found = {"loss": loss, **stats}
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's function raises, SystemExit too
         raise UserError(
             f"algo.loss: {algo.loss!r} fails on arrays of shape {shape} with {raised(error)}; it "
-            "takes (logp, old, advantages, mask), works under jit, and returns the loss and a dict "
-            "of statistics"
+            f"takes (logp, old, advantages, mask{', sequences' * packed}), works under jit, and "
+            "returns the loss and a dict of statistics"
+            + "; with learner.tokens_per_batch=0 it needs no sequences"
+            * packed
         ) from None
     for name, value in found.items():
         if (value.shape, value.dtype) != (shape, jnp.float32):
@@ -245,6 +249,7 @@ def _check_batches(config) -> None:
             "rounds (algo.dynamic_sampling_rounds), are more than 2^31, and each has a number of "
             "32 bits for its random bits: lower one of them"
         )
+    _check_packing(config)
     parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
     if rows % parts:
         raise UserError(
@@ -261,6 +266,19 @@ def _check_batches(config) -> None:
         raise UserError(
             f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, more than "
             f"env.train_questions = {config.env.train_questions}"
+        )
+
+
+def _check_packing(config) -> None:
+    capacity = config.learner.tokens_per_batch
+    if not capacity:
+        return
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    least = slots_of(max(longest, capacity))
+    if capacity != least:
+        raise UserError(
+            f"learner.tokens_per_batch is {capacity}, and must be a multiple of {slots_of(1)} with "
+            f"room for rollout.max_prompt_tokens + max_new_tokens = {longest} tokens: write {least}"
         )
 
 

@@ -215,6 +215,9 @@ FEATURES: dict[str, Feature] = {
     "dual clip": _field("algo.dual_clip"),
     "a mean without a constant": _field("algo.loss_aggregation", lambda how: how != _NORM, "="),
     "constant length": _field("algo.loss_length"),
+    # learner
+    "rows of several sequences": _field("learner.tokens_per_batch"),
+    "micro-batches": _field("learner.gradient_accumulation_steps", lambda parts: parts > 1),
 }
 
 _LATENT = "the model has multi-head latent attention (kv_lora_rank above 0), which"
@@ -292,6 +295,12 @@ PAIRS = (
         "variables of the chat template",
         "data.chat is False",
         "set data.chat=True, or leave chat_options out",
+    ),
+    Pair(
+        "rows of several sequences",
+        "micro-batches",
+        "{one}: how many micro-batches there are follows from the sequences' lengths",
+        "write 1",
     ),
     Pair(
         "advantages within a group",

@@ -360,6 +360,12 @@ FIELDS: dict[str, dict[str, Field]] = {
     },
     "learner": {
         "gradient_accumulation_steps": Field(1, "micro-batches of an update"),
+        "tokens_per_batch": Field(
+            0,
+            "tokens that a device computes at a time, of several sequences in one row without "
+            "padding between them, in as many micro-batches as the lengths need; 0: one sequence "
+            "a row, padded",
+        ),
         "remat": Field(
             "none", "none: keep activations; full: recompute layers, not attention", choices=REMAT
         ),

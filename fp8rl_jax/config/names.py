@@ -62,6 +62,10 @@ _OTHER_NAMES = {
     "algo.epochs": "num_iterations ppo_epochs",
     "algo.num_minibatches": "steps_per_generation ppo_mini_batch_size",
     "learner.gradient_accumulation_steps": "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+    "learner.tokens_per_batch": (
+        "use_dynamic_bsz ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu max_token_len "
+        "train_mb_tokens padding_free packing"
+    ),
     "learner.remat": "gradient_checkpointing enable_gradient_checkpointing",
     "learner.offload": "optimizer_offload",
     "optimizer.learning_rate": "lr",

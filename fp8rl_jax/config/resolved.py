@@ -55,6 +55,11 @@ class Resolved:
         return self.config.rollout.prompts_per_step * self.config.rollout.group_size
 
     @property
+    def minibatch_samples(self) -> int:
+        """Responses of an optimiser update."""
+        return self.step_samples // self.config.algo.num_minibatches
+
+    @property
     def sequence_tokens(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens

@@ -112,8 +112,10 @@ class Programs:
             taps=tuple(taps),
             donate=False,
         )
+        if not taps:
+            return rt.engine.update(state, batch, step)[1], {}
         _, logp, metrics = step(state, rt.layout.by_rows(batch), rt.engine.rope)
-        return processes.fetch((logp, metrics.get("taps", {})))
+        return processes.fetch((logp, metrics["taps"]))
 
     def learner_weights(self) -> dict:
         """Returns the weights of the learner's forward pass: a refit under the learner's recipe."""

@@ -25,6 +25,7 @@ from fp8rl_jax.models.layers import (
     rms_norm,
     vector,
 )
+from fp8rl_jax.models.packing import Places, as_sequences, seen_slots
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.parallel.specs import splits_heads
@@ -113,7 +114,7 @@ def self_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    positions: jax.Array,
+    places: Places,
     scales: Scales | None,
     window: jax.Array | None,
     sinks: jax.Array | None,
@@ -127,7 +128,7 @@ def self_attention(
       recipe: numerics of the layer.
       scale: factor of the scores (`softmax_scale`).
       q: (B, T, H, Dh); k, v: (B, T, Hkv, Dh), in the compute dtype.
-      positions: (B, T) int32.
+      places: of the tokens in their rows.
       scales: this layer's calibrated scales, or None.
       window: () int32, the most tokens that a query sees, or None.
       sinks: (H,) float32, as for `kernels.attention`, or None.
@@ -135,32 +136,33 @@ def self_attention(
     Returns:
       (B, T, H, Dh) in the compute dtype.
     """
-    return _self_attention_forward(recipe, scale, q, k, v, positions, scales, window, sinks)[0]
+    return _self_attention_forward(recipe, scale, q, k, v, places, scales, window, sinks)[0]
 
 
-def _self_attention_forward(recipe, scale, q, k, v, positions, scales, window, sinks):
+def _self_attention_forward(recipe, scale, q, k, v, places, scales, window, sinks):
     kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    cache = LayerCache(kv)
+    residual = kernels.keep((query, kv, places, scales, window, sinks))
+    query, cache, positions = as_sequences(query, kv, places)
     out = _attend(recipe, query, cache, positions, scales, scale, window, sinks).value
-    residual = kernels.keep((query, kv, positions, scales, window, sinks))
     return out.reshape(q.shape), (residual, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
     operands, like = residual
-    (q, q_scale), kv, positions, scales, window, sinks = kernels.kept(operands)
+    (q, q_scale), kv, places, scales, window, sinks = kernels.kept(operands)
     k_scale, v_scale = _scales(kv, scales)
+    last, oldest = seen_slots(places, window)
     dq, dk, dv, *dsinks = kernels.attention_vjp(
         q,
         kv.k,
         kv.v,
-        positions,
+        last,
         cotangent.astype(jnp.float32),
         scale=scale,
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        window=window,
+        oldest=oldest,
         sinks=sinks,
         implementation=recipe.kernels,
     )

@@ -28,6 +28,7 @@ from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredLatent
 from fp8rl_jax.models.layers import Kernel, LayerWeight, RMSNorm, linear, multiply_experts
+from fp8rl_jax.models.packing import Places, as_sequences, seen_slots
 from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
@@ -78,7 +79,7 @@ def latent_self_attention(
     q_rope: jax.Array,
     latent: jax.Array,
     rope: jax.Array,
-    positions: jax.Array,
+    places: Places,
 ) -> jax.Array:
     """Computes attention within the given sequences without a cache, for the learner.
 
@@ -89,22 +90,24 @@ def latent_self_attention(
       scale: factor of the scores (`softmax_scale`).
       q: (B, T, H, R), absorbed; q_rope: (B, T, H, Dr), both in the compute dtype.
       latent: (B, T, R); rope: (B, T, Dr), both in the compute dtype.
-      positions: (B, T) int32.
+      places: of the tokens in their rows.
 
     Returns:
       (B, T, H, R) float32, sums of latents.
     """
-    return _forward(recipe, scale, q, q_rope, latent, rope, positions)[0]
+    return _forward(recipe, scale, q, q_rope, latent, rope, places)[0]
 
 
-def _forward(recipe, scale, q, q_rope, latent, rope, positions):
+def _forward(recipe, scale, q, q_rope, latent, rope, places):
     stored = _store(latent, rope, recipe)
-    out = _attend(recipe, q, q_rope, LayerCache(stored), positions, scale)
-    return out, kernels.keep((q, q_rope, stored, positions))
+    (queries, rotated), cache, positions = as_sequences((q, q_rope), stored, places)
+    out = _attend(recipe, queries, rotated, cache, positions, scale)
+    return out.reshape(q.shape), kernels.keep((q, q_rope, stored, places))
 
 
 def _backward(recipe, scale, residual, cotangent):
-    q, q_rope, stored, positions = kernels.kept(residual)
+    q, q_rope, stored, places = kernels.kept(residual)
+    last, oldest = seen_slots(places)
     latent = dequantize_kv(stored.latent, stored.scale)
     keys = jnp.concatenate([latent, stored.rope.astype(jnp.float32)], -1)[:, :, None]
     queries = jnp.concatenate([q, q_rope], -1)
@@ -112,9 +115,10 @@ def _backward(recipe, scale, residual, cotangent):
         queries,
         keys,
         latent[:, :, None],
-        positions,
+        last,
         cotangent,
         scale=scale,
+        oldest=oldest,
         implementation=recipe.kernels,
     )
     width = latent.shape[-1]

@@ -12,6 +12,7 @@ and its kernel reads them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from fp8rl_jax.kernels import (
     resolve,
     sum_last,
 )
+from fp8rl_jax.kernels.arrays import pad_to
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.columns import split_head
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
@@ -34,6 +36,7 @@ from fp8rl_jax.quant import BoundWeight, Recipe, Rows, Weight, compute_value, ma
 from fp8rl_jax.quant.varying import varying_vjp
 
 _CHUNK = 1024  # tokens whose logits are in memory at once
+_FEW = 256  # tokens of a chunk that may be left out
 
 
 def output_head(params, config: ModelConfig, parallel: Parallel = ONE_DEVICE) -> Weight:
@@ -187,14 +190,13 @@ _kernel_logprobs.defvjp(_kernel_forward, _kernel_backward)
 
 
 def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel):
-    """Runs `token_logprobs` by kernels, each device on its rows; inverse (B,): 1 / temperature."""
+    """Runs `token_logprobs` by kernels, each device on its rows; inverse (B, T) of temperature."""
     value, master = (head.value, head.master) if isinstance(head, BoundWeight) else (head, None)
 
     def run(hidden, targets, inverse, value, master):
         batch, length, width = hidden.shape
-        inverse = jnp.broadcast_to(inverse[:, None], (batch, length)).reshape(-1)
-        operands = (hidden.reshape(-1, width), value, master, targets.reshape(-1), inverse)
-        found = _kernel_logprobs(recipe, *operands)
+        rows = (hidden.reshape(-1, width), value, master, targets.reshape(-1), inverse.reshape(-1))
+        found = _kernel_logprobs(recipe, *rows)
         return tuple(x.reshape(batch, length) for x in found)
 
     return parallel.by_own_rows(run, hidden, targets, inverse, shared=(value, master))
@@ -207,6 +209,7 @@ def token_logprobs(
     temperature: jax.Array,
     recipe: Recipe,
     parallel: Parallel = ONE_DEVICE,
+    counts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log-probabilities of `targets`, by chunks of tokens: (B, T, V) is never in memory.
 
@@ -214,39 +217,77 @@ def token_logprobs(
       hidden: (B, T, D) after the final norm; position t predicts targets[:, t].
       head: (D, V), from `output_head`.
       targets: (B, T) int32.
-      temperature: (B,) float32, one per sequence; 0 counts as 1.
+      temperature: (B,) or (B, T) float32; 0 counts as 1.
       recipe: numerics.
       parallel: as for `forward`.
+      counts: (B, T) bool, tokens that count: chunks without any are not computed by the reference,
+        and get 0. None for all.
 
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
     """
+    batch, length = targets.shape
+    if temperature.ndim == 1:
+        temperature = jnp.broadcast_to(temperature[:, None], (batch, length))
     if _by_kernel(recipe, parallel):
         inverse = inverse_temperature(temperature)
         return _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel)
-    batch, length, width = hidden.shape
-    count = batch * length
-    chunk = min(_CHUNK, count)
-    missing = -count % chunk
-
-    def rows(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(-1, chunk, *x.shape[1:])
 
     def logp(hidden, targets, temperature):
         inverse = inverse_temperature(temperature)
         return _chunk_logprobs(recipe, parallel, hidden, head, targets, inverse)
 
-    chunks = (
-        rows(hidden.reshape(count, width)),
-        rows(targets.reshape(count)),
-        rows(jnp.broadcast_to(temperature[:, None], (batch, length)).reshape(count)),
-    )
-    if chunks[0].shape[0] == 1:
+    rows = hidden, targets, temperature
+    if counts is not None or parallel.devices > 1:
+        return _by_chunks_of_all_rows(logp, rows, counts, parallel.row_devices)
+    count = batch * length
+    chunk = min(_CHUNK, count)
+
+    def chunks_of(x: jax.Array) -> jax.Array:
+        x = pad_to(x.reshape(count, *x.shape[2:]), 0, chunk)
+        return x.reshape(-1, chunk, *x.shape[1:])
+
+    chunks = tuple(map(chunks_of, rows))
+    if len(chunks[0]) == 1:
         values, entropy = logp(*(x[0] for x in chunks))
     else:
         values, entropy = lax.map(lambda xs: logp(*xs), chunks)
     return tuple(x.reshape(-1)[:count].reshape(batch, length) for x in (values, entropy))
+
+
+def _by_chunks_of_all_rows(
+    logp: Callable, rows: tuple, counts: jax.Array | None, devices: int
+) -> tuple[jax.Array, jax.Array]:
+    """Computes ``logp(*rows)`` of arrays (B, T, ...) by chunks of tokens of all B rows; 0 for the
+    chunks in which no token counts.
+
+    A product's order on a CPU depends on how many rows each device has. These chunks have equally
+    many on all of them, where chunks of tokens in order would lie on one.
+    """
+    batch, length = rows[1].shape
+    chunk = min(max((_CHUNK if counts is None else _FEW) * devices // batch, 1), length)
+
+    def chunks_of(x: jax.Array) -> jax.Array:
+        x = pad_to(x, 1, chunk)
+        x = x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(len(x), batch * chunk, *x.shape[3:])
+
+    def nothing(*_):
+        return (jnp.zeros(batch * chunk, jnp.float32),) * 2
+
+    chunks = tuple(map(chunks_of, rows))
+    if len(chunks[0]) == 1:
+        found = tuple(x[None] for x in logp(*(x[0] for x in chunks)))
+    elif counts is None:
+        found = lax.map(lambda xs: logp(*xs), chunks)
+    else:
+        some = chunks_of(counts).any(1)
+        found = lax.map(lambda x: lax.cond(x[0], logp, nothing, *x[1]), (some, chunks))
+
+    def joined(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, batch, chunk).swapaxes(0, 1).reshape(batch, -1)[:, :length]
+
+    return joined(found[0]), joined(found[1])
 
 
 def drawn_logprobs(
@@ -279,27 +320,23 @@ def drawn_logprobs(
     return parallel.by_own_rows(run, logits, scaled, tokens, inverse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def consecutive_rows(x: jax.Array, first: jax.Array, count: int) -> jax.Array:
-    """Returns rows first[b], first[b] + 1, ... of each x[b]: (B, T, D), (B,) to (B, count, D).
+@jax.custom_vjp
+def rows_at(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Returns rows of x (B, T, D) by their index (B, R) int32: (B, R, D).
 
-    Its derivative reads rows, too, where that of a gather adds them to zeros, which XLA:GPU does in
-    no fixed order or by a sort.
+    Its derivative reads rows, too, by the inverse index (B, T) int32, -1 for a row that is not
+    read. That of a gather adds them to zeros, which XLA:GPU does in no fixed order or by a sort.
     """
-    index = first[:, None] + jnp.arange(count)
     return jnp.take_along_axis(x, index[:, :, None], axis=1)
 
 
-def _consecutive_rows_forward(x, first, count):
-    return consecutive_rows(x, first, count), (first, jnp.arange(x.shape[1]))
+def _rows_at_forward(x, index, inverse):
+    return rows_at(x, index, inverse), inverse
 
 
-def _consecutive_rows_backward(count, residual, cotangent):
-    first, rows = residual
-    index = rows - first[:, None]
-    read = jnp.take_along_axis(cotangent, index[:, :, None].clip(0, count - 1), axis=1)
-    inside = (index >= 0) & (index < count)
-    return jnp.where(inside[:, :, None], read, 0), None
+def _rows_at_backward(inverse, cotangent):
+    read = jnp.take_along_axis(cotangent, jnp.maximum(inverse, 0)[:, :, None], axis=1)
+    return jnp.where(inverse[:, :, None] >= 0, read, 0), None, None
 
 
-consecutive_rows.defvjp(_consecutive_rows_forward, _consecutive_rows_backward)
+rows_at.defvjp(_rows_at_forward, _rows_at_backward)

@@ -25,6 +25,7 @@ from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, run_cache
 from fp8rl_jax.models.layers import StackedLayer, kernel_init, norm_of
 from fp8rl_jax.models.logprobs import head_logits, output_head
+from fp8rl_jax.models.packing import Places, packed
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
@@ -236,6 +237,7 @@ def forward(
     *,
     positions: jax.Array | None = None,
     lengths: jax.Array | None = None,
+    starts: jax.Array | None = None,
     cache: KVCache | PagedCache | None = None,
     kv_scales: KVScales | None = None,
     parallel: Parallel = ONE_DEVICE,
@@ -258,6 +260,8 @@ def forward(
       positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position; with a
         `KVCache` those of a row must differ.
       lengths: (B,) int32, real tokens of each row; only observations in `aux` read them.
+      starts: (B, T) int32 for rows of several sequences (`packing.packed`), in place of positions
+        and lengths, and without a cache: the slot of the first token of each token's sequence.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
       kv_scales: scales from `calibrated_scales`, for recipes with kv='calibrated'.
       parallel: the devices that share the computation; the bits are the same on any.
@@ -286,15 +290,22 @@ def forward(
     check_context(parallel)
     recipe = get_recipe(recipe)
     batch, length = tokens.shape
-    if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    where: Places
+    if starts is not None:
+        assert positions is None and lengths is None and cache is None and rope is not None
+        where = packed(starts, len(rope[0]))
+        positions, valid = where.positions, starts < length
+    else:
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        where = positions
+        valid = positions < (length if lengths is None else lengths[:, None])
     if recipe.kv == "calibrated" and kv_scales is None:
         raise ValueError(
             f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
         )
     tables = rope or rope_tables(config, cache.slots if cache is not None else length)
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
-    valid = positions < (length if lengths is None else lengths[:, None])
     scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
     by_shard_map = parallel.uses_shard_map(recipe)
     if by_shard_map and not {*taps, *(swaps or ())} <= set(ROUTING):
@@ -317,7 +328,7 @@ def forward(
     if by_shard_map:
         apply = split_columns(apply, config, recipe, parallel)
     hidden, cache, aux, tapped = apply(
-        params, swaps or {}, tokens, cache, scales, positions, cos, sin, valid
+        params, swaps or {}, tokens, cache, scales, where, cos, sin, valid
     )
     if taps:
         aux = aux | {"taps": tapped}

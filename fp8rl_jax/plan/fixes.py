@@ -9,12 +9,13 @@ import ml_collections
 
 from fp8rl_jax import sharding
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.batch import slots_of
 from fp8rl_jax.config import flatten
 from fp8rl_jax.plan.learner import plan_learner, workload
 from fp8rl_jax.plan.planned import Planned, read_planned
 
 _FACTORS = (2, 4, 8, 16)  # by which sizes of mesh axes are changed
-_PARTS = "learner.gradient_accumulation_steps"
+_PARTS, _CAPACITY = "learner.gradient_accumulation_steps", "learner.tokens_per_batch"
 Change = dict[str, int | str]  # {field: value}, in the order of the message
 
 
@@ -34,11 +35,10 @@ def find_fixes(planned: Planned) -> list[tuple[str, int]]:
     if fixes:
         return fixes
     work = workload(planned.resolved, planned.mesh)
-    cheaper: Change = {
-        _PARTS: work.micro_batches * work.rows,
-        "learner.remat": "full",
-        "learner.offload": "moments",
-    }
+    smallest: Change = {_PARTS: work.micro_batches * work.rows}
+    if work.capacity:
+        smallest = {_CAPACITY: slots_of(work.prompt + work.response)}
+    cheaper: Change = {**smallest, "learner.remat": "full", "learner.offload": "moments"}
     for kind in _kinds(_changed(config, cheaper))[3:]:
         both = [cheaper | change for change in kind]
         fixes += _first_that_fits(planned, config, both)
@@ -78,8 +78,13 @@ def _kinds(config: ml_collections.ConfigDict) -> list[list[Change]]:
     rollout = config.rollout
     rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches
     counts = (1, *range(2 * parts, rows + 1, parts))
+    fewer: list[Change] = [{_PARTS: n} for n in counts if rows % n == 0 and n != parts]
+    if capacity := learner.tokens_per_batch:
+        least = slots_of(rollout.max_prompt_tokens + rollout.max_new_tokens)
+        fewer = [{_CAPACITY: n * least} for n in range(capacity // least, 0, -1)]
+        fewer = [change for change in fewer if change[_CAPACITY] != capacity]
     return [
-        [{_PARTS: count} for count in counts if rows % count == 0 and count != parts],
+        fewer,
         [{"learner.remat": "full"}] * (learner.remat != "full"),
         [{"learner.offload": "moments"}] * (learner.offload == "none"),
         [

@@ -18,6 +18,7 @@ import math
 from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
+from fp8rl_jax.batch import most_micro_batches
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
@@ -28,6 +29,7 @@ HEAD_TOKENS = 4096  # tokens whose gradient of the logits exists at once (kernel
 _FRAGMENTS = 0.1  # share of temporary arrays that fragments add
 _SPARE_ROWS = 127  # most rows that an expert leaves empty in its last tile of 128 (models/moe.py)
 _BATCH_FIELDS = 7  # fields of `Batch` with a number for each response token
+_PACKED_FIELDS = 4  # further ones of rows of several sequences, with a number for each token
 # Bytes for each element of a row in the backward pass: 2 in the compute dtype, 1 FP8, 4 float32.
 _GATED = 18  # gate, up, their product and its gradient; FP8 of two; two in float32
 _ROW = 12  # input of the experts in two forms, results and their gradient
@@ -39,12 +41,13 @@ class Workload:
     """The work of each device in an update.
 
     Attributes:
-      rows: sequences of a micro-batch.
+      rows: sequences of a micro-batch, or 1, a row of several.
       prompt, response: most tokens of a prompt and of a response.
       micro_batches: number of micro-batches of an update, one after the other.
       remat: 'none' or 'full', as in `forward`.
       counts: whether a forward pass before the micro-batches counts the experts' tokens
         (`learner.make_gradients`).
+      capacity: tokens of a row of several sequences (`learner.tokens_per_batch`); 0 without such.
     """
 
     rows: int
@@ -53,31 +56,36 @@ class Workload:
     micro_batches: int
     remat: str
     counts: bool = False
+    capacity: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch."""
-        return self.rows * (self.prompt + self.response)
+        return self.capacity or self.rows * (self.prompt + self.response)
 
     @property
     def response_tokens(self) -> int:
-        """Tokens of a micro-batch that reach the output head."""
-        return self.rows * self.response
+        """Most tokens of a micro-batch that reach the output head."""
+        return self.capacity or self.rows * self.response
 
 
 def workload(resolved: Resolved, mesh: Mesh | AbstractMesh) -> Workload:
     """Returns the work of a configuration's update on a mesh."""
     config = resolved.config
     rollout, parts = config.rollout, config.learner.gradient_accumulation_steps
-    rows = resolved.step_samples // config.algo.num_minibatches // parts
+    sequences, devices = resolved.minibatch_samples, sharding.batch_divisor(mesh)
+    rows, capacity = sequences // parts // devices, config.learner.tokens_per_batch
+    if capacity:
+        rows, parts = 1, most_micro_batches(sequences, resolved.sequence_tokens, capacity, devices)
     balanced = config.algo.router_aux_loss_coef > 0 and config.algo.routing_replay == "none"
     return Workload(
-        rows // sharding.batch_divisor(mesh),
+        rows,
         rollout.max_prompt_tokens,
         rollout.max_new_tokens,
         parts,
         config.learner.remat,
-        balanced and parts > 1,
+        balanced and (parts > 1 or capacity > 0),
+        capacity,
     )
 
 
@@ -215,8 +223,9 @@ def plan_learner(
     model, recipe = resolved.model, resolved.learner_recipe
     masters, own = learner_weight_bytes(model, recipe, mesh)
     state = state_bytes(resolved, mesh)
-    rows = work.rows * work.micro_batches
-    batch = rows * (4 * (work.prompt + work.response) + _BATCH_FIELDS * 4 * work.response)
+    batch = 4 * work.micro_batches * (work.tokens + _BATCH_FIELDS * work.response_tokens)
+    if work.capacity:
+        batch += 4 * work.micro_batches * _PACKED_FIELDS * work.capacity
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
         work,

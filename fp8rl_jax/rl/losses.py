@@ -1,10 +1,12 @@
 """Losses of policy gradients, per response token.
 
-A loss is a function ``(logp, old, advantages, mask) -> (loss, stats)`` of arrays (B, R): the
-log-probabilities now (differentiable) and before the first update, float32; advantages, float32,
-constant; mask, bool. `loss` is float32 and exactly 0 outside the mask, where inputs change no bit
-and get no gradient. `stats` holds {name: (B, R) float32}: ratio, and 1 in clipped_low, clipped_high
-and clipped_dual where that bound removes the gradient. The caller weighs tokens by an aggregation.
+A loss is a function ``(logp, old, advantages, mask, sequences=None) -> (loss, stats)`` of arrays
+(B, R): the log-probabilities now (differentiable) and before the first update, float32; advantages,
+float32, constant; mask, bool. A row is a response; with `sequences` (B, K, R) bool it holds up to K
+of them, and `sequences` says which tokens are of which. `loss` is float32 and exactly 0 outside the
+mask, where inputs change no bit and get no gradient. `stats` holds {name: (B, R) float32}: ratio,
+and 1 in clipped_low, clipped_high and clipped_dual where that bound removes the gradient. The
+caller weighs tokens by an aggregation.
 
 At equal log-probabilities every ratio is exactly 1, and the gradients of ppo, gspo, cispo and
 reinforce are the same bits.
@@ -22,7 +24,7 @@ from fp8rl_jax.base.bounds import bounded
 from fp8rl_jax.rl.corrections import MAX_LOG_RATIO
 
 Stats = dict[str, jax.Array]
-TokenLoss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Stats]]
+TokenLoss = Callable[..., tuple[jax.Array, Stats]]
 
 
 def _inside(x: jax.Array, mask: jax.Array) -> jax.Array:
@@ -35,8 +37,14 @@ def _log_ratio(logp: jax.Array, old: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.clip(_inside(logp, mask) - _inside(old, mask), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _row_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
-    return _inside(x, mask).sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)
+def _mean_of_response(x: jax.Array, mask: jax.Array, sequences: jax.Array | None) -> jax.Array:
+    """Returns at each token the mean over its response, (B, 1), or (B, R) with `sequences`."""
+    x = _inside(x, mask)
+    if sequences is None:
+        return x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)
+    own = sequences & mask[:, None]
+    mean = jnp.where(own, x[:, None], 0.0).sum(2) / jnp.maximum(own.sum(2), 1)
+    return jnp.where(own, mean[:, :, None], 0.0).sum(1)
 
 
 def _clip_stats(ratio, advantages, mask, low: float, high: float) -> Stats:
@@ -64,7 +72,7 @@ def ppo(clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -
     ``-c A`` (arXiv:1912.09729); 0 leaves it out.
     """
 
-    def loss(logp, old, advantages, mask):
+    def loss(logp, old, advantages, mask, sequences=None):
         ratio = jnp.exp(_log_ratio(logp, old, mask))
         value, stats = _clipped(ratio, advantages, mask, clip_low, clip_high)
         if dual_clip:
@@ -85,8 +93,8 @@ def gspo(clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     sections 4.1 and 4.3).
     """
 
-    def loss(logp, old, advantages, mask):
-        of_row = stop_gradient(_row_mean(_log_ratio(logp, old, mask), mask))
+    def loss(logp, old, advantages, mask, sequences=None):
+        of_row = stop_gradient(_mean_of_response(_log_ratio(logp, old, mask), mask, sequences))
         own = _inside(logp, mask)
         ratio = jnp.exp(jnp.minimum(of_row + (own - stop_gradient(own)), 10.0))
         value, stats = _clipped(ratio, advantages, mask, clip_low, clip_high)
@@ -101,7 +109,7 @@ def cispo(clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
     arXiv:2506.13585, equations 4 and 5). The largest weight, 1 + clip_high, is TRL's epsilon_high.
     """
 
-    def loss(logp, old, advantages, mask):
+    def loss(logp, old, advantages, mask, sequences=None):
         ratio = stop_gradient(jnp.exp(_log_ratio(logp, old, mask)))
         low, high = 1.0 - clip_low, 1.0 + clip_high
         value = -(jnp.clip(ratio, low, high) * advantages) * _inside(logp, mask)
@@ -114,7 +122,7 @@ def cispo(clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
 def reinforce() -> TokenLoss:
     """Returns the loss ``-A logp``; `old` is not used, so the ratio is 1 by definition."""
 
-    def loss(logp, old, advantages, mask):
+    def loss(logp, old, advantages, mask, sequences=None):
         value = -advantages * _inside(logp, mask)
         return _inside(value, mask), _clip_stats(jnp.ones_like(logp), advantages, mask, 0.0, 2.0)
 
@@ -126,7 +134,7 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> TokenLoss:
     """Returns the loss ``-A (4 / tau) sigmoid(tau (r - 1))``, tau by the sign of A
     (arXiv:2511.20347)."""
 
-    def loss(logp, old, advantages, mask):
+    def loss(logp, old, advantages, mask, sequences=None):
         ratio = jnp.exp(_log_ratio(logp, old, mask))
         tau = jnp.where(advantages > 0, tau_positive, tau_negative)
         value = -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
@@ -143,11 +151,11 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
     (arXiv:2507.20673). Aggregate it with seq_mean_token_mean.
     """
 
-    def loss(logp, old, advantages, mask):
+    def loss(logp, old, advantages, mask, sequences=None):
         each, advantages = _log_ratio(logp, old, mask), _inside(advantages, mask)
         sign = jnp.where(advantages > 0, 1.0, -1.0)
         clipped = sign * jnp.minimum(sign * each, sign * jnp.clip(each, -clip_low, clip_high))
-        ratio = jnp.exp(_row_mean(clipped, mask))
+        ratio = jnp.exp(_mean_of_response(clipped, mask, sequences))
         stats = _clip_stats(ratio * mask, advantages, mask, 0.0, jnp.inf)
         low, high = (each < -clip_low) & (advantages < 0), (each > clip_high) & (advantages > 0)
         for name, where in (("clipped_low", low), ("clipped_high", high)):

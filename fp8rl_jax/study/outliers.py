@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from fp8rl_jax.learner import Batch
+from fp8rl_jax.batch import Batch
 from fp8rl_jax.models.arrays import ATTENTION, MLP
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.study.measures import measure

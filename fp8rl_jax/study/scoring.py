@@ -22,8 +22,9 @@ from flax import traverse_util
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import Batch
 from fp8rl_jax.envs import Question
-from fp8rl_jax.learner import Batch, response_logprobs
+from fp8rl_jax.learner import response_logprobs
 from fp8rl_jax.models import ModelConfig, init_scaling, quantize_params
 from fp8rl_jax.models.logprobs import inverse_temperature
 from fp8rl_jax.models.router import selection_scores

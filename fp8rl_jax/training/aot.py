@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fp8rl_jax import learner, sharding
+from fp8rl_jax import sharding
+from fp8rl_jax.batch import make_batch, pack
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ByteTokenizer
 from fp8rl_jax.models import rope_tables
@@ -84,14 +85,16 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     ones = np.ones(rows, np.int32)
     targets = np.zeros((rows, runtime.config.rollout.max_new_tokens), np.int32)
     tokens = np.zeros((rows, runtime.sequence_tokens), np.int32)
-    batch = learner.make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
+    batch = make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
+    if capacity := runtime.config.learner.tokens_per_batch:
+        devices = sharding.batch_divisor(runtime.mesh)
+        batch, _ = pack(batch, runtime.sequence_tokens, capacity, devices)
     return state, sharding.laid_out(batch, runtime.layout.rows), _rope(runtime)
 
 
 def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
     """Traces the train step of RL on one minibatch: gradients and the optimiser's update."""
-    rows = runtime.step_samples // runtime.config.algo.num_minibatches
-    arguments = _train_arguments(runtime, rows)
+    arguments = _train_arguments(runtime, runtime.minibatch_samples)
     return runtime.engine.compiled_update.trace(*arguments)
 
 

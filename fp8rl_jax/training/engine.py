@@ -20,12 +20,13 @@ import optax
 from fp8rl_jax import learner
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import Batch, Slots, make_batch, pack
 from fp8rl_jax.config.adapters import begun, with_adapters
 from fp8rl_jax.config.model_source import load_params
 from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import join
-from fp8rl_jax.learner import Batch, TrainState
+from fp8rl_jax.learner import TrainState
 from fp8rl_jax.models import init_params, init_scaling, param_shardings, rope_tables
 from fp8rl_jax.models.lora import base_of, without_base
 from fp8rl_jax.models.taps import ROUTING
@@ -45,6 +46,7 @@ from fp8rl_jax.rollout import (
     make_sampler,
     sampled_bytes,
 )
+from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.offload import OffloadedStep, init_on_host
 from fp8rl_jax.training.optimizer import Optimizer, optimizer_of_phase
@@ -135,10 +137,11 @@ class Engine(Protocol):
     def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
         """Returns log-probabilities (B, R) of responses under the reference policy in `state`."""
 
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, dict]:
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, np.ndarray, dict]:
         """Returns the state after one optimiser update of RL, the log-probabilities (B, R) that its
-        forward pass computed, and its metrics on the host. `state` is donated; if loss or gradients
-        are not finite (metrics['good'] is False), the new state equals it."""
+        forward pass computed, and its metrics, both on the host. `metrics['computed']` is the
+        number of tokens, with padding, of which that pass was. `state` is donated; if loss or
+        gradients are not finite (metrics['good'] is False), the new state equals it."""
 
     def advance(self, state: TrainState, step: int, position: int) -> TrainState:
         """Returns `state` with the numbers of finished steps and batches taken from the stream."""
@@ -323,7 +326,7 @@ class JaxEngine(Engine):
         """See `Engine.batch`; advantages are (B,)."""
         group = len(rollout.tokens) // len(prompts.lengths)
         tokens, lengths = (np.repeat(x, group, axis=0) for x in (prompts.tokens, prompts.lengths))
-        return learner.make_batch(
+        return make_batch(
             join(tokens, lengths, rollout.tokens, self.pad_id),
             lengths,
             rollout.tokens,
@@ -347,17 +350,30 @@ class JaxEngine(Engine):
     def compiled_reference_score(self):
         return self._make_score(self.resolved.reference_recipe)
 
+    def on_devices(self, batch: Batch) -> tuple[Batch, Slots | None]:
+        """Returns a batch on the devices, and with `learner.tokens_per_batch`, packed, where its
+        sequences are."""
+        slots, capacity = None, self.config.learner.tokens_per_batch
+        if capacity:
+            devices = batch_divisor(self.layout.mesh)
+            batch, slots = pack(batch, self.resolved.sequence_tokens, capacity, devices)
+        return self.layout.by_rows(batch), slots
+
+    def _scored(self, score, policy: tuple, batch: Batch) -> np.ndarray:
+        placed, slots = self.on_devices(batch)
+        found = processes.fetch(score(*policy, placed, self.rope))
+        return slots.unpack(found, batch.targets.shape[1]) if slots else found
+
     def score(self, state: TrainState, batch: Batch) -> np.ndarray:
         policy = state.params, state.scaling_state, state.kv_scales
-        return processes.fetch(self.compiled_score(*policy, self.layout.by_rows(batch), self.rope))
+        return self._scored(self.compiled_score, policy, batch)
 
     def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
         batch = dataclasses.replace(batch, routing={})
         if self.config.precision.reference == "learner":
             return self.score(state, batch)
         policy = state.params, init_scaling(state.params, self.resolved.reference_recipe), None
-        batch = self.layout.by_rows(batch)
-        return processes.fetch(self.compiled_reference_score(*policy, batch, self.rope))
+        return self._scored(self.compiled_reference_score, policy, batch)
 
     @property
     def loss(self) -> learner.LossConfig:
@@ -409,6 +425,19 @@ class JaxEngine(Engine):
         parts = self.config.learner.gradient_accumulation_steps
         return self.train_step(self.rl_optimizer[0], self.loss, parts)
 
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array, dict]:
-        state, logp, metrics = self.compiled_update(state, self.layout.by_rows(batch), self.rope)
-        return state, logp, jax.device_get(metrics)
+    def update(
+        self, state: TrainState, batch: Batch, step: Any = None
+    ) -> tuple[TrainState, np.ndarray, dict]:
+        """See `Engine.update`; `step`: a result of `train_step`, by default that of RL."""
+        placed, slots = self.on_devices(batch)
+        state, logp, metrics = (step or self.compiled_update)(state, placed, self.rope)
+        logp, metrics = processes.fetch(logp), jax.device_get(metrics)
+        metrics["computed"] = batch.tokens.size
+        if slots:
+            size = batch.targets.shape[1]
+            logp = slots.unpack(logp, size)
+            found = metrics["tokens"].items()
+            metrics["tokens"] = {name: slots.unpack(values, size) for name, values in found}
+            shards = batch_divisor(self.layout.mesh)
+            metrics["computed"] = slots.micro_batches * shards * placed.tokens.shape[1]
+        return state, logp, metrics

@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.learner import Batch, Gradients, TrainState, keep_if
+from fp8rl_jax.batch import Batch
+from fp8rl_jax.learner import Gradients, TrainState, keep_if
 from fp8rl_jax.models.arrays import is_matrix
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.training.optimizer import Optimizer

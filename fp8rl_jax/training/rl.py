@@ -31,8 +31,9 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.compiling import compile_seconds
 from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
+from fp8rl_jax.batch import Batch
 from fp8rl_jax.data import Stream
-from fp8rl_jax.learner import Batch, TrainState, policy_of
+from fp8rl_jax.learner import TrainState, policy_of
 from fp8rl_jax.models.lora import base_of, with_base
 from fp8rl_jax.plan import gpus
 from fp8rl_jax.plan.times import useful_flops
@@ -215,16 +216,15 @@ def _updates(
                     run.save(state)
                 raise NonFiniteError(non_finite_message("RL", record["step"], metrics, index == 0))
             updates.append(metrics | {"counts": part.weights != 0})
-            first = processes.fetch(logp) if first is None else first
+            first = logp if first is None else first
     record.add_updates(updates, float(batch.mask.sum()), rt.model, rt.learner_recipe)
+    record.add_learner_tokens(updates, algo.epochs * int(batch.lengths.sum()))
     assert first is not None
     return state, first, updates[0]["checksum"]
 
 
 def _add_rates(rt: Runtime, batch: Batch, record: StepRecord) -> None:
-    """Adds the learner's tokens, tokens per second of a device, and MFU on a known GPU, to the
-    record of a step."""
-    record.add_learner_tokens(rt.config.algo.epochs, batch.tokens.size, int(batch.lengths.sum()))
+    """Adds tokens per second of a device, and MFU on a known GPU, to the record of a step."""
     mesh = rt.layout.mesh
     gpu = gpus.of_kind(mesh.devices.flat[0].device_kind)
     needed = rt.config.algo.epochs * useful_flops(rt.model, batch.lengths, float(batch.mask.sum()))

@@ -15,8 +15,6 @@ import shutil
 import socket
 import time
 
-import jax
-
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import NonFiniteError, UserError
 from fp8rl_jax.base.jax_settings import hold_settings
@@ -43,6 +41,7 @@ _FIELDS: tuple[str, ...] = (
     "optimizer.b1",
     "optimizer.clip_norm",
     "learner.remat",
+    "learner.tokens_per_batch",
 )
 _FIELDS += ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
 _LOGS = ("sft", "eval", "samples")
@@ -185,10 +184,9 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
     for step in range(int(state.step), config.sft.steps):
         hold_settings()
         start = time.perf_counter()
-        batch = runtime.layout.by_rows(runtime.text.demonstrations(stream.next()))
+        batch = runtime.text.demonstrations(stream.next())
         rate = float(schedule(updates_made(state.opt_state)))
-        state, _, metrics = train_step(state, batch, engine.rope)
-        metrics = jax.device_get(metrics)
+        state, _, metrics = engine.update(state, batch, train_step)
         if not metrics["good"]:
             run.save(state)
             raise NonFiniteError(non_finite_message("SFT", step + 1, metrics))

@@ -93,16 +93,15 @@ class StepRecord(dict[str, Any]):
             self.update(loss_metrics(sums, first_layers(model, learner)))
         self["tokens_per_s_learner"] = tokens / self["time_learner"]
 
-    def add_learner_tokens(self, epochs: int, computed: int, real: int) -> None:
+    def add_learner_tokens(self, updates: list[dict], real: int) -> None:
         """Adds how many tokens the updates computed, and the share of them that are padding.
 
         Args:
-          epochs: times that the batch was used.
-          computed: tokens of the batch as the train step takes it.
-          real: those of them that are of prompts and responses.
+          updates: metrics of `Engine.update`.
+          real: tokens of prompts and responses in all updates.
         """
-        self["learner_tokens"] = epochs * computed
-        self["learner_padding"] = 1 - real / computed
+        self["learner_tokens"] = sum(metrics["computed"] for metrics in updates)
+        self["learner_padding"] = 1 - real / self["learner_tokens"]
 
     def add_rates(self, flops: float, devices: int, peak: float | None) -> None:
         """Adds what each device did: tokens per second of rollout and learner, and the MFU of the

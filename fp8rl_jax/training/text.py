@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from fp8rl_jax import learner
+from fp8rl_jax.batch import Batch, make_batch
 from fp8rl_jax.data import ChatFormat, Tokenizer, join, pad_demonstrations, pad_prompts
 from fp8rl_jax.envs import Question
 
@@ -31,7 +31,7 @@ class Text:
         texts = [question.prompt for question in questions]
         return pad_prompts(texts, self.tokenizer, self.prompt_slots, self.chat)
 
-    def demonstrations(self, questions: list[Question]) -> learner.Batch:
+    def demonstrations(self, questions: list[Question]) -> Batch:
         """Returns a batch, on the host, of questions with their demonstrations as responses."""
         pairs = [(question.prompt, question.demonstration) for question in questions]
         slots = self.prompt_slots, self.response_slots
@@ -39,7 +39,7 @@ class Text:
         prompts, lengths, targets, mask = padded
         tokens = join(prompts, lengths, targets, self.tokenizer.pad_id)
         ones = np.ones(len(questions), np.float32)
-        return learner.make_batch(tokens, lengths, targets, mask, ones)
+        return make_batch(tokens, lengths, targets, mask, ones)
 
     def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
         """Returns the texts of responses: tokens (B, R) where the mask (B, R) is True."""

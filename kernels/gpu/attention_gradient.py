@@ -28,8 +28,8 @@ import triton.language as tl
 
 from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu import fast_attention
-from fp8rl_jax.kernels.gpu.fast_attention import Tile, scores_of, seen_by, tile_rows
-from fp8rl_jax.kernels.gpu.online_softmax import LOG2_E, first_seen, multiply, sees
+from fp8rl_jax.kernels.gpu.fast_attention import Tile, first_slots, scores_of, seen_by, tile_rows
+from fp8rl_jax.kernels.gpu.online_softmax import LOG2_E, multiply, sees
 from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 from fp8rl_jax.kernels.reference import attention_gradient as reference
 from fp8rl_jax.kernels.reference.attention import dequantized
@@ -43,8 +43,8 @@ def _add_to_query(
     dquery,
     start,
     end,
-    rows,  # the tile's queries, their scales, cotangents, logsumexp, delta, positions, and first
-    # slots of their windows
+    rows,  # the tile's queries, their scales, cotangents, logsumexp, delta, and the last and first
+    # slots that they see
     cache,  # pointers to k, v, k_scale and v_scale
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -55,7 +55,7 @@ def _add_to_query(
     SCALE: tl.constexpr,
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     query, query_scale, dout, logsumexp, delta, position, oldest = rows
@@ -67,7 +67,7 @@ def _add_to_query(
     score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
     weight = tl.exp2(score - logsumexp[:, None])
     if MASKED:
-        seen = sees(slot[None, :], position[:, None], oldest[:, None], WINDOWED)
+        seen = sees(slot[None, :], position[:, None], oldest[:, None], BOUNDED)
         weight = tl.where(seen, weight, 0.0)
     value = vectors(v, place, there, DV, V_WIDTH)
     dweight = multiply(dout, value.T)
@@ -88,7 +88,7 @@ def query_gradient_kernel(
     q_scale,  # (B, T, H) float32, unused without Q_SCALED
     k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
     v_scale,  # as k_scale
-    window,  # (1,) int32, unused without WINDOWED
+    oldest,  # as positions, unused without BOUNDED
     sinks,  # unused: they are in logsumexp
     dout,  # (B, T, H, DV)
     logsumexp,  # (B, T, H) float32, over log 2
@@ -105,7 +105,7 @@ def query_gradient_kernel(
     SCALE: tl.constexpr,  # factor of the scores, over log 2
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -126,10 +126,11 @@ def query_gradient_kernel(
     query_scale = position
     if Q_SCALED:
         query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
-    oldest, begin = first_seen(window, position, exists, WINDOWED)
-    rows = query, query_scale, row_dout, row_logsumexp, row_delta, position, oldest
+    GROUP: tl.constexpr = H // HKV
+    own, begin = first_slots(oldest + batch * T, tile, exists, ROWS, GROUP, BOUNDED)
+    rows = query, query_scale, row_dout, row_logsumexp, row_delta, position, own
     dquery = tl.zeros((ROWS, WIDTH), tl.float32)
-    first, unmasked, end = seen_by(position, exists, begin, S, KEYS, WINDOWED)
+    first, unmasked, end = seen_by(position, exists, begin, S, KEYS, BOUNDED)
     last = unmasked
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
@@ -148,7 +149,7 @@ def query_gradient_kernel(
                 SCALE,
                 Q_SCALED,
                 KV_SCALED,
-                WINDOWED,
+                BOUNDED,
                 masked == 1,
             )
         first, last = unmasked, end
@@ -157,20 +158,18 @@ def query_gradient_kernel(
 
 @triton.jit
 def _first_and_unmasked(
-    positions, window, slot, T: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr
+    positions, oldest, slot, T: tl.constexpr, KEYS: tl.constexpr, BOUNDED: tl.constexpr
 ):
     """Returns, for the block of keys at `slot`, the first query that sees any of its slots (T if
     none does), and the query, not before that one, from which on all queries see all its slots;
-    with a window, from which on none sees any."""
-    first, unmasked, reach = T, 0, 0
-    if WINDOWED:
-        reach = tl.load(window)
+    with BOUNDED, from which on none sees any."""
+    first, unmasked = T, 0
     for start in range(0, T, _SCAN):
         query = start + tl.arange(0, _SCAN)
         position = tl.load(positions + query, mask=query < T, other=-1)
         sees = (position >= slot) & (query < T)
-        if WINDOWED:
-            sees &= position - reach < slot + KEYS - 1
+        if BOUNDED:
+            sees &= tl.load(oldest + query, mask=query < T, other=0) < slot + KEYS
             partly = sees
         else:
             partly = (position < slot + KEYS - 1) & (query < T)
@@ -188,7 +187,7 @@ def key_gradient_kernel(
     q_scale,
     k_scale,
     v_scale,
-    window,
+    oldest,
     sinks,
     dout,
     logsumexp,
@@ -206,7 +205,7 @@ def key_gradient_kernel(
     SCALE: tl.constexpr,
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -221,6 +220,8 @@ def key_gradient_kernel(
     delta += first_row
     if Q_SCALED:
         q_scale += first_row
+    if BOUNDED:
+        oldest += batch * T
     start = tl.program_id(0) * KEYS
     slot = start + tl.arange(0, KEYS)
     there = slot < S
@@ -232,11 +233,11 @@ def key_gradient_kernel(
         key_scale = tl.load(k_scale + first_key + place, mask=there, other=0.0) * SCALE
         value_scale = tl.load(v_scale + first_key + place, mask=there, other=0.0)
     dkey, dvalue = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, V_WIDTH), tl.float32)
-    first, unmasked = _first_and_unmasked(positions, window, start, T, KEYS, WINDOWED)
+    first, unmasked = _first_and_unmasked(positions, oldest, start, T, KEYS, BOUNDED)
     tiles = (T * GROUP + ROWS - 1) // ROWS
     border = tl.minimum((unmasked * GROUP + ROWS - 1) // ROWS, tiles)
     first, last = first * GROUP // ROWS, border
-    if WINDOWED:
+    if BOUNDED:
         tiles = border
     for unmasked_part in tl.static_range(2):
         for tile in range(first, last):
@@ -254,8 +255,8 @@ def key_gradient_kernel(
             row_logsumexp = tl.load(logsumexp + row_place, mask=exists, other=0.0)
             weight = tl.exp2(score - row_logsumexp[None, :])
             if unmasked_part == 0:
-                oldest, _ = first_seen(window, position, exists, WINDOWED)
-                seen = sees(slot[:, None], position[None, :], oldest[None, :], WINDOWED)
+                own, _ = first_slots(oldest, tile, exists, ROWS, GROUP, BOUNDED)
+                seen = sees(slot[:, None], position[None, :], own[None, :], BOUNDED)
                 weight = tl.where(seen, weight, 0.0)
             row_dout = vectors(dout, row_place, exists, DV, V_WIDTH)
             dvalue = tl.dot(weight.to(row_dout.dtype), row_dout, dvalue, input_precision="ieee")
@@ -294,25 +295,27 @@ def attention_vjp(
     q_scale: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
-    window: jax.Array | None = None,
+    oldest: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes gradients of attention with respect to the dequantised q, k and v, and to sinks.
 
     Args:
-      q, k, v, positions, scale, q_scale, k_scale, v_scale, window, sinks: as for
-        `reference.attention`; latent attention's heads have neither window nor sinks.
+      q, k, v, positions, scale, q_scale, k_scale, v_scale, sinks: as for `reference.attention`;
+        latent attention's heads have no sinks.
+      oldest: (B, T) int32, first slot that each query sees; None for slot 0.
       cotangent: (B, T, H, Dv), gradient of the output; rounded to bf16 if the operands are bf16.
 
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v, and with sinks their gradient (H,).
     """
     if not fast_attention.supports(q, v):
-        assert window is None and sinks is None
+        assert sinks is None
         whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
-        return reference.attention_vjp_by_blocks(*whole, positions, cotangent, scale=scale)
+        run = reference.attention_vjp_by_blocks
+        return run(*whole, positions, cotangent, scale=scale, oldest=oldest)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    more = {"window": window, "sinks": sinks}
+    more = {"oldest": oldest, "sinks": sinks}
     operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales, **more)
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)

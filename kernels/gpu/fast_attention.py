@@ -6,8 +6,9 @@ result by this faster kernel.
 It is the online softmax of FlashAttention-2 (Dao, arXiv:2307.08691, algorithm 1) over tiles for the
 wide tensor core instruction (wgmma); strict attention has tiles of 16 rows. A row is a query and
 one head of a group; keys come in blocks. Scores are in units of log 2, for exp2. The mask is by
-positions, which may have any order: blocks of keys that all rows of a tile see need no mask, blocks
-that no row sees are skipped. With a window every block is masked.
+the last slot that each row sees (its position, in any order) and with BOUNDED the first: blocks of
+keys that all rows of a tile see need no mask, blocks that no row sees are skipped. With a first
+slot, of a window or of a sequence that begins within the row, every block is masked.
 
 Operands of the tensor core are all bf16 or all float32 (then without TF32). E4M3 is widened to bf16
 beforehand, exactly, because this instruction reads bf16 from shared memory. Scales are folded and
@@ -25,22 +26,16 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from fp8rl_jax.kernels.gpu.attention_operands import (
-    check_operands,
-    head_width,
-    in_float32,
-    window_and_sinks,
-)
-from fp8rl_jax.kernels.gpu.online_softmax import LOWEST, first_seen, multiply, sees, with_sinks
+from fp8rl_jax.kernels.gpu.attention_operands import check_operands, head_width, in_float32
+from fp8rl_jax.kernels.gpu.online_softmax import LOWEST, multiply, sees, with_sinks
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 
 
 @triton.jit
 def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: tl.constexpr):
-    """Returns each row's offset in one sequence's (T, H), whether it exists, and its position.
-
-    A row that does not exist has position -1. Positions are clipped to S - 1.
+    """Returns each row's offset in one sequence's (T, H), whether it exists, and the last slot that
+    it sees, at most S - 1; -1 for a row that does not exist.
     """
     GROUP: tl.constexpr = H // HKV
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -48,6 +43,20 @@ def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: t
     query = row // GROUP
     position = tl.load(positions + query, mask=exists, other=-1)
     return query * H + row % GROUP, exists, tl.minimum(position, S - 1)
+
+
+@triton.jit
+def first_slots(
+    oldest, tile, exists, ROWS: tl.constexpr, GROUP: tl.constexpr, BOUNDED: tl.constexpr
+):
+    """Returns the first slot that each row of a tile sees, and the tile's first; 0 without bounds,
+    2**31 - 1 for a row that does not exist."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    own, first = row * 0, 0
+    if BOUNDED:
+        own = tl.load(oldest + row // GROUP, mask=exists, other=2147483647)
+        first = tl.maximum(tl.min(own, 0), 0)
+    return own, first
 
 
 @triton.jit
@@ -74,16 +83,16 @@ def scores_of(
 
 
 @triton.jit
-def seen_by(position, exists, begin, S, KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+def seen_by(position, exists, begin, S, KEYS: tl.constexpr, BOUNDED: tl.constexpr):
     """Returns the slots where a tile's loop over keys starts, and where it starts to mask (both a
-    block's start), and where it ends. `begin` is `first_seen`'s; a window masks every block.
+    block's start), and where it ends. `begin` is `first_slots`'; bounds mask every block.
 
     Slots from the end on are not read: garbage may be NaN, and 0 * NaN is NaN.
     """
     all_see = tl.min(tl.where(exists, position, S - 1), 0) + 1
     some_see = tl.max(position, 0) + 1
     start, unmasked = 0, tl.maximum(all_see, 0) // KEYS * KEYS
-    if WINDOWED:
+    if BOUNDED:
         start = begin // KEYS * KEYS
         unmasked = start
     return start, unmasked, some_see
@@ -96,7 +105,7 @@ def _add_block(
     values,
     start,
     end,
-    rows,  # the tile's queries, their scales, positions, and first slots of their windows
+    rows,  # the tile's queries, their scales, and the last and first slots that they see
     cache,  # pointers to k, v, k_scale and v_scale
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -107,7 +116,7 @@ def _add_block(
     SCALE: tl.constexpr,
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds a block of keys to a tile's maximum, sum and weighted values."""
@@ -119,7 +128,7 @@ def _add_block(
     key = vectors(k, place, there, D, WIDTH)
     score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
     if MASKED:
-        seen = sees(slot[None, :], position[:, None], oldest[:, None], WINDOWED)
+        seen = sees(slot[None, :], position[:, None], oldest[:, None], BOUNDED)
         score = tl.where(seen, score, float("-inf"))
     above = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - above[:, None])
@@ -143,7 +152,7 @@ def fast_attention_kernel(
     q_scale,  # (B, T, H) float32, unused without Q_SCALED
     k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
     v_scale,  # as k_scale
-    window,  # (1,) int32, unused without WINDOWED
+    oldest,  # as positions, unused without BOUNDED
     sinks,  # (H,) float32, unused without SINKS
     out,  # (B, T, H, DV) float32
     logsumexp,  # (B, T, H) float32, over log 2
@@ -158,7 +167,7 @@ def fast_attention_kernel(
     SCALE: tl.constexpr,  # factor of the scores, over log 2
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    BOUNDED: tl.constexpr,
     SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -179,8 +188,9 @@ def fast_attention_kernel(
         query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
-    oldest, begin = first_seen(window, position, exists, WINDOWED)
-    first, unmasked, end = seen_by(position, exists, begin, S, KEYS, WINDOWED)
+    GROUP: tl.constexpr = H // HKV
+    own, begin = first_slots(oldest + batch * T, tile, exists, ROWS, GROUP, BOUNDED)
+    first, unmasked, end = seen_by(position, exists, begin, S, KEYS, BOUNDED)
     last = unmasked
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
@@ -190,7 +200,7 @@ def fast_attention_kernel(
                 values,
                 start,
                 end,
-                (query, query_scale, position, oldest),
+                (query, query_scale, position, own),
                 (k, v, k_scale, v_scale),
                 HKV,
                 D,
@@ -201,7 +211,7 @@ def fast_attention_kernel(
                 SCALE,
                 Q_SCALED,
                 KV_SCALED,
-                WINDOWED,
+                BOUNDED,
                 masked == 1,
             )
         first, last = unmasked, end
@@ -239,7 +249,7 @@ class Operands:
 
     Attributes:
       arrays: q, k, v in bf16 or float32, positions, the scales of q, k and v, one for each
-        vector, window and sinks; an unused placeholder for what is not given.
+        vector, first slots and sinks; an unused placeholder for what is not given.
       constants: constants of every kernel: shapes, factor of the scores, which scales are used.
     """
 
@@ -277,9 +287,10 @@ def supports(q: jax.Array, v: jax.Array) -> bool:
 
 
 def prepare(
-    q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=None, window=None, sinks=None
+    q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=None, oldest=None, sinks=None
 ) -> Operands:
-    """Makes the kernels' operands from arguments of `reference.attention` that `supports` allows.
+    """Makes the kernels' operands from arguments of `reference.attention` that `supports` allows,
+    and the first slots that queries see, `oldest` (B, T) int32, or None.
 
     Raises:
       ValueError: shapes do not fit, or a dtype is not supported.
@@ -313,10 +324,11 @@ def prepare(
         "SCALE": scale / math.log(2),
         "Q_SCALED": q_scaled,
         "KV_SCALED": kv_scaled,
-        "WINDOWED": window is not None,
+        "BOUNDED": oldest is not None,
         "SINKS": sinks is not None,
     }
-    more = window_and_sinks(window, sinks)
+    unused = jnp.zeros((1,), jnp.float32)
+    more = unused if oldest is None else oldest, unused if sinks is None else sinks
     return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales, *more), constants)
 
 

@@ -3,7 +3,8 @@
 Keys are cut into chunks of 64 cache slots. The maximum is taken over all chunks (exact in any
 order), sums are added chunk by chunk in ascending order, and a masked chunk adds exactly zero. So a
 longer cache, or more queries at a time, changes no bits. Many queries are computed a block at a
-time, each with the chunks that one of its queries sees.
+time, each with the chunks that one of its queries sees; pages of many sequences, a few sequences of
+similar length at a time.
 """
 
 from __future__ import annotations
@@ -208,15 +209,16 @@ def attention(
         k_scale=k_scale,
         v_scale=v_scale,
         k_rope=k_rope,
-        table=table,
         window=window,
         sinks=sinks,
         keys_by_feature=keys_by_feature,
         way=way or cpu_way(),
     )
-    of_queries, queries = (q, positions, q_scale, q_rope), q.shape[1]
+    (batch, queries), of_queries = positions.shape, (q, positions, q_scale, q_rope)
+    if table is not None and batch > 1 and batch * queries >= _MANY_QUERIES > queries > 1:
+        return _by_length(run, max(_BLOCK // queries, 1), table, of_queries)
     if queries < _MANY_QUERIES:
-        return run(*of_queries)
+        return run(table, *of_queries)
     count = -(-queries // _BLOCK)
     size = -(-queries // count)
 
@@ -230,14 +232,32 @@ def attention(
         return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
     split = jax.tree.map(lambda x: in_bits(blocks, x), of_queries)
-    found = scan_in_bits(lambda _, block: (None, run(*block)), None, split)[1]
+    found = scan_in_bits(lambda _, block: (None, run(table, *block)), None, split)[1]
     found = jnp.moveaxis(found, 0, 1)
     return found.reshape(found.shape[0], -1, *found.shape[3:])[:, :queries]
+
+
+def _by_length(run: Callable, size: int, table: jax.Array, of_queries) -> jax.Array:
+    """Runs attention of sequences in pages, `size` sequences of similar length at a time: a block
+    takes as long as the longest of its sequences."""
+    positions = of_queries[1]
+    batch = len(positions)
+    count = -(-batch // size)
+    order = jnp.argsort(positions.max(axis=1))
+    padded = jnp.pad(order, (0, count * size - batch), mode="edge").reshape(count, size)
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return x[padded] if x.ndim else jnp.broadcast_to(x, (count,))
+
+    split = jax.tree.map(lambda x: in_bits(blocks, x), (table, *of_queries))
+    found = scan_in_bits(lambda _, block: (None, run(*block)), None, split)[1]
+    return found.reshape(-1, *found.shape[2:])[jnp.argsort(order)]
 
 
 def _of_block(
     k: jax.Array,
     v: jax.Array,
+    table: jax.Array | None,
     q: jax.Array,
     positions: jax.Array,
     q_scale: jax.Array | None,
@@ -247,7 +267,6 @@ def _of_block(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     k_rope: jax.Array | None,
-    table: jax.Array | None,
     window: jax.Array | None,
     sinks: jax.Array | None,
     keys_by_feature: bool,

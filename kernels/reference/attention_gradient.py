@@ -23,7 +23,7 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import Way
 
-_QUERIES, _KEYS = 256, 512  # sizes of a block
+_QUERIES, _KEYS = 256, 256  # sizes of a block
 _LOWEST = -1e30
 
 
@@ -35,7 +35,7 @@ def attention_vjp(
     cotangent: jax.Array,
     *,
     scale: float,
-    window: jax.Array | None = None,
+    oldest: jax.Array | None = None,
     sinks: jax.Array | None = None,
     way: Way | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -43,10 +43,11 @@ def attention_vjp(
 
     Args:
       q: (B, T, H, Dh); k: (B, S, Hkv, Dh); v: (B, S, Hkv, Dv), dequantised.
-      positions: (B, T) int32.
+      positions: (B, T) int32, last slot that each query sees.
       cotangent: (B, T, H, Dv), gradient of the output of `attention`.
       scale: softmax scale.
-      window, sinks: as for `attention`.
+      oldest: (B, T) int32, first slot that each query sees; None for slot 0.
+      sinks: as for `attention`.
       way: way of multiplying (ways.py); None for this machine's.
 
     Returns:
@@ -58,10 +59,14 @@ def attention_vjp(
     groups = heads // kv_heads
     qs, dout = by_kv_head(q, kv_heads), by_kv_head(cotangent, kv_heads)
     keys, values = (x.astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
-    slot, position = jnp.arange(k.shape[1]), jnp.repeat(positions, groups, axis=1)[:, None, :, None]
-    seen = slot <= position
-    if window is not None:
-        seen &= slot > position - window
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, groups, axis=1)[:, None, :, None]
+
+    slot = jnp.arange(k.shape[1])
+    seen = slot <= of_rows(positions)
+    if oldest is not None:
+        seen &= slot >= of_rows(oldest)
     score = masked(matmul(qs, keys.mT) * scale, seen)
     top = max_last(score)
     if sinks is not None:
@@ -81,8 +86,8 @@ def attention_vjp(
     found = by_query(dqs, queries), dkeys.transpose(0, 2, 1, 3), dvalues.transpose(0, 2, 1, 3)
     if sinks is None:
         return found
-    of_rows = -(sink_weight / total * mean).reshape(-1, kv_heads, queries, groups)
-    return *found, of_rows.sum((0, 2)).reshape(-1)
+    dsink = -(sink_weight / total * mean).reshape(-1, kv_heads, queries, groups)
+    return *found, dsink.sum((0, 2)).reshape(-1)
 
 
 def attention_vjp_by_blocks(
@@ -93,14 +98,16 @@ def attention_vjp_by_blocks(
     cotangent: jax.Array,
     *,
     scale: float,
-    window: jax.Array | None = None,
+    oldest: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes `attention_vjp` with memory that grows with T + S instead of T * S."""
     (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
     groups = heads // kv_heads
     size, width = min(_QUERIES, queries), min(_KEYS, slots)
-    operands = (q, k, v, positions, cotangent, *(x for x in (window,) if x is not None))
+    operands = (q, k, v, positions, cotangent)
+    if oldest is None:
+        oldest = jnp.zeros_like(positions)
 
     def split(x: jax.Array) -> jax.Array:
         """Splits (B, T, H, n) into (blocks, B, Hkv, size * groups, n)."""
@@ -113,20 +120,19 @@ def attention_vjp_by_blocks(
         return x.reshape(batch, -1, heads, x.shape[5])[:, :queries]
 
     keys, values = (pad_to(x.astype(jnp.float32).transpose(0, 2, 1, 3), 2, width) for x in (k, v))
-    # Padded queries see no key: padding position + 1 with 0 makes their position -1.
-    rows = pad_to(positions + 1, 1, size).reshape(batch, -1, size).transpose(1, 0, 2) - 1
+    # Padded queries see no key: their position is -1, their first slot beyond all others.
+    ends = jnp.stack([positions + 1, oldest - slots], 2)
+    ends = pad_to(ends, 1, size).reshape(batch, -1, size, 2).transpose(3, 1, 0, 2)
+    rows = ends[0] - 1, ends[1] + slots
 
     def zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
         return varying_as(jnp.full(shape, value, jnp.float32), *operands)
 
     def gradients(sums, block):
-        query, dout, position = block
-        position = jnp.repeat(position, groups, axis=1)[:, None, :, None]
+        query, dout, ends = block
+        position, first = (jnp.repeat(x, groups, axis=1)[:, None, :, None] for x in ends)
         blocks = jnp.clip(position.max() // width + 1, 0, keys.shape[2] // width)
-        begin = jnp.zeros_like(blocks)
-        if window is not None:
-            real = jnp.where(position >= 0, position, position.max())
-            begin = jnp.maximum(real.min() - window + 1, 0) // width
+        begin = jnp.maximum(first.min(), 0) // width
         per_row = query.shape[:3]
 
         def part(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -136,9 +142,7 @@ def attention_vjp_by_blocks(
             """Returns masked scores, and the cotangent's product with each value."""
             slot = index * width + jnp.arange(width)
             score = jnp.einsum("bhtd,bhsd->bhts", query, part(keys, index)) * scale
-            seen = (slot <= position) & (slot < slots)
-            if window is not None:
-                seen &= slot > position - window
+            seen = (slot >= first) & (slot <= position) & (slot < slots)
             dweight = jnp.einsum("bhtd,bhsd->bhts", dout, part(values, index))
             return jnp.where(seen, score, -jnp.inf), dweight
 

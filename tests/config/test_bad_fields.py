@@ -68,6 +68,8 @@ _FIELDS = {
         "3",
         "equal parts",
     ],
+    "learner.tokens_per_batch=100": ["learner.tokens_per_batch is 100", "multiple of 64", "write"],
+    "learner.tokens_per_batch=1.5": ["learner.tokens_per_batch", "whole number"],
     "algo.num_minibatches=3": ["algo.num_minibatches", "4", "3", "equal parts"],
     "sft.batch_size=9": ["sft.batch_size", "9", "sft.questions", "8"],
     "rollout.prompts_per_step=9": ["rollout.prompts_per_step", "9", "env.train_questions", "8"],

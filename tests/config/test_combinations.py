@@ -63,6 +63,8 @@ _ON: dict[str, list[str]] = {
     "dual clip": ["algo.dual_clip=3.0"],
     "a mean without a constant": [],
     "constant length": ["algo.loss_length=7"],
+    "rows of several sequences": ["learner.tokens_per_batch=128"],
+    "micro-batches": ["learner.gradient_accumulation_steps=2"],
 }
 # What a pair needs so that no earlier pair of the table is met.
 _BESIDE = {

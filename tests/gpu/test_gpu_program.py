@@ -16,8 +16,9 @@ import numpy as np
 import optax
 import pytest
 
+from fp8rl_jax.batch import Batch, make_batch
 from fp8rl_jax.kernels import resolve
-from fp8rl_jax.learner import Batch, LossConfig, make_batch, make_train_step, new_state
+from fp8rl_jax.learner import LossConfig, make_train_step, new_state
 from fp8rl_jax.models import ModelConfig, init_params, pages_of, rope_tables
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.quant import Recipe, get_recipe

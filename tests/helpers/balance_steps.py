@@ -22,6 +22,7 @@ from random_model import initial_params
 
 from fp8rl_jax import learner, models, sharding
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import Batch, make_batch
 from fp8rl_jax.models.taps import ROUTING
 
 MODEL = models.ModelConfig(
@@ -32,7 +33,7 @@ _ROWS, _TOKENS, _RESPONSE = 8, 20, 6
 TAPS = ("post_attention_layernorm/output", "router_logits", "router_experts")
 
 
-def balance_batch(routing: dict) -> learner.Batch:
+def balance_batch(routing: dict) -> Batch:
     """Rows of 4 to 20 tokens, and words that one row has and another has not: the load of experts
     is another in every micro-batch."""
     rng = np.random.default_rng(1)
@@ -40,7 +41,7 @@ def balance_batch(routing: dict) -> learner.Batch:
     prompts = np.array([14, 2, 9, 5, 13, 3, 7, 11], np.int32)
     targets = np.ones((_ROWS, _RESPONSE), np.int32)
     mask = np.arange(_RESPONSE) < np.array([6, 2, 4, 6, 1, 3, 5, 6])[:, None]
-    batch = learner.make_batch(tokens, prompts, targets, mask, np.ones(_ROWS, np.float32))
+    batch = make_batch(tokens, prompts, targets, mask, np.ones(_ROWS, np.float32))
     return dataclasses.replace(batch, weights=np.zeros_like(batch.weights), routing=routing)
 
 

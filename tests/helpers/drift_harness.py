@@ -16,6 +16,7 @@ from random_model import initial_params
 
 from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import Batch, make_batch, pack
 from fp8rl_jax.data import join
 from fp8rl_jax.models import lora
 from fp8rl_jax.models.taps import ROUTING
@@ -123,6 +124,7 @@ class Case:
     rank: int = 0  # of adapters with random values
     base: str = "f32"  # how their base is kept
     tap_logits: bool = False  # the train step returns its logits too: one program less to compile
+    pack: int = 0  # slots of the learner's rows, which then hold several sequences
     seed: int = 0
 
     @property
@@ -229,13 +231,13 @@ def _rows_first(values: np.ndarray, case: Case) -> np.ndarray:
     return np.pad(values, ((0, 0), (0, 0), (0, case.extra_slots), (0, 0)))
 
 
-def _batch(case: Case, prompts, lengths, out, order) -> learner.Batch:
+def _batch(case: Case, prompts, lengths, out, order) -> Batch:
     lengths = np.repeat(lengths, case.group_size)
     tokens = join(np.repeat(prompts, case.group_size, axis=0), lengths, out.tokens, case.pad)
     tokens = np.pad(tokens, ((0, 0), (0, case.extra_slots)), constant_values=case.pad)
     rows = len(lengths)
     rng = np.random.default_rng(case.seed)
-    batch = learner.make_batch(
+    batch = make_batch(
         tokens=tokens,
         prompt_lengths=lengths,
         targets=out.tokens,
@@ -315,8 +317,14 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         batch = _batch(case, prompts, lengths, out, order)
         before = jax.tree.map(jnp.copy, state)
         seen = (batch.tokens, batch.prompt_lengths + batch.mask.sum(1).astype(np.int32))
+        given, slots_of = batch, None
+        if case.pack:
+            longest = max(case.prompts) + case.new_tokens
+            given, slots_of = pack(batch, longest, case.pack, 1)
         with _unrolled(case):
-            state, logp, metrics = step(state, batch, rope)
+            state, logp, metrics = step(state, given, rope)
+    if slots_of:
+        logp = slots_of.unpack(np.asarray(logp), case.new_tokens)
     if case.tap_logits:
         logits = np.asarray(metrics["taps"]["logits"])
     else:
@@ -343,7 +351,7 @@ def _unrolled(case: Case):
         yield
 
 
-def _learner_logits(case: Case, state, batch: learner.Batch, rope) -> np.ndarray:
+def _learner_logits(case: Case, state, batch: Batch, rope) -> np.ndarray:
     """Full-vocabulary logits of the response tokens, inside value_and_grad."""
     recipe, model = get_recipe(case.recipe), case.model()
 

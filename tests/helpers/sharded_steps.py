@@ -69,8 +69,7 @@ def main() -> None:
     rollout = rt.engine.sample(weights, prompts, sampler=sampler)
     advantages = np.random.default_rng(0).standard_normal(16).astype(np.float32)
     batch = rt.engine.batch(rollout, prompts, advantages)
-    state, logp, metrics = step(state, rt.layout.by_rows(batch), rt.engine.rope)
-    logp = np.asarray(logp)
+    state, logp, metrics = rt.engine.update(state, batch, step)
     scaling = {
         f"{site}.{operand}": np.asarray(getattr(states, operand).state["amax"]).ravel().tolist()
         for site, states in state.scaling_state.items()

@@ -15,6 +15,7 @@ from random_model import initial_params
 
 from fp8rl_jax import learner, models, rollout, sharding
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import Batch, make_batch
 
 MODEL = models.ModelConfig(64, 256, 256, 2, 4, 2, 64)
 RECIPE, SLOTS, PROMPT, ROWS = "fp8", 6, 5, 8
@@ -63,7 +64,7 @@ class Side:
         return jax.device_get(self.scorer(self.params, {}, None, self._rows(batch), rope))
 
 
-def _batch(prompts, lengths, sampled) -> learner.Batch:
+def _batch(prompts, lengths, sampled) -> Batch:
     tokens = np.zeros((ROWS, PROMPT + SLOTS), np.int32)
     lengths = np.repeat(lengths, 2)
     for row, (prompt, length) in enumerate(
@@ -72,7 +73,7 @@ def _batch(prompts, lengths, sampled) -> learner.Batch:
         tokens[row, :length] = prompt[:length]
         tokens[row, length : length + SLOTS] = sampled.tokens[row]
     ones = np.ones(ROWS, np.float32)
-    return learner.make_batch(tokens, lengths, sampled.tokens, sampled.mask, ones)
+    return make_batch(tokens, lengths, sampled.tokens, sampled.mask, ones)
 
 
 def main() -> None:

@@ -47,6 +47,12 @@ def _settings(window, sinks):
     return found | ({} if sinks is None else {"sinks": sinks})
 
 
+def _slots(window, sinks):
+    """As `_settings`, of the functions of gradients."""
+    found = {"oldest": _positions(2, _LENGTH) - window + 1} if window else {}
+    return found | ({} if sinks is None else {"sinks": sinks})
+
+
 def _oracle(operands, scales, window, sinks):
     """The result in float64, query by query."""
     q, k, v = (np.asarray(x, np.float64) for x in operands)
@@ -105,7 +111,7 @@ def test_decode_equals_learner(name, kind):
 def test_gradients(name):
     """Against autodiff of the plain formula, sinks included; and no window is a window of all."""
     operands, _, window, sinks = _case(name)
-    more = _settings(window or _ALL, sinks)
+    more = _slots(window or _ALL, sinks)
     slot = jnp.arange(_LENGTH)
     seen = (slot <= slot[:, None]) & (slot > slot[:, None] - (window or _ALL))
 
@@ -167,7 +173,7 @@ def test_kernels(name, kind, on_gpu):
 @pytest.mark.parametrize("name", ["both", slow("window"), slow("sinks")])
 def test_gradient_kernels(name, on_gpu):
     operands, _, window, sinks = _case(name)
-    more = _settings(window, sinks)
+    more = _slots(window, sinks)
     cotangent = jnp.asarray(np.random.default_rng(1).standard_normal(operands[0].shape), "f4")
     given = (*operands, _positions(2, _LENGTH), cotangent)
     got = on_gpu.attention_gradient.attention_vjp(*given, scale=SCALE, **more)

@@ -12,8 +12,9 @@ from planned import mesh_of, resolved_as
 from random_model import initial_params
 
 from fp8rl_jax import models
+from fp8rl_jax.batch import make_batch
 from fp8rl_jax.kernels import gpu_kernels
-from fp8rl_jax.learner import make_batch, new_state
+from fp8rl_jax.learner import new_state
 from fp8rl_jax.plan.bytes import weight_bytes
 from fp8rl_jax.plan.learner import HEAD_TOKENS, Workload, plan_learner
 from fp8rl_jax.quant import get_recipe

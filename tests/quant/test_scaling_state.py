@@ -14,6 +14,7 @@ from random_model import initial_params, quantized
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import Batch, make_batch
 from fp8rl_jax.quant import get_recipe
 
 _MODEL = models.ModelConfig(259, 64, 96, 2, 2, 1, 32)
@@ -22,13 +23,13 @@ _SGD = optax.sgd(0.5)
 _OPERANDS = ("weight", "activation", "gradient")
 
 
-def _batch(rows: int = 8, scale: float = 1.0) -> learner.Batch:
+def _batch(rows: int = 8, scale: float = 1.0) -> Batch:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, (rows, 24)).astype(np.int32)
     lengths = rng.integers(3, 12, rows).astype(np.int32)
     targets = np.stack([t[n : n + 8] for t, n in zip(tokens, lengths, strict=True)])
     zeros = np.zeros(targets.shape, np.float32)
-    return learner.make_batch(
+    return make_batch(
         tokens=tokens,
         prompt_lengths=lengths,
         targets=targets,

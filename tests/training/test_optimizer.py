@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from fp8rl_jax.learner import make_batch
+from fp8rl_jax.batch import make_batch
 from fp8rl_jax.models import init_params
 from fp8rl_jax.models.arrays import is_matrix
 from fp8rl_jax.models.presets import preset
@@ -93,7 +93,7 @@ def test_the_logged_rate_is_that_of_the_update(skipped, monkeypatch):
     def update(state, part):
         if counts[step]:
             state = types.SimpleNamespace(opt_state=optimizer.update({}, state.opt_state, {})[1])
-        return state, part.mask, {"good": True, "checksum": 0}
+        return state, part.mask, {"good": True, "checksum": 0, "computed": 6}
 
     config = types.SimpleNamespace(algo=types.SimpleNamespace(num_minibatches=1, epochs=1))
     engine = types.SimpleNamespace(update=update, rl_optimizer=(optimizer, schedule))

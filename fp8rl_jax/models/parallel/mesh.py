@@ -56,6 +56,12 @@ class Parallel:
         """Number of devices over which XLA divides the rows of an array; 1 inside a shard_map."""
         return 1 if self.mesh is None or self.inside else self.mesh.size
 
+    @property
+    def row_devices(self) -> int:
+        """Number of devices that share the rows of a batch."""
+        shape = {} if self.mesh is None else self.mesh.shape
+        return math.prod(shape.get(name, 1) for name in BATCH_AXES)
+
     def uses_shard_map(self, recipe: Recipe) -> bool:
         """Returns whether `forward` runs inside a shard_map.
 

@@ -402,12 +402,14 @@ class FastVariant:
     width: int = 128
     scaled: bool = True  # keys and values were E4M3
     q_scaled: bool = False
-    windowed: bool = False  # a window and sinks
+    bounded: bool = False  # first slots and sinks
 
     def __str__(self) -> str:
         scales = " of fp8" * self.scaled + " by fp8" * self.q_scaled
         tile = self.tile
-        size = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}" + ", window" * self.windowed
+        size = (
+            f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}" + ", first slots" * self.bounded
+        )
         return f"fast attention {self.use}, {self.kind}{scales}, {self.width}, {size}"
 
     @property
@@ -419,7 +421,7 @@ class FastVariant:
         types = dict.fromkeys(("q", "k", "v", "dout"), _POINTERS[self.kind])
         types |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "logsumexp", "delta"), "*fp32")
         types |= dict.fromkeys(("out", "dq", "dk", "dv"), "*fp32") | {"positions": "*i32"}
-        types |= {"window": "*i32" if self.windowed else "*fp32", "sinks": "*fp32"}
+        types |= {"oldest": "*i32" if self.bounded else "*fp32", "sinks": "*fp32"}
         width, kernel, tile = 1 << (self.width - 1).bit_length(), _FAST[self.use][0], self.tile
         constants = {
             "T": 4096,
@@ -433,8 +435,8 @@ class FastVariant:
             "SCALE": 0.1,
             "Q_SCALED": self.q_scaled,
             "KV_SCALED": self.scaled,
-            "WINDOWED": self.windowed,
-            "SINKS": self.windowed,
+            "BOUNDED": self.bounded,
+            "SINKS": self.bounded,
             "ROWS": tile.rows,
             "KEYS": tile.keys,
         }
@@ -458,7 +460,7 @@ def fast_variants() -> Iterator[FastVariant]:
             yield FastVariant(use, "float32", width, scaled=False)
         yield FastVariant(use, scaled=False)
         yield FastVariant(use, q_scaled=True)
-        yield FastVariant(use, windowed=True)
+        yield FastVariant(use, bounded=True)
 
 
 def table() -> str:

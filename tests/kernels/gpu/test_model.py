@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'
 from random_model import initial_params, quantized
 
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import make_batch, pack
 from fp8rl_jax.kernels.gpu import (
     attention,
     attention_inputs,
@@ -28,7 +29,7 @@ from fp8rl_jax.kernels.gpu import (
     matmul,
     norm,
 )
-from fp8rl_jax.learner import make_batch, response_logprobs
+from fp8rl_jax.learner import response_logprobs
 from fp8rl_jax.models import ModelConfig, forward, init_cache, layers, rope_tables, trainable_params
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_sampler
@@ -206,6 +207,39 @@ def test_results_and_drift(interpreted, name, more):
         lambda a, b, n: float(jnp.linalg.norm(a - b) / (n or 1)), gradient, want[2], size
     )
     assert np.quantile(jax.tree.leaves(error), share) < gradient_bound, error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("f32", {}), ("fp8", {}), ("f32", _GEMMA), ("fp8", _GPT_OSS)],
+    ids=["f32", "fp8", "f32 gemma", "fp8 gpt-oss"],
+)
+def test_rows_of_several_sequences(name, more):
+    """The sampler's bits, and the gradients of rows of one sequence; windows too."""
+    config = dataclasses.replace(_DENSE, **more)
+    recipe = dataclasses.replace(get_recipe(name), kernels="triton")
+    params, rope = initial_params(config), tuple(map(jnp.asarray, rope_tables(config, 16)))
+    weights = quantized(params, recipe)
+    rollout, batch = _rollout(config, recipe, weights, rope)
+    packed, slots = pack(batch, 16, 128, 1)
+    assert len(packed.tokens) == 2
+
+    def learn(batch):
+        def loss(params, batch):
+            paired = trainable_params(params, weights, recipe)
+            logp, *_ = response_logprobs(paired, batch, config, recipe, rope, "full", None)
+            return (logp * batch.mask).sum(), logp
+
+        (_, logp), gradient = exact_jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+        return np.asarray(logp), gradient
+
+    logp, gradient = learn(packed)
+    np.testing.assert_array_equal(slots.unpack(logp, _NEW), np.asarray(rollout.logprobs))
+    want = learn(batch)[1]
+    for ours, theirs in zip(*map(jax.tree.leaves, (gradient, want)), strict=True):
+        bound = 1e-5 if name == "f32" else 0.1
+        assert np.linalg.norm(ours - theirs) <= bound * np.linalg.norm(theirs)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims, w
     more: dict = {}
     if window:
         sinks = jnp.asarray(rng.standard_normal(heads) + 3, jnp.float32)
-        more = {"window": jnp.int32(window), "sinks": sinks}
+        more = {"oldest": positions - window + 1, "sinks": sinks}
 
     def both(*x, **more):
         runs = (attention_vjp_by_blocks, attention_vjp)
@@ -57,7 +57,7 @@ def test_long_sequences_take_them(monkeypatch):
     monkeypatch.setattr(dispatch, "_LONG", 8)
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 20, n, 16)), jnp.float32) for n in (4, 2, 2))
-    more = {"window": jnp.int32(5), "sinks": jnp.asarray([0.1, 2, -1, 3], jnp.float32)}
+    more = {"oldest": _positions(2, 20) - 4, "sinks": jnp.asarray([0.1, 2, -1, 3], jnp.float32)}
     arrays = q, k, v, _positions(2, 20), q
     unit = dispatch.reference.attention_gradient
     for way, name in (("reference", "attention_vjp_by_blocks"), ("exact", "attention_vjp")):

@@ -1,0 +1,292 @@
+"""The learner's batch: one sequence a row, or several.
+
+`pack` puts sequences into rows of equal capacity, so that the learner computes hardly any padding.
+The rows are the micro-batches of the devices; how many are needed follows from the lengths, and the
+program computes no others. `unpack` gives results back by response. Both run on the host, on whole
+batches, and depend on the lengths alone: all processes pack alike.
+
+First-fit decreasing fills the rows (Johnson, 1973: at most 11/9 of the fewest). Rows of similar
+cost in attention share a micro-batch, because its devices wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fp8rl_jax.models.kv_cache import PAGE, pages_of
+from fp8rl_jax.rl.aggregation import token_mean
+
+Array = Any  # numpy on the host, jax.Array on the device
+
+
+@flax.struct.dataclass
+class Packing:
+    """Where the tokens of several sequences are in rows of T slots; R = T.
+
+    Attributes:
+      starts: (B, T) int32, as `forward` takes it: the slot of the first token of each token's
+        sequence, T for padding.
+      predictors: (B, R) int32, the slot whose hidden state predicts each response token.
+      predicted: (B, T) int32, the response token that a slot predicts, or -1.
+    """
+
+    starts: Array
+    predictors: Array
+    predicted: Array
+
+
+@flax.struct.dataclass
+class Batch:
+    """Sequences to learn from, one row per response; with `packing` several a row.
+
+    Attributes:
+      tokens: (B, T) int32, prompt then response, right-padded.
+      prompt_lengths: (B,) int32, tokens of the prompt; None with `packing`.
+      targets: (B, R) int32, the response; with `packing` the responses of a row, one after another,
+        as in all arrays (B, R).
+      mask: (B, R) float32, 1 for response tokens.
+      temperature: (B,) float32, temperature of the rollout; (B, R) with `packing`.
+      advantages: (B, R) float32.
+      weights: (B, R) float32, the aggregation's; 0 for a token that does not count.
+      rollout_weights: (B, R) float32, the correction's; 1 without a correction. The loss is the sum
+        over tokens of weights times rollout_weights times the token's loss.
+      old_logprobs: (B, R) float32, log-probabilities before the first update.
+      ref_logprobs: (B, R) float32, log-probabilities under the reference policy.
+      routing: {name of taps.ROUTING: (B, L, T, top_k)}, results of the rollout's routers to replay;
+        {} for the learner's own routing.
+      packing: where the sequences of a row are, or None.
+    """
+
+    tokens: Array
+    prompt_lengths: Array
+    targets: Array
+    mask: Array
+    temperature: Array
+    advantages: Array
+    weights: Array
+    rollout_weights: Array
+    old_logprobs: Array
+    ref_logprobs: Array
+    routing: dict[str, Array] = flax.struct.field(default_factory=dict)
+    packing: Packing | None = None
+
+    @property
+    def lengths(self) -> Array:
+        """(B,) int32, number of tokens of prompt and response together."""
+        return self.prompt_lengths + self.mask.sum(1).astype(jnp.int32)
+
+    @property
+    def places(self) -> dict[str, Array]:
+        """Keywords of `forward` that say where the tokens are."""
+        if self.packing is None:
+            return {"lengths": self.lengths}
+        return {"starts": self.packing.starts}
+
+    @property
+    def predictions(self) -> tuple[jax.Array, jax.Array]:
+        """The slot that predicts each response token, (B, R) int32, and the response token that
+        each slot predicts, (B, T) int32, or -1."""
+        if self.packing is not None:
+            return self.packing.predictors, self.packing.predicted
+        before = self.prompt_lengths[:, None] - 1
+        slots, responses = self.tokens.shape[1], self.targets.shape[1]
+        of_slot = jnp.arange(slots) - before
+        of_slot = jnp.where((of_slot >= 0) & (of_slot < responses), of_slot, -1)
+        return before + jnp.arange(responses), of_slot
+
+    @property
+    def valid(self) -> jax.Array:
+        """(B, T) bool, whether a token is one of a sequence."""
+        slots = self.tokens.shape[1]
+        if self.packing is None:
+            return jnp.arange(slots) < self.lengths[:, None]
+        return self.packing.starts < slots
+
+    @property
+    def sequences(self) -> jax.Array | None:
+        """(B, K, R) bool, whether response tokens are those of a row's sequence that begins with
+        page k; None for one sequence a row."""
+        if self.packing is None:
+            return None
+        starts = jnp.take_along_axis(self.packing.starts, self.packing.predictors, axis=1)
+        pages = jnp.arange(self.tokens.shape[1] // PAGE)
+        return (starts // PAGE)[:, None] == pages[:, None]
+
+
+_BY_RESPONSE: tuple[str, ...] = ("targets", "mask", "advantages", "weights")  # fields (B, R)
+_BY_RESPONSE += ("rollout_weights", "old_logprobs", "ref_logprobs")
+
+
+def make_batch(
+    tokens, prompt_lengths, targets, mask, temperature, advantages=None, **fields
+) -> Batch:
+    """Returns a batch on the host.
+
+    Args:
+      tokens, prompt_lengths, targets, temperature: see `Batch`.
+      mask: (B, R), bool or 0 and 1.
+      advantages: (B, R), or (B,) for all tokens of a response; None for 1.
+      **fields: further fields of `Batch`. Defaults: weights of the mean over all tokens, no
+        correction, log-probabilities of 0, no routing.
+    """
+    ones = np.ones(targets.shape, np.float32)
+    values = ones if advantages is None else np.asarray(advantages, np.float32)
+    neutral = {
+        "weights": token_mean(np.asarray(mask) > 0, 0).astype(np.float32),
+        "rollout_weights": ones,
+        "old_logprobs": 0 * ones,
+        "ref_logprobs": 0 * ones,
+    }
+    return Batch(
+        tokens,
+        prompt_lengths,
+        targets,
+        np.asarray(mask, np.float32),
+        temperature,
+        values.reshape(len(ones), -1) * ones,
+        **{**neutral, **fields},
+    )
+
+
+def slots_of(tokens: int) -> int:
+    """Returns how many slots of a row a sequence of `tokens` tokens takes."""
+    return PAGE * pages_of(tokens)
+
+
+def most_micro_batches(sequences: int, longest: int, capacity: int, devices: int) -> int:
+    """Returns how many micro-batches `sequences` sequences need if all are of the `longest`
+    length, in rows of `capacity` slots, one for each of `devices` devices."""
+    return -(-_most_rows(sequences, longest, capacity) // devices)
+
+
+def _most_rows(sequences: int, longest: int, capacity: int) -> int:
+    return -(-sequences // (capacity // slots_of(longest)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Where `pack` put each of N sequences.
+
+    Attributes:
+      rows: (N,) its row.
+      starts: (N,) slot of its first token; responses: (N,) of its first response token among the
+        row's.
+      lengths, prompts: (N,) its tokens, and those of its prompt.
+      micro_batches: number of micro-batches that hold anything.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    responses: np.ndarray
+    lengths: np.ndarray
+    prompts: np.ndarray
+    micro_batches: int
+
+    def unpack(self, packed: np.ndarray, slots: int) -> np.ndarray:
+        """Returns values (B, R) of packed response tokens by sequence, (N, slots); 0 elsewhere."""
+        found = np.zeros((len(self.rows), slots), packed.dtype)
+        counts = self.lengths - self.prompts
+        for index, (row, first, count) in enumerate(
+            zip(self.rows, self.responses, counts, strict=True)
+        ):
+            found[index, :count] = packed[row, first : first + count]
+        return found
+
+
+def _fill(sizes: np.ndarray, capacity: int, most: int) -> np.ndarray:
+    """Assigns each of N sizes to one of at most `most` rows, (N,); any `most` rows of as many of
+    the largest size as they take have room for all."""
+    rows, left = np.zeros(len(sizes), np.int64), np.full(len(sizes), capacity)
+    for index in np.argsort(-sizes, kind="stable"):
+        rows[index] = np.argmax(left >= sizes[index])
+        left[rows[index]] -= sizes[index]
+    if rows.max() < most:
+        return rows
+    return np.arange(len(sizes)) // (capacity // sizes.max())
+
+
+def assign(
+    lengths: np.ndarray, longest: int, capacity: int, devices: int
+) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Assigns sequences to rows.
+
+    Args:
+      lengths: (N,) tokens of each sequence, at most `longest`.
+      longest: most tokens that a sequence could have; fixes the number of rows.
+      capacity: slots of a row, a multiple of PAGE.
+      devices: number of devices that share the rows of a batch.
+
+    Returns:
+      rows (N,), and the slots of the sequences' first tokens in them (N,); micro-batches that hold
+      anything; and M, micro-batches that N sequences may need. Row d * M + i is the i-th of device
+      d; the first micro-batches are filled.
+    """
+    sizes = -(-np.asarray(lengths, np.int64) // PAGE) * PAGE
+    most = _most_rows(len(sizes), longest, capacity)
+    rows = _fill(sizes, capacity, most)
+    costs = np.zeros(most)
+    np.add.at(costs, rows, np.square(sizes, dtype=float))
+    rank = np.empty(most, np.int64)
+    rank[np.argsort(-costs, kind="stable")] = np.arange(most)
+    rows = rank[rows]
+    starts = np.zeros(len(sizes), np.int64)
+    used = np.zeros(most, np.int64)
+    for index, row in enumerate(rows):
+        starts[index], used[row] = used[row], used[row] + sizes[index]
+    micro_batches = most_micro_batches(len(sizes), longest, capacity, devices)
+    place = rows % devices * micro_batches + rows // devices
+    return place, starts, int(rows.max()) // devices + 1, micro_batches
+
+
+def pack(batch: Batch, longest: int, capacity: int, devices: int) -> tuple[Batch, Slots]:
+    """Packs a batch on the host; its routing may be on the devices.
+
+    Args:
+      batch: one sequence a row, N rows.
+      longest, capacity, devices: as for `assign`.
+
+    Returns:
+      (the packed batch, where its sequences are).
+    """
+    lengths, prompts = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
+    rows, starts, filled, micro_batches = assign(lengths, longest, capacity, devices)
+    shape = micro_batches * devices, capacity
+    found = {name: np.zeros(shape, getattr(batch, name).dtype) for name in _BY_RESPONSE}
+    tokens, first = np.zeros(shape, np.int32), np.full(shape, capacity, np.int32)
+    temperature = np.ones(shape, np.float32)
+    predictors, predicted = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+    responses, taken = np.zeros(len(rows), np.int64), np.zeros(len(tokens), np.int64)
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        end, count = start + lengths[index], lengths[index] - prompts[index]
+        tokens[row, start:end] = batch.tokens[index, : lengths[index]]
+        first[row, start:end] = start
+        begin = responses[index] = taken[row]
+        taken[row] = begin + count
+        flat, before = slice(begin, begin + count), slice(end - 1 - count, end - 1)
+        predictors[row, flat] = np.arange(before.start, before.stop)
+        predicted[row, before] = np.arange(begin, begin + count)
+        temperature[row, flat] = batch.temperature[index]
+        for name in _BY_RESPONSE:
+            found[name][row, flat] = getattr(batch, name)[index, :count]
+    packing = Packing(first, predictors, predicted)
+    slots = Slots(rows, starts, responses, lengths, prompts, filled)
+    routing = {name: _pack_routing(x, slots, shape) for name, x in batch.routing.items()}
+    return (
+        Batch(tokens, None, temperature=temperature, routing=routing, packing=packing, **found),
+        slots,
+    )
+
+
+def _pack_routing(routing: jax.Array, slots: Slots, shape: tuple[int, int]) -> jax.Array:
+    """Packs the routers' results (N, L, T, k), on their devices."""
+    row, slot = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for index, (at, start) in enumerate(zip(slots.rows, slots.starts, strict=True)):
+        places = slice(start, start + slots.lengths[index])
+        row[at, places], slot[at, places] = index, np.arange(slots.lengths[index])
+    return jnp.moveaxis(routing[row, :, slot], 2, 1)

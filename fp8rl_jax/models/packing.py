@@ -1,0 +1,92 @@
+"""Rows of several sequences: where their tokens are, and how attention reads them.
+
+Every sequence begins at a multiple of PAGE slots, so a row is cut into pages of one sequence each,
+as a `PagedCache` is. Attention takes each page of queries for a sequence of its own, whose table
+lists the pages of keys from the first of its sequence on. Chunks of keys are then counted from the
+sequence's start, so that its results have the bits of a row of its own, and no query reads another
+sequence, whatever it holds. Gradients promise no bits: they run over whole rows, with the first
+slot that each query sees.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from fp8rl_jax.models.kv_cache import PAGE, LayerCache, Stored, pages_of
+
+
+@flax.struct.dataclass
+class Packed:
+    """Places of the tokens of rows that hold several sequences.
+
+    Attributes:
+      positions: (B, T) int32, positions within a sequence; 0 for padding.
+      starts: (B, T) int32, slot of the first token of a token's sequence; its own for padding.
+      table: (B, T / PAGE, N) int32, the pages of a row that the queries of a page may read.
+    """
+
+    positions: jax.Array
+    starts: jax.Array
+    table: jax.Array
+
+    @property
+    def table_of_pages(self) -> jax.Array:
+        """(B * T / PAGE, N) int32, `table` with pages counted over all rows."""
+        rows, pages, width = self.table.shape
+        table = self.table + pages * jnp.arange(rows, dtype=jnp.int32)[:, None, None]
+        return table.reshape(rows * pages, width)
+
+
+Places = jax.Array | Packed  # (B, T) int32, the position of each token, which is also its slot
+
+
+def packed(starts: jax.Array, longest: int) -> Packed:
+    """Returns the places of tokens.
+
+    Args:
+      starts: (B, T) int32, slot of the first token of each token's sequence, a multiple of PAGE;
+        T for padding, which follows a sequence's tokens.
+      longest: most tokens of a sequence.
+    """
+    slots = starts.shape[1]
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    starts = jnp.minimum(starts, slot)
+    pages = slots // PAGE
+    first = starts[:, ::PAGE, None] // PAGE  # a page begins with a token, or is empty
+    more = jnp.arange(min(pages_of(longest), pages), dtype=jnp.int32)
+    return Packed(slot - starts, starts, jnp.minimum(first + more, pages - 1))
+
+
+def by_page(x: jax.Array) -> jax.Array:
+    """Reorders (B, T, ...) to pages (B * T / PAGE, PAGE, ...); returns a scalar as it is."""
+    return x.reshape(-1, PAGE, *x.shape[2:]) if x.ndim else x
+
+
+def as_sequences(queries, stored: Stored, places: Places):
+    """Returns what attention takes for sequences without a cache.
+
+    Args:
+      queries: tree of arrays (B, T, ...), or ().
+      stored: their keys and values, or latents.
+      places: of the tokens.
+
+    Returns:
+      (`queries`, their keys and values as a cache, the queries' positions).
+    """
+    if not isinstance(places, Packed):
+        return queries, LayerCache(stored), places
+    queries, stored, positions = jax.tree.map(by_page, (queries, stored, places.positions))
+    return queries, LayerCache(stored, table=places.table_of_pages), positions
+
+
+def seen_slots(
+    places: Places, window: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the last and the first slot of its row that each token sees, (B, T) int32; None for a
+    first slot of 0. `window`: () int32, the most tokens that a query sees, or None."""
+    if not isinstance(places, Packed):
+        return places, None if window is None else places - window + 1
+    last, first = places.positions + places.starts, places.starts
+    return last, first if window is None else jnp.maximum(first, last - window + 1)
