@@ -78,7 +78,7 @@ class Batch:
 
     @property
     def lengths(self) -> Array:
-        """(B,) int32, number of tokens of prompt and response together."""
+        """(B,) int32, number of tokens of prompt and response together; not with `packing`."""
         return self.prompt_lengths + self.mask.sum(1).astype(jnp.int32)
 
     @property
@@ -110,13 +110,13 @@ class Batch:
 
     @property
     def sequences(self) -> jax.Array | None:
-        """(B, K, R) bool, whether response tokens are those of a row's sequence that begins with
-        page k; None for one sequence a row."""
+        """(B, K, R) bool, whether tokens are of the response whose sequence begins with page k of
+        its row; False for all of a page with which none begins. None for one sequence a row."""
         if self.packing is None:
             return None
         starts = jnp.take_along_axis(self.packing.starts, self.packing.predictors, axis=1)
         pages = jnp.arange(self.tokens.shape[1] // PAGE)
-        return (starts // PAGE)[:, None] == pages[:, None]
+        return ((starts // PAGE)[:, None] == pages[:, None]) & (self.mask > 0)[:, None]
 
 
 _BY_RESPONSE: tuple[str, ...] = ("targets", "mask", "advantages", "weights")  # fields (B, R)

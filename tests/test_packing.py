@@ -22,6 +22,8 @@ from random_model import initial_params
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.batch import Batch, assign, make_batch, pack
+from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rl import losses
 
 _MODEL = models.ModelConfig(64, 32, 48, 2, 2, 1, 16)
@@ -141,6 +143,22 @@ def test_gradients_are_those_of_rows(name):
             assert largest > 1e-6
             np.testing.assert_allclose(two - start, one - start, atol=1e-5 * largest)
     assert step._program._cache_size() == 2  # rows, and packed rows
+
+
+def test_the_head_is_kept_once():
+    """The backward pass of many chunks, of which some are left out, has no copies of the head."""
+    tokens, width, words = 2048, 64, 1008
+    shapes = ((1, tokens, width), (width, words), (1, tokens), (1, tokens), (1, tokens))
+    kinds = (jnp.bfloat16, jnp.bfloat16, jnp.int32, jnp.float32, bool)
+    arrays = [jax.ShapeDtypeStruct(*both) for both in zip(shapes, kinds, strict=True)]
+
+    def loss(hidden, head, targets, temperature, counts):
+        recipe = get_recipe("bf16")
+        return token_logprobs(hidden, head, targets, temperature, recipe, counts=counts)[0].sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*arrays))
+    assert "cond" in text and f"[{tokens // 256},256,{width}]" in text
+    assert f"[{tokens // 256},{width},{words}]" not in text
 
 
 @given(

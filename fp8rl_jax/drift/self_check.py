@@ -25,6 +25,7 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.json_file import plain
 from fp8rl_jax.base.user_cache import cache_name, files_of_functions
 from fp8rl_jax.base.whole_file import write_whole
+from fp8rl_jax.batch import slots_of
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.attribute import run_both
 from fp8rl_jax.drift.compare import bits_differ
@@ -164,6 +165,9 @@ def _cut(runtime: Runtime) -> Runtime:
     )
     config.rollout.group_size = 2
     config.learner.gradient_accumulation_steps = 1
+    if config.learner.tokens_per_batch:
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+        config.learner.tokens_per_batch = 2 * slots_of(longest)
     config.precision.health = False
     config.lora.checkpoint = ""  # of more layers
     model = runtime.model

@@ -53,7 +53,7 @@ class DecoderLayer(nn.Module):
         Args:
           carried: (x (B, T, D), the cache of the run of layers or None).
           per_layer: inputs of this layer.
-          positions, cos, sin, valid: (B, T, ...), see `forward`.
+          positions: `Places` of the tokens; cos, sin, valid: (B, T, ...), see `forward`.
 
         Returns:
           (carried with the new values, aux).

@@ -154,7 +154,7 @@ class LatentAttention(nn.Module):
     def __call__(
         self, x: Activation, cache: LayerCache | None, scales, positions, cos, sin, window
     ):
-        """Runs attention on x (B, T, D), positions (B, T), cos/sin (B, T, Dr/2); `scales` and
+        """Runs attention on x (B, T, D), `Places` of its tokens, cos/sin (B, T, Dr/2); `scales` and
         `window` are None.
 
         Returns ((B, T, H * v_head_dim), cache, {'latent': (B, T, 1, R) before quantisation}).

@@ -116,27 +116,51 @@ def _chunk_logprobs(
     head: Weight,
     targets: jax.Array,
     inverse: jax.Array,
+    any_counts: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp, entropy) of rows. Keeps the arguments and logsumexp for the backward pass.
+    """Returns (logp, entropy) of rows; 0 if `any_counts`, () bool, says that none counts.
 
-    The backward pass recomputes the logits and no more: the gradient of a row's log-probability
-    with respect to them is ``(one_hot(target) - softmax) * inverse``.
+    Keeps the arguments and logsumexp for the backward pass, which recomputes the logits and no
+    more: the gradient of a row's log-probability with respect to them is
+    ``(one_hot(target) - softmax) * inverse``. The choice is made here, within the derivative's
+    rules: JAX's own derivative of a `cond` within a loop would keep a copy of the head for every
+    chunk.
     """
-    return _row_logprobs(recipe, parallel, hidden, head, targets, inverse)[:2]
+    return _chunk_forward(recipe, parallel, hidden, head, targets, inverse, any_counts)[0]
 
 
-def _chunk_forward(recipe, parallel, hidden, head, targets, inverse):
-    logp, entropy, logsumexp = _row_logprobs(recipe, parallel, hidden, head, targets, inverse)
-    return (logp, entropy), (hidden, head, targets, inverse, logsumexp)
+def _chunk_forward(recipe, parallel, hidden, head, targets, inverse, any_counts):
+    operands = hidden, head, targets, inverse
+
+    def some(operands):
+        return _row_logprobs(recipe, parallel, *operands)
+
+    found = _if_any(any_counts, some, operands)
+    return found[:2], (operands, found[2], any_counts)
+
+
+def _if_any(any_counts: jax.Array | None, run: Callable, operands):
+    """Returns ``run(operands)``, or zeros if `any_counts` is False."""
+    if any_counts is None:
+        return run(operands)
+
+    def none(operands):
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, operands))
+
+    return lax.cond(any_counts, run, none, operands)
 
 
 def _chunk_backward(recipe, parallel, residual, cotangents):
-    hidden, head, targets, inverse, logsumexp = residual
-    logits, pull = jax.vjp(lambda x, w: head_logits(x, w, recipe, parallel), hidden, head)
-    is_target = jnp.arange(logits.shape[1], dtype=targets.dtype) == targets[:, None]
-    probability = jnp.exp(logits * inverse[:, None] - logsumexp[:, None])
-    dlogits = (is_target - probability) * (cotangents[0] * inverse)[:, None]
-    return (*pull(dlogits), None, None)
+    operands, logsumexp, any_counts = residual
+
+    def gradients(operands):
+        hidden, head, targets, inverse = operands
+        logits, pull = jax.vjp(lambda x, w: head_logits(x, w, recipe, parallel), hidden, head)
+        is_target = jnp.arange(logits.shape[1], dtype=targets.dtype) == targets[:, None]
+        probability = jnp.exp(logits * inverse[:, None] - logsumexp[:, None])
+        return pull((is_target - probability) * (cotangents[0] * inverse)[:, None])
+
+    return (*_if_any(any_counts, gradients, operands), None, None, None)
 
 
 _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
@@ -233,9 +257,9 @@ def token_logprobs(
         inverse = inverse_temperature(temperature)
         return _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel)
 
-    def logp(hidden, targets, temperature):
+    def logp(hidden, targets, temperature, any_counts=None):
         inverse = inverse_temperature(temperature)
-        return _chunk_logprobs(recipe, parallel, hidden, head, targets, inverse)
+        return _chunk_logprobs(recipe, parallel, hidden, head, targets, inverse, any_counts)
 
     rows = hidden, targets, temperature
     if counts is not None or parallel.devices > 1:
@@ -272,17 +296,13 @@ def _by_chunks_of_all_rows(
         x = x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(len(x), batch * chunk, *x.shape[3:])
 
-    def nothing(*_):
-        return (jnp.zeros(batch * chunk, jnp.float32),) * 2
-
     chunks = tuple(map(chunks_of, rows))
+    if counts is not None:
+        chunks = *chunks, chunks_of(counts).any(1)
     if len(chunks[0]) == 1:
         found = tuple(x[None] for x in logp(*(x[0] for x in chunks)))
-    elif counts is None:
-        found = lax.map(lambda xs: logp(*xs), chunks)
     else:
-        some = chunks_of(counts).any(1)
-        found = lax.map(lambda x: lax.cond(x[0], logp, nothing, *x[1]), (some, chunks))
+        found = lax.map(lambda xs: logp(*xs), chunks)
 
     def joined(x: jax.Array) -> jax.Array:
         return x.reshape(-1, batch, chunk).swapaxes(0, 1).reshape(batch, -1)[:, :length]

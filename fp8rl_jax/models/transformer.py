@@ -69,14 +69,14 @@ class ForwardOutput:
     `aux` holds::
 
         finite: (L,) bool, whether each layer's output holds only finite numbers (always)
-        expert_tokens: (S, E) int32, tokens within `lengths` of each expert in the S layers that
+        expert_tokens: (S, E) int32, tokens without padding of each expert in the S layers that
           have experts (models with experts)
         taps: {name: (L, B, T, ...), or (B, T, ...) outside the layers} (with taps)
         kv_health: {count name: (L,) float32}, losses in quantising what the cache stores (and
           q under FP8 attention) (if collected and the recipe quantises the cache)
         kv_amax: {'q' | 'k' | 'v' | 'latent': (L, B) float32} (if collected)
-        expert_probability: (S, E) float32, `router.sum_probability` of the tokens within
-          `lengths` (if collected, models with experts)
+        expert_probability: (S, E) float32, `router.sum_probability` of the tokens without
+          padding (if collected, models with experts)
     """
 
     logits: jax.Array | None

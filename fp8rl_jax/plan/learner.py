@@ -232,7 +232,7 @@ def plan_learner(
         masters=state.masters,
         moments=state.moments,
         others=state.reference + state.scaling + batch,
-        gradients=(1 + (work.micro_batches > 1)) * state.trained,
+        gradients=(1 + (work.micro_batches > 1 or work.capacity > 0)) * state.trained,
         own_weights=own.stored,
         layer_inputs=_kept_bytes(model, recipe, work),
         tables=masters.tables + own.tables,

@@ -236,13 +236,13 @@ class Recipe:
         return self.kv_quantized and {self.k_dtype, self.v_dtype} == {E4M3}
 
     def stored_dtype(self, name: str) -> jnp.dtype | None:
-        """Returns the dtype in which attention reads 'q', 'k' or 'v'; None for the compute
-        dtype."""
+        """Returns the dtype in which attention reads 'q', 'k', 'v' or the 'latent' of keys and
+        values; None for the compute dtype."""
         if name == "q":
             return E4M3 if self.fp8_attention else None
         if self.kv == "none":
             return None
-        return {"k": self.k_dtype, "v": self.v_dtype}[name]
+        return self.v_dtype if name == "v" else self.k_dtype
 
     @property
     def row_local(self) -> bool:

@@ -3,10 +3,10 @@
 A loss is a function ``(logp, old, advantages, mask, sequences=None) -> (loss, stats)`` of arrays
 (B, R): the log-probabilities now (differentiable) and before the first update, float32; advantages,
 float32, constant; mask, bool. A row is a response; with `sequences` (B, K, R) bool it holds up to K
-of them, and `sequences` says which tokens are of which. `loss` is float32 and exactly 0 outside the
-mask, where inputs change no bit and get no gradient. `stats` holds {name: (B, R) float32}: ratio,
-and 1 in clipped_low, clipped_high and clipped_dual where that bound removes the gradient. The
-caller weighs tokens by an aggregation.
+of them, and `sequences` says which tokens are of which; of some k none are. `loss` is float32 and
+exactly 0 outside the mask, where inputs change no bit and get no gradient. `stats` holds {name:
+(B, R) float32}: ratio, and 1 in clipped_low, clipped_high and clipped_dual where that bound removes
+the gradient. The caller weighs tokens by an aggregation.
 
 At equal log-probabilities every ratio is exactly 1, and the gradients of ppo, gspo, cispo and
 reinforce are the same bits.

@@ -19,6 +19,7 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.base.json_file import plain
+from fp8rl_jax.batch import slots_of
 from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.config.resolved import Resolved
@@ -77,6 +78,9 @@ class Runtime(Resolved):
         """
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.rollout.update(slots)
+        if capacity := config.learner.tokens_per_batch:  # what is sampled may be longer
+            longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+            config.learner.tokens_per_batch = max(capacity, slots_of(longest))
         resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
         checks.check_mesh(config, sharding.batch_divisor(self.mesh))
         return dataclasses.replace(self, **vars(resolved))

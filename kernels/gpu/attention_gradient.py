@@ -301,8 +301,9 @@ def attention_vjp(
     """Computes gradients of attention with respect to the dequantised q, k and v, and to sinks.
 
     Args:
-      q, k, v, positions, scale, q_scale, k_scale, v_scale, sinks: as for `reference.attention`;
-        latent attention's heads have no sinks.
+      q, k, v, scale, q_scale, k_scale, v_scale, sinks: as for `reference.attention`; latent
+        attention's heads have no sinks.
+      positions: (B, T) int32, last slot that each query sees.
       oldest: (B, T) int32, first slot that each query sees; None for slot 0.
       cotangent: (B, T, H, Dv), gradient of the output; rounded to bf16 if the operands are bf16.
 

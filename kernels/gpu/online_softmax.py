@@ -28,7 +28,7 @@ def first_seen(window, position, exists, WINDOWED: tl.constexpr):
 
 @triton.jit
 def sees(slot, position, oldest, WINDOWED: tl.constexpr):
-    """Returns whether rows see slots; arguments broadcast, `oldest` is `first_seen`'s."""
+    """Returns whether rows see slots; arguments broadcast, `oldest` is their first."""
     found = slot <= position
     if WINDOWED:
         found &= slot >= oldest

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drift_harness import FAMILIES, Case
 from oracles import decoder_oracle as oracle
 from random_model import DENSE, LATENT
 
@@ -328,6 +329,19 @@ def test_one_bad_sequence_is_reported_and_spoils_no_other():
     np.testing.assert_array_equal(finite, [False, False])
     np.testing.assert_array_equal(logits[0], _logits("f32")[0])
     assert np.isnan(logits[1]).any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_blockwise"])
+def test_every_family_is_observed(family, recipe):
+    """What the cache loses, and its largest values, of every format of keys, values and latents."""
+    case = Case(recipe, family, layers=3, experts=8 if family in ("glm", "gpt-oss") else 0)
+    model, tokens = case.model(), jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    collect = ("kv_health", "kv_amax")
+    run = functools.partial(forward, config=model, recipe=recipe, collect=collect)
+    aux = jax.eval_shape(run, param_shapes(model), tokens).aux
+    assert {x.shape for x in jax.tree.leaves(aux["kv_health"])} == {(3,)}
+    assert set(aux["kv_amax"]) == ({"latent"} if model.latent else {"q", "k", "v"})
 
 
 @pytest.mark.parametrize("recipe", ["f32", "bf16"])
