@@ -329,6 +329,7 @@ def make_gradients(
       loss: static choices of the loss.
       parallel: the devices that share the work.
       micro_batches: number of parts into which the batch is split along B; gradients are added.
+        A packed batch has as many as it has rows for each device, and runs those that are filled.
         With `router_aux_coef` and more than one part, experts' tokens are first counted over all
         parts, which costs a forward pass unless the routing is replayed.
       remat: argument of `forward`.

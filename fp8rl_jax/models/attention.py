@@ -267,7 +267,7 @@ class Attention(nn.Module):
         sin,
         window,
     ):
-        """Runs attention on x (B, T, D) with `Places` of its tokens and cos/sin (B, T, Dh/2); `window`
+        """Runs attention on x (B, T, D), `Places` of its tokens, cos/sin (B, T, Dh/2); `window`
         () int32 is the most tokens that a query sees, or None.
 
         Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation);
