@@ -249,14 +249,13 @@ def _split(
     Row r goes to micro-batch r % count, so that each device keeps its rows. Those of a packed batch
     have one row for each device, whatever `micro_batches` says.
     """
-    packing = batch.packing
-    if packing is not None:
+    filled = None
+    if batch.packing is not None:
         micro_batches = len(batch.tokens) // parallel.row_devices
+        holds = batch.valid.any(1).reshape(-1, micro_batches).any(0)
+        filled = holds.sum(dtype=jnp.int32)
     parts = jax.tree.map(lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), batch)
-    if packing is None:
-        return parts, None
-    filled = (parts.packing.starts < batch.tokens.shape[1]).any((1, 2))
-    return parts, filled.sum(dtype=jnp.int32)
+    return parts, filled
 
 
 def _over_parts(run: Callable, add: Callable, parts: Batch, filled: jax.Array | None):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fp8rl_jax import sharding
-from fp8rl_jax.batch import make_batch, pack
+from fp8rl_jax.batch import make_batch
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ByteTokenizer
 from fp8rl_jax.models import rope_tables
@@ -86,9 +86,7 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     targets = np.zeros((rows, runtime.config.rollout.max_new_tokens), np.int32)
     tokens = np.zeros((rows, runtime.sequence_tokens), np.int32)
     batch = make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
-    if capacity := runtime.config.learner.tokens_per_batch:
-        devices = sharding.batch_divisor(runtime.mesh)
-        batch, _ = pack(batch, runtime.sequence_tokens, capacity, devices)
+    batch, _ = runtime.engine.packed(batch)
     return state, sharding.laid_out(batch, runtime.layout.rows), _rope(runtime)
 
 

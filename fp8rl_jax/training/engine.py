@@ -350,13 +350,18 @@ class JaxEngine(Engine):
     def compiled_reference_score(self):
         return self._make_score(self.resolved.reference_recipe)
 
+    def packed(self, batch: Batch) -> tuple[Batch, Slots | None]:
+        """Returns a batch as the learner takes it, on the host: with `learner.tokens_per_batch`
+        packed, and where its sequences are then."""
+        capacity = self.config.learner.tokens_per_batch
+        if not capacity:
+            return batch, None
+        devices = batch_divisor(self.layout.mesh)
+        return pack(batch, self.resolved.sequence_tokens, capacity, devices)
+
     def on_devices(self, batch: Batch) -> tuple[Batch, Slots | None]:
-        """Returns a batch on the devices, and with `learner.tokens_per_batch`, packed, where its
-        sequences are."""
-        slots, capacity = None, self.config.learner.tokens_per_batch
-        if capacity:
-            devices = batch_divisor(self.layout.mesh)
-            batch, slots = pack(batch, self.resolved.sequence_tokens, capacity, devices)
+        """Returns the result of `packed` with the batch on the devices."""
+        batch, slots = self.packed(batch)
         return self.layout.by_rows(batch), slots
 
     def _scored(self, score, policy: tuple, batch: Batch) -> np.ndarray:

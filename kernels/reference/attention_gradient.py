@@ -105,9 +105,9 @@ def attention_vjp_by_blocks(
     (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
     groups = heads // kv_heads
     size, width = min(_QUERIES, queries), min(_KEYS, slots)
-    operands = (q, k, v, positions, cotangent)
     if oldest is None:
         oldest = jnp.zeros_like(positions)
+    operands = (q, k, v, positions, oldest, cotangent)
 
     def split(x: jax.Array) -> jax.Array:
         """Splits (B, T, H, n) into (blocks, B, Hkv, size * groups, n)."""

@@ -84,7 +84,7 @@ class Parallel:
         assert self.mesh is not None
         shape = self.mesh.shape
         axes = tuple(name for name in BATCH_AXES if name in shape)
-        return axes if count % math.prod(shape[name] for name in axes) == 0 else None
+        return axes if count % self.row_devices == 0 else None
 
     def replicate(self, tree, spec: PartitionSpec = WHOLE):
         """Gathers sharded weights before use (FSDP); returns `tree` on a single device.
