@@ -3,10 +3,13 @@
 `pack` puts sequences into rows of equal capacity, so that the learner computes hardly any padding.
 The rows are the micro-batches of the devices; how many are needed follows from the lengths, and the
 program computes no others. `unpack` gives results back by response. Both run on the host, on whole
-batches, and depend on the lengths alone: all processes pack alike.
+batches, and depend on lengths and prompts alone: all processes pack alike.
 
 First-fit decreasing fills the rows (Johnson, 1973: at most 11/9 of the fewest). Rows of similar
 cost in attention share a micro-batch, because its devices wait for each other.
+
+Responses to one prompt may share the whole pages of it within a row. The last, partial page belongs
+to each of them, and with it the token that predicts a response's first one.
 """
 
 from __future__ import annotations
@@ -30,15 +33,17 @@ class Packing:
     """Where the tokens of several sequences are in rows of T slots; R = T.
 
     Attributes:
-      starts: (B, T) int32, as `forward` takes it: the slot of the first token of each token's
+      starts: (B, T) int32, as `forward` takes it: the slot of the first own token of each token's
         sequence, T for padding.
       predictors: (B, R) int32, the slot whose hidden state predicts each response token.
       predicted: (B, T) int32, the response token that a slot predicts, or -1.
+      shared: (B, T / PAGE, 2) int32, as `forward` takes it, or None if no prompt is shared.
     """
 
     starts: Array
     predictors: Array
     predicted: Array
+    shared: Array | None = None
 
 
 @flax.struct.dataclass
@@ -86,7 +91,7 @@ class Batch:
         """Keywords of `forward` that say where the tokens are."""
         if self.packing is None:
             return {"lengths": self.lengths}
-        return {"starts": self.packing.starts}
+        return {"starts": self.packing.starts, "shared": self.packing.shared}
 
     @property
     def predictions(self) -> tuple[jax.Array, jax.Array]:
@@ -175,8 +180,9 @@ class Slots:
 
     Attributes:
       rows: (N,) its row.
-      starts: (N,) slot of its first token; responses: (N,) of its first response token among the
-        row's.
+      starts: (N,) slot of its first own token; responses: (N,) of its first response token among
+        the row's.
+      shared: (N,) tokens before the own ones, which an earlier sequence of its row computes.
       lengths, prompts: (N,) its tokens, and those of its prompt.
       micro_batches: number of micro-batches that hold anything.
     """
@@ -184,6 +190,7 @@ class Slots:
     rows: np.ndarray
     starts: np.ndarray
     responses: np.ndarray
+    shared: np.ndarray
     lengths: np.ndarray
     prompts: np.ndarray
     micro_batches: int
@@ -211,9 +218,59 @@ def _fill(sizes: np.ndarray, capacity: int, most: int) -> np.ndarray:
     return np.arange(len(sizes)) // (capacity // sizes.max())
 
 
+def _fill_by_prompt(
+    own: np.ndarray, whole: np.ndarray, prompts: np.ndarray, capacity: int, most: int
+) -> np.ndarray | None:
+    """Assigns sequences to rows as `_fill`, those of a prompt to as few as they need; None if
+    `most` rows do not suffice. `own`: (N,) slots of each besides `whole`, those of its prompt."""
+    rows, left = np.zeros(len(own), np.int64), np.full(most, capacity)
+    groups = [np.flatnonzero(prompts == prompt) for prompt in np.unique(prompts)]
+    for group in sorted(groups, key=lambda g: -(whole[g[0]] + own[g].sum())):
+        waiting = group[np.argsort(-own[group], kind="stable")]
+        while len(waiting):
+            fits = left >= whole[group[0]] + own[waiting].sum()
+            row = np.argmax(fits) if fits.any() else np.argmax(left)
+            room, taken = left[row] - whole[group[0]], np.zeros(len(waiting), bool)
+            for index, size in enumerate(own[waiting]):
+                taken[index] = size <= room
+                room -= size * taken[index]
+            if not taken.any():
+                return None
+            rows[waiting[taken]], left[row] = row, room
+            waiting = waiting[~taken]
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """Prompts that sequences may share.
+
+    Attributes:
+      numbers: (N,) number of each sequence's prompt; those with one number have the same tokens.
+      slots: (N,) slots of its whole pages, without that of its last token.
+    """
+
+    numbers: np.ndarray
+    slots: np.ndarray
+
+    @classmethod
+    def of_groups(cls, sequences: int, size: int, length: int) -> Prompts:
+        """Returns those of groups of `size` sequences, all prompts `length` tokens long."""
+        numbers = np.arange(sequences) // size
+        return cls(numbers, np.full(sequences, (length - 1) // PAGE * PAGE))
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, lengths: np.ndarray) -> Prompts:
+        """Finds the equal ones of the prompts of `lengths` (N,) at the start of `tokens` (N, T)."""
+        seen: dict[bytes, int] = {}
+        rows = (row[:length].tobytes() for row, length in zip(tokens, lengths, strict=True))
+        numbers = np.array([seen.setdefault(row, len(seen)) for row in rows])
+        return cls(numbers, (lengths - 1) // PAGE * PAGE)
+
+
 def assign(
-    lengths: np.ndarray, longest: int, capacity: int, devices: int
-) -> tuple[np.ndarray, np.ndarray, int, int]:
+    lengths: np.ndarray, longest: int, capacity: int, devices: int, prompts: Prompts | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
     """Assigns sequences to rows.
 
     Args:
@@ -221,51 +278,74 @@ def assign(
       longest: most tokens that a sequence could have; fixes the number of rows.
       capacity: slots of a row, a multiple of PAGE.
       devices: number of devices that share the rows of a batch.
+      prompts: those to share, or None.
 
     Returns:
-      rows (N,), and the slots of the sequences' first tokens in them (N,); micro-batches that hold
-      anything; and M, micro-batches that N sequences may need. Row d * M + i is the i-th of device
-      d; the first micro-batches are filled.
+      rows (N,); the slots of the sequences' first own tokens in them (N,); the slots of the first
+      tokens of their prompts, which are others where a prompt is shared (N,); micro-batches that
+      hold anything; and M, micro-batches that N sequences may need. Row d * M + i is the i-th of
+      device d; the first micro-batches are filled.
     """
     sizes = -(-np.asarray(lengths, np.int64) // PAGE) * PAGE
     most = _most_rows(len(sizes), longest, capacity)
+    if prompts is None:
+        prompts = Prompts(np.arange(len(sizes)), 0 * sizes)
+    own = sizes - prompts.slots
     rows = _fill(sizes, capacity, most)
+    if (prompts.slots > 0).any():
+        by_prompt = _fill_by_prompt(own, prompts.slots, prompts.numbers, capacity, most)
+        if by_prompt is not None and by_prompt.max() <= rows.max():
+            rows = by_prompt
     costs = np.zeros(most)
     np.add.at(costs, rows, np.square(sizes, dtype=float))
     rank = np.empty(most, np.int64)
     rank[np.argsort(-costs, kind="stable")] = np.arange(most)
     rows = rank[rows]
-    starts = np.zeros(len(sizes), np.int64)
+    starts, begins = np.zeros_like(sizes), np.zeros_like(sizes)
     used = np.zeros(most, np.int64)
-    for index, row in enumerate(rows):
-        starts[index], used[row] = used[row], used[row] + sizes[index]
+    held: dict[tuple[int, int], int] = {}  # where a row holds a prompt
+    for index in np.lexsort((prompts.numbers, rows)):
+        row, prompt = rows[index], prompts.numbers[index]
+        starts[index] = begins[index] = used[row]
+        if prompts.slots[index]:
+            begins[index] = held.setdefault((row, prompt), used[row])
+        used[row] += sizes[index] if begins[index] == starts[index] else own[index]
     micro_batches = most_micro_batches(len(sizes), longest, capacity, devices)
     place = rows % devices * micro_batches + rows // devices
-    return place, starts, int(rows.max()) // devices + 1, micro_batches
+    return place, starts, begins, int(rows.max()) // devices + 1, micro_batches
 
 
-def pack(batch: Batch, longest: int, capacity: int, devices: int) -> tuple[Batch, Slots]:
+def pack(
+    batch: Batch, longest: int, capacity: int, devices: int, share_prompts: bool = False
+) -> tuple[Batch, Slots]:
     """Packs a batch on the host; its routing may be on the devices.
 
     Args:
       batch: one sequence a row, N rows.
       longest, capacity, devices: as for `assign`.
+      share_prompts: compute the whole pages of a prompt once for the sequences of a row that begin
+        with it.
 
     Returns:
       (the packed batch, where its sequences are).
     """
     lengths, prompts = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
-    rows, starts, filled, micro_batches = assign(lengths, longest, capacity, devices)
-    shape = micro_batches * devices, capacity
+    given = Prompts.of(np.asarray(batch.tokens), prompts) if share_prompts else None
+    rows, starts, begins, filled, count = assign(lengths, longest, capacity, devices, given)
+    shared = 0 * starts if given is None else np.where(begins == starts, 0, given.slots)
+    shape = count * devices, capacity
     found = {name: np.zeros(shape, getattr(batch, name).dtype) for name in _BY_RESPONSE}
     tokens, first = np.zeros(shape, np.int32), np.full(shape, capacity, np.int32)
+    pages = np.zeros((shape[0], capacity // PAGE, 2), np.int32)
+    pages[..., 0] = np.arange(capacity // PAGE)
     temperature = np.ones(shape, np.float32)
     predictors, predicted = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
     responses, taken = np.zeros(len(rows), np.int64), np.zeros(len(tokens), np.int64)
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        end, count = start + lengths[index], lengths[index] - prompts[index]
-        tokens[row, start:end] = batch.tokens[index, : lengths[index]]
+        end, count = start + lengths[index] - shared[index], lengths[index] - prompts[index]
+        tokens[row, start:end] = batch.tokens[index, shared[index] : lengths[index]]
         first[row, start:end] = start
+        pages[row, start // PAGE : -(-end // PAGE)] = begins[index] // PAGE, shared[index] // PAGE
         begin = responses[index] = taken[row]
         taken[row] = begin + count
         flat, before = slice(begin, begin + count), slice(end - 1 - count, end - 1)
@@ -274,8 +354,8 @@ def pack(batch: Batch, longest: int, capacity: int, devices: int) -> tuple[Batch
         temperature[row, flat] = batch.temperature[index]
         for name in _BY_RESPONSE:
             found[name][row, flat] = getattr(batch, name)[index, :count]
-    packing = Packing(first, predictors, predicted)
-    slots = Slots(rows, starts, responses, lengths, prompts, filled)
+    packing = Packing(first, predictors, predicted, pages if share_prompts else None)
+    slots = Slots(rows, starts, responses, shared, lengths, prompts, filled)
     routing = {name: _pack_routing(x, slots, shape) for name, x in batch.routing.items()}
     return (
         Batch(tokens, None, temperature=temperature, routing=routing, packing=packing, **found),
@@ -287,6 +367,6 @@ def _pack_routing(routing: jax.Array, slots: Slots, shape: tuple[int, int]) -> j
     """Packs the routers' results (N, L, T, k), on their devices."""
     row, slot = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for index, (at, start) in enumerate(zip(slots.rows, slots.starts, strict=True)):
-        places = slice(start, start + slots.lengths[index])
-        row[at, places], slot[at, places] = index, np.arange(slots.lengths[index])
+        own = np.arange(slots.shared[index], slots.lengths[index])
+        row[at, start : start + len(own)], slot[at, start : start + len(own)] = index, own
     return jnp.moveaxis(routing[row, :, slot], 2, 1)

@@ -194,6 +194,7 @@ def attention_vjp(
     scale: float,
     implementation: str = "auto",
     oldest: jax.Array | None = None,
+    gap: jax.Array | None = None,
     sinks: jax.Array | None = None,
     **scales: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
@@ -202,27 +203,27 @@ def attention_vjp(
     Args:
       arrays: q, k, v, positions and the cotangent; q, k and v in the form that `attention` takes.
       scale, implementation, sinks: as for `attention`.
-      oldest: (B, T) int32, first slot that each query sees; None for slot 0.
+      oldest, gap: slots that each query does not see, as for the reference, or None.
       scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
 
     Returns:
       Gradients with respect to the dequantised q, k and v, and to the sinks if given, float32.
     """
 
-    def kernel(arrays, scales, oldest, sinks):
+    def kernel(arrays, scales, oldest, gap, sinks):
         run = gpu_kernels().attention_gradient.attention_vjp
-        return run(*arrays, scale=scale, oldest=oldest, sinks=sinks, **scales)
+        return run(*arrays, scale=scale, oldest=oldest, gap=gap, sinks=sinks, **scales)
 
-    def plain(arrays, scales, oldest, sinks):
+    def plain(arrays, scales, oldest, gap, sinks):
         *operands, positions, cotangent = arrays
         operands = (
             reference.attention.dequantized(x, scales.get(f"{name}_scale"))
             for name, x in zip("qkv", operands, strict=True)
         )
-        settings: dict[str, Any] = {"scale": scale, "oldest": oldest, "sinks": sinks}
+        settings: dict[str, Any] = {"scale": scale, "oldest": oldest, "gap": gap, "sinks": sinks}
         unit, way = reference.attention_gradient, _way(implementation)
         if arrays[1].shape[1] >= _LONG and not (way or cpu_way()).exact:
             return unit.attention_vjp_by_blocks(*operands, positions, cotangent, **settings)
         return unit.attention_vjp(*operands, positions, cotangent, **settings, way=way)
 
-    return by_platform(implementation, kernel, plain, arrays, scales, oldest, sinks)
+    return by_platform(implementation, kernel, plain, arrays, scales, oldest, gap, sinks)

@@ -21,23 +21,31 @@ from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax import learner, models
-from fp8rl_jax.batch import Batch, assign, make_batch, pack
+from fp8rl_jax.batch import Batch, Prompts, assign, make_batch, pack
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rl import losses
 
 _MODEL = models.ModelConfig(64, 32, 48, 2, 2, 1, 16)
-_PROMPT, _RESPONSE = 80, 500
+_PROMPT, _RESPONSE = 150, 500
+_LONGEST, _CAPACITY = 650, 704
 _LENGTHS = [(1, 1), (62, 1), (1, 62), (60, 4), (20, 44), (5, 60), (64, 1), (80, 433), (3, 500)]
+# Three responses to a prompt with two whole pages, two of one page, a response that is shorter than
+# the prompt's rest, prompts without a whole page before their last token, and one alone.
+_SHARED = [(150, 1), (150, 300), (150, 41), (65, 63), (65, 64), (140, 2), (140, 90)]
+_SHARED += [(64, 70), (64, 3), (9, 20), (9, 8), (129, 200)]
 
 
 def _batch(lengths=_LENGTHS, seed=0) -> Batch:
-    """Sequences of (prompt, response) tokens, with all that a loss reads drawn at random."""
+    """Sequences of (prompt, response) tokens, with all that a loss reads drawn at random; prompts
+    of one length are equal."""
     rng = np.random.default_rng(seed)
     prompts, counts = np.array(lengths, np.int32).T
     shape = len(lengths), _RESPONSE
     mask = np.arange(_RESPONSE) < counts[:, None]
     tokens = rng.integers(0, 64, (len(lengths), _PROMPT + _RESPONSE)).astype(np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, :prompt] = tokens[list(prompts).index(prompt), :prompt]
     index = prompts[:, None] + np.arange(_RESPONSE)
     targets = np.where(mask, np.take_along_axis(tokens, index, axis=1), 0)
     noise = rng.standard_normal((4, *shape)).astype(np.float32)
@@ -79,7 +87,7 @@ def test_rows_of_several_sequences_have_the_bits_of_rows(recipe):
     assert np.isfinite(want).all()
     order = np.random.default_rng(1).permutation(len(mask))
     for rows in (np.arange(len(mask)), order):
-        packed, slots = pack(jax.tree.map(lambda x, r=rows: x[r], batch), 580, 640, 1)
+        packed, slots = pack(jax.tree.map(lambda x, r=rows: x[r], batch), _LONGEST, _CAPACITY, 1)
         found = np.empty_like(batch.mask)
         found[rows] = slots.unpack(_score(packed, recipe, params), _RESPONSE)
         np.testing.assert_array_equal(_bits(found[mask]), _bits(want), kind_of_cpu())
@@ -94,7 +102,7 @@ def test_rows_of_several_sequences_have_the_bits_of_rows(recipe):
     want = _score(batch, recipe, params)
     spoilt = clean.copy()
     spoilt[1, :5] = 63
-    packed, slots = pack(dataclasses.replace(batch, tokens=spoilt), 580, 640, 1)
+    packed, slots = pack(dataclasses.replace(batch, tokens=spoilt), _LONGEST, _CAPACITY, 1)
     beside = np.flatnonzero(slots.rows == slots.rows[1])
     assert len(beside) > 1
     params = {**params, "embed_tokens": jnp.asarray(table)}
@@ -102,6 +110,25 @@ def test_rows_of_several_sequences_have_the_bits_of_rows(recipe):
     assert np.isnan(found[1, 0])
     others = mask & (np.arange(len(mask)) != 1)[:, None]
     np.testing.assert_array_equal(_bits(found[others]), _bits(want[others]))
+
+
+@pytest.mark.parametrize("recipe", ["f32", slow("fp8")])
+def test_shared_prompts_have_the_bits_of_rows(recipe):
+    """In any order, and with groups that one row cannot hold."""
+    params, batch = initial_params(_MODEL), _batch(_SHARED)
+    mask = batch.mask > 0
+    want = _score(batch, recipe, params)[mask]
+    order = np.random.default_rng(1).permutation(len(mask))
+    for rows, capacity in ((np.arange(len(mask)), 1408), (order, _CAPACITY)):
+        given = jax.tree.map(lambda x, r=rows: x[r], batch)
+        packed, slots = pack(given, _LONGEST, capacity, 1, share_prompts=True)
+        assert np.unique(slots.shared).tolist() == [0, 64, 128]
+        found = np.empty_like(batch.mask)
+        found[rows] = slots.unpack(_score(packed, recipe, params), _RESPONSE)
+        np.testing.assert_array_equal(_bits(found[mask]), _bits(want), kind_of_cpu())
+    apart = pack(batch, _LONGEST, 1408, 1)[0]
+    shared = pack(batch, _LONGEST, 1408, 1, share_prompts=True)[0]
+    assert (apart.valid.sum() - shared.valid.sum()) == 2 * 128 + 64 + 128
 
 
 _LOSSES = {
@@ -124,9 +151,9 @@ def test_gradients_are_those_of_rows(name):
     step = learner.make_train_step(_MODEL, "f32", _SGD, config, donate=False)
     params = initial_params(_MODEL)
     state = learner.new_state(params, _SGD, np.zeros(2, np.uint32), "f32")
-    for lengths in (_LENGTHS, [(1, 2), *_LENGTHS[:8]], [(2, 2)] * 9):
+    for lengths in (_LENGTHS, [(1, 2), *_LENGTHS[:8]], [(2, 2)] * 9, _SHARED[:9]):
         batch = _batch(lengths)
-        packed, slots = pack(batch, 580, 640, 1)
+        packed, slots = pack(batch, _LONGEST, _CAPACITY, 1, share_prompts=lengths == _SHARED[:9])
         rows, logp, metrics = jax.device_get(step(state, batch, _rope()))
         other, packed_logp, found = jax.device_get(step(state, packed, _rope()))
         mask = batch.mask > 0
@@ -142,7 +169,7 @@ def test_gradients_are_those_of_rows(name):
             largest = np.abs(one - start).max()
             assert largest > 1e-6
             np.testing.assert_allclose(two - start, one - start, atol=1e-5 * largest)
-    assert step._program._cache_size() == 2  # rows, and packed rows
+    assert step._program._cache_size() == 3  # rows, packed rows, and those with shared prompts
 
 
 def test_the_head_is_kept_once():
@@ -165,16 +192,34 @@ def test_the_head_is_kept_once():
     st.lists(st.integers(2, 700), min_size=1, max_size=60),
     st.sampled_from([704, 768, 2048]),
     st.sampled_from([1, 2, 8]),
+    st.integers(0, 60),
 )
-def test_every_sequence_has_a_place(lengths, capacity, devices):
-    """No two sequences share a page, none leaves its row, the first micro-batches are filled."""
-    rows, starts, filled, count = assign(np.array(lengths), 700, capacity, devices)
+def test_every_sequence_has_a_place(lengths, capacity, devices, prompts):
+    """No two sequences have a page but those of a shared prompt, none leaves its row, the first
+    micro-batches are filled."""
+    lengths, given = np.array(lengths), None
+    whole = 0 * lengths
+    if prompts:  # so many, which all sequences have that are long enough for them
+        numbers = np.arange(len(lengths)) % prompts
+        whole = 64 * (numbers % 5)
+        numbers = np.where(lengths > whole, numbers, prompts + np.arange(len(lengths)))
+        whole = np.where(lengths > whole, whole, 0)
+        given = Prompts(numbers, whole)
+    rows, starts, begins, filled, count = assign(lengths, 700, capacity, devices, given)
     assert rows.max() < devices * count and (starts % 64 == 0).all()
     taken = np.zeros((devices * count, capacity), int)
-    for row, start, length in zip(rows, starts, lengths, strict=True):
-        assert start + length <= capacity
-        taken[row, start : start + -(-length // 64) * 64] += 1
+    for index, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
+        own = length
+        if begins[index] != start:
+            own -= whole[index]
+            same = (rows == row) & (starts == begins[index]) & (numbers == numbers[index])
+            assert same.sum() == 1 and begins[index] < start
+        assert start + own <= capacity
+        taken[row, start : start + -(-own // 64) * 64] += 1
     assert taken.max() == 1
+    for row, number in {*zip(rows, numbers, strict=True)} if prompts else ():
+        of_prompt = (rows == row) & (numbers == number) & (whole > 0)
+        assert len(set(begins[of_prompt])) <= 1, "a prompt is computed twice in a row"
     used = taken.any(1).reshape(devices, count).any(0)
     np.testing.assert_array_equal(used, np.arange(count) < filled)
 
@@ -186,7 +231,7 @@ def test_hardly_any_token_is_padding():
     for seed in range(5):
         rng = np.random.default_rng(seed)
         lengths = np.clip(rng.exponential(5000, 512), 1, 20480) + rng.integers(100, 1025, 512)
-        filled = assign(lengths.astype(int), 21504, 21504, 16)[2]
+        filled = assign(lengths.astype(int), 21504, 21504, 16)[3]
         ratios.append(filled * 16 * 21504 / lengths.sum())
         of_rows.append(512 * 21504 / lengths.sum())
     assert np.mean(ratios) < 1.1 and np.mean(of_rows) > 3
@@ -204,10 +249,13 @@ _ZERO_DRIFT = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("share", [False, True], ids=["apart", "shared prompts"])
 @pytest.mark.parametrize("name", _ZERO_DRIFT)
-def test_no_drift(name):
+def test_no_drift(name, share):
     case = _ZERO_DRIFT[name]
     fields = {"pack": 256, "prompts": (1, 7, 63, 90), "new_tokens": 60, "updates": 1}
+    if share:
+        fields |= {"pack": 448, "prompts": (1, 63, 90, 140), "share": True}
     if case.family in ("glm", "gpt-oss"):
         fields["experts"] = 8
     if "kv_lora_rank" in FAMILIES[case.family]:
@@ -219,17 +267,32 @@ def test_no_drift(name):
     assert result.differing() == (0, 0), kind_of_cpu()
 
 
+_LONG_PROMPTS = (
+    f"env.prompt_template={'Add these numbers. ' * 4}{{question}}",
+    "rollout.max_prompt_tokens=104",
+)
+
+
 @pytest.mark.slow
-def test_on_a_mesh():
+@pytest.mark.parametrize(
+    ("asked", "packed"),
+    [
+        ((), ("learner.tokens_per_batch=128",)),
+        (_LONG_PROMPTS, ("learner.tokens_per_batch=320", "learner.share_prompts=True")),
+    ],
+    ids=["apart", "shared prompts"],
+)
+def test_on_a_mesh(asked, packed):
     """Each of eight devices packs its rows; columns over `tensor` run within a shard_map."""
     shape = {"data": 1, "fsdp": 1, "tensor": 1}
 
     def on(devices: int, mesh: dict, *fields: str) -> dict:
-        return run_script(devices, "sharded_steps.py", json.dumps(mesh), "fp8", "1", *fields)
+        given = json.dumps(mesh), "fp8", "1", *asked, *fields
+        return run_script(devices, "sharded_steps.py", *given)
 
     one = on(1, shape)
     for mesh in (shape | {"fsdp": 8}, shape | {"data": 2, "tensor": 2}):
-        many = on(int(np.prod(list(mesh.values()))), mesh, "learner.tokens_per_batch=128")
+        many = on(int(np.prod(list(mesh.values()))), mesh, *packed)
         assert many["drift"] == 0.0 and many["tokens"] == one["tokens"]
         assert many["logp"] == one["logp"]
         np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6, atol=1e-6)

@@ -217,6 +217,8 @@ FEATURES: dict[str, Feature] = {
     "constant length": _field("algo.loss_length"),
     # learner
     "rows of several sequences": _field("learner.tokens_per_batch"),
+    "a row for each sequence": _field("learner.tokens_per_batch", lambda tokens: not tokens),
+    "shared prompts": _field("learner.share_prompts"),
     "micro-batches": _field("learner.gradient_accumulation_steps", lambda parts: parts > 1),
 }
 
@@ -301,6 +303,12 @@ PAIRS = (
         "micro-batches",
         "{one}: how many micro-batches there are follows from the sequences' lengths",
         "write 1",
+    ),
+    Pair(
+        "a row for each sequence",
+        "shared prompts",
+        "with {one} no two responses are in one row",
+        "write False, or set learner.tokens_per_batch",
     ),
     Pair(
         "advantages within a group",

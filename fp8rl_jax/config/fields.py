@@ -366,6 +366,11 @@ FIELDS: dict[str, dict[str, Field]] = {
             "padding between them, in as many micro-batches as the lengths need; 0: one sequence "
             "a row, padded",
         ),
+        "share_prompts": Field(
+            False,
+            "compute a prompt once for those of its responses that are in one row of "
+            "tokens_per_batch",
+        ),
         "remat": Field(
             "none", "none: keep activations; full: recompute layers, not attention", choices=REMAT
         ),

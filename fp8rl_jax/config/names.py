@@ -66,6 +66,7 @@ _OTHER_NAMES = {
         "use_dynamic_bsz ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu max_token_len "
         "train_mb_tokens padding_free packing"
     ),
+    "learner.share_prompts": "prefix_sharing use_prefix_grouper shared_prompt tree_training",
     "learner.remat": "gradient_checkpointing enable_gradient_checkpointing",
     "learner.offload": "optimizer_offload",
     "optimizer.learning_rate": "lr",

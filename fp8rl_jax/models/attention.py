@@ -151,7 +151,7 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
     operands, like = residual
     (q, q_scale), kv, places, scales, window, sinks = kernels.kept(operands)
     k_scale, v_scale = _scales(kv, scales)
-    last, oldest = seen_slots(places, window)
+    last, others = seen_slots(places, window)
     dq, dk, dv, *dsinks = kernels.attention_vjp(
         q,
         kv.k,
@@ -162,7 +162,7 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        oldest=oldest,
+        **others,
         sinks=sinks,
         implementation=recipe.kernels,
     )

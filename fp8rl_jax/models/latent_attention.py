@@ -107,7 +107,7 @@ def _forward(recipe, scale, q, q_rope, latent, rope, places):
 
 def _backward(recipe, scale, residual, cotangent):
     q, q_rope, stored, places = kernels.kept(residual)
-    last, oldest = seen_slots(places)
+    last, others = seen_slots(places)
     latent = dequantize_kv(stored.latent, stored.scale)
     keys = jnp.concatenate([latent, stored.rope.astype(jnp.float32)], -1)[:, :, None]
     queries = jnp.concatenate([q, q_rope], -1)
@@ -118,7 +118,7 @@ def _backward(recipe, scale, residual, cotangent):
         last,
         cotangent,
         scale=scale,
-        oldest=oldest,
+        **others,
         implementation=recipe.kernels,
     )
     width = latent.shape[-1]

@@ -238,6 +238,7 @@ def forward(
     positions: jax.Array | None = None,
     lengths: jax.Array | None = None,
     starts: jax.Array | None = None,
+    shared: jax.Array | None = None,
     cache: KVCache | PagedCache | None = None,
     kv_scales: KVScales | None = None,
     parallel: Parallel = ONE_DEVICE,
@@ -260,8 +261,8 @@ def forward(
       positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position; with a
         `KVCache` those of a row must differ.
       lengths: (B,) int32, real tokens of each row; only observations in `aux` read them.
-      starts: (B, T) int32 for rows of several sequences (`packing.packed`), in place of positions
-        and lengths, and without a cache: the slot of the first token of each token's sequence.
+      starts, shared: (B, T) and (B, T / PAGE, 2) int32 for rows of several sequences, as for
+        `packing.packed`, in place of positions and lengths, and without a cache.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
       kv_scales: scales from `calibrated_scales`, for recipes with kv='calibrated'.
       parallel: the devices that share the computation; the bits are the same on any.
@@ -293,7 +294,7 @@ def forward(
     where: Places
     if starts is not None:
         assert positions is None and lengths is None and cache is None and rope is not None
-        where = packed(starts, len(rope[0]))
+        where = packed(starts, len(rope[0]), shared)
         positions, valid = where.positions, starts < length
     else:
         if positions is None:

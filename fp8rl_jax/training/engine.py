@@ -140,8 +140,9 @@ class Engine(Protocol):
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, np.ndarray, dict]:
         """Returns the state after one optimiser update of RL, the log-probabilities (B, R) that its
         forward pass computed, and its metrics, both on the host. `metrics['computed']` is the
-        number of tokens, with padding, of which that pass was. `state` is donated; if loss or
-        gradients are not finite (metrics['good'] is False), the new state equals it."""
+        number of tokens of which that pass was, `metrics['padding']` of those that are padding.
+        `state` is donated; if loss or gradients are not finite (metrics['good'] is False), the new
+        state equals it."""
 
     def advance(self, state: TrainState, step: int, position: int) -> TrainState:
         """Returns `state` with the numbers of finished steps and batches taken from the stream."""
@@ -357,7 +358,8 @@ class JaxEngine(Engine):
         if not capacity:
             return batch, None
         devices = batch_divisor(self.layout.mesh)
-        return pack(batch, self.resolved.sequence_tokens, capacity, devices)
+        longest, share = self.resolved.sequence_tokens, self.config.learner.share_prompts
+        return pack(batch, longest, capacity, devices, share)
 
     def on_devices(self, batch: Batch) -> tuple[Batch, Slots | None]:
         """Returns the result of `packed` with the batch on the devices."""
@@ -437,7 +439,7 @@ class JaxEngine(Engine):
         placed, slots = self.on_devices(batch)
         state, logp, metrics = (step or self.compiled_update)(state, placed, self.rope)
         logp, metrics = processes.fetch(logp), jax.device_get(metrics)
-        metrics["computed"] = batch.tokens.size
+        metrics["computed"], real = batch.tokens.size, batch.lengths
         if slots:
             size = batch.targets.shape[1]
             logp = slots.unpack(logp, size)
@@ -445,4 +447,6 @@ class JaxEngine(Engine):
             metrics["tokens"] = {name: slots.unpack(values, size) for name, values in found}
             shards = batch_divisor(self.layout.mesh)
             metrics["computed"] = slots.micro_batches * shards * placed.tokens.shape[1]
+            real = slots.lengths - slots.shared
+        metrics["padding"] = metrics["computed"] - int(np.sum(real))
         return state, logp, metrics

@@ -218,7 +218,7 @@ def _updates(
             updates.append(metrics | {"counts": part.weights != 0})
             first = logp if first is None else first
     record.add_updates(updates, float(batch.mask.sum()), rt.model, rt.learner_recipe)
-    record.add_learner_tokens(updates, algo.epochs * int(batch.lengths.sum()))
+    record.add_learner_tokens(updates)
     assert first is not None
     return state, first, updates[0]["checksum"]
 

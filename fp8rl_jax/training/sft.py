@@ -42,6 +42,7 @@ _FIELDS: tuple[str, ...] = (
     "optimizer.clip_norm",
     "learner.remat",
     "learner.tokens_per_batch",
+    "learner.share_prompts",
 )
 _FIELDS += ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
 _LOGS = ("sft", "eval", "samples")

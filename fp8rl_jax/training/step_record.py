@@ -93,15 +93,12 @@ class StepRecord(dict[str, Any]):
             self.update(loss_metrics(sums, first_layers(model, learner)))
         self["tokens_per_s_learner"] = tokens / self["time_learner"]
 
-    def add_learner_tokens(self, updates: list[dict], real: int) -> None:
-        """Adds how many tokens the updates computed, and the share of them that are padding.
-
-        Args:
-          updates: metrics of `Engine.update`.
-          real: tokens of prompts and responses in all updates.
-        """
+    def add_learner_tokens(self, updates: list[dict]) -> None:
+        """Adds how many tokens the updates computed, and the share of them that are padding, from
+        the metrics of `Engine.update`."""
         self["learner_tokens"] = sum(metrics["computed"] for metrics in updates)
-        self["learner_padding"] = 1 - real / self["learner_tokens"]
+        padding = sum(metrics["padding"] for metrics in updates)
+        self["learner_padding"] = padding / self["learner_tokens"]
 
     def add_rates(self, flops: float, devices: int, peak: float | None) -> None:
         """Adds what each device did: tokens per second of rollout and learner, and the MFU of the

@@ -28,8 +28,16 @@ import triton.language as tl
 
 from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu import fast_attention
-from fp8rl_jax.kernels.gpu.fast_attention import Tile, first_slots, scores_of, seen_by, tile_rows
-from fp8rl_jax.kernels.gpu.online_softmax import LOG2_E, multiply, sees
+from fp8rl_jax.kernels.gpu.fast_attention import (
+    Tile,
+    first_slots,
+    gaps,
+    scores_of,
+    seen_by,
+    sees_slots,
+    tile_rows,
+)
+from fp8rl_jax.kernels.gpu.online_softmax import LOG2_E, multiply
 from fp8rl_jax.kernels.gpu.vectors import store_vectors, vectors
 from fp8rl_jax.kernels.reference import attention_gradient as reference
 from fp8rl_jax.kernels.reference.attention import dequantized
@@ -43,8 +51,8 @@ def _add_to_query(
     dquery,
     start,
     end,
-    rows,  # the tile's queries, their scales, cotangents, logsumexp, delta, and the last and first
-    # slots that they see
+    rows,  # the tile's queries, their scales, cotangents, logsumexp, delta, the last and first
+    # slots that they see, and their gaps
     cache,  # pointers to k, v, k_scale and v_scale
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -56,9 +64,10 @@ def _add_to_query(
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    GAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    query, query_scale, dout, logsumexp, delta, position, oldest = rows
+    query, query_scale, dout, logsumexp, delta, position, oldest, leave, resume = rows
     k, v, k_scale, v_scale = cache
     slot = start + tl.arange(0, KEYS)
     there = slot < end
@@ -67,7 +76,9 @@ def _add_to_query(
     score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
     weight = tl.exp2(score - logsumexp[:, None])
     if MASKED:
-        seen = sees(slot[None, :], position[:, None], oldest[:, None], BOUNDED)
+        last, first = position[:, None], oldest[:, None]
+        gap = leave[:, None], resume[:, None]
+        seen = sees_slots(slot[None, :], last, first, gap, BOUNDED, GAPPED)
         weight = tl.where(seen, weight, 0.0)
     value = vectors(v, place, there, DV, V_WIDTH)
     dweight = multiply(dout, value.T)
@@ -89,6 +100,7 @@ def query_gradient_kernel(
     k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
     v_scale,  # as k_scale
     oldest,  # as positions, unused without BOUNDED
+    gap,  # (B, T, 2) int32, unused without GAPPED
     sinks,  # unused: they are in logsumexp
     dout,  # (B, T, H, DV)
     logsumexp,  # (B, T, H) float32, over log 2
@@ -106,6 +118,7 @@ def query_gradient_kernel(
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    GAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -128,10 +141,12 @@ def query_gradient_kernel(
         query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
     GROUP: tl.constexpr = H // HKV
     own, begin = first_slots(oldest + batch * T, tile, exists, ROWS, GROUP, BOUNDED)
-    rows = query, query_scale, row_dout, row_logsumexp, row_delta, position, own
+    leave, resume, skip, again = gaps(gap + batch * T * 2, tile, exists, ROWS, GROUP, GAPPED)
+    rows = query, query_scale, row_dout, row_logsumexp, row_delta, position, own, leave, resume
     dquery = tl.zeros((ROWS, WIDTH), tl.float32)
-    first, unmasked, end = seen_by(position, exists, begin, S, KEYS, BOUNDED)
-    last = unmasked
+    first, last, resumed, end = seen_by(
+        position, exists, begin, skip, again, S, KEYS, BOUNDED, GAPPED
+    )
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
             dquery = _add_to_query(
@@ -150,15 +165,23 @@ def query_gradient_kernel(
                 Q_SCALED,
                 KV_SCALED,
                 BOUNDED,
-                masked == 1,
+                GAPPED,
+                (masked == 1) | GAPPED,
             )
-        first, last = unmasked, end
+        first, last = resumed, end
     store_vectors(dq + first_row * D, dquery * (SCALE * _LOG_2), place, exists, D, WIDTH)
 
 
 @triton.jit
 def _first_and_unmasked(
-    positions, oldest, slot, T: tl.constexpr, KEYS: tl.constexpr, BOUNDED: tl.constexpr
+    positions,
+    oldest,
+    gap,
+    slot,
+    T: tl.constexpr,
+    KEYS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    GAPPED: tl.constexpr,
 ):
     """Returns, for the block of keys at `slot`, the first query that sees any of its slots (T if
     none does), and the query, not before that one, from which on all queries see all its slots;
@@ -170,6 +193,10 @@ def _first_and_unmasked(
         sees = (position >= slot) & (query < T)
         if BOUNDED:
             sees &= tl.load(oldest + query, mask=query < T, other=0) < slot + KEYS
+            if GAPPED:
+                outside = tl.load(gap + query * 2, mask=query < T, other=0) > slot
+                outside |= tl.load(gap + query * 2 + 1, mask=query < T, other=0) < slot + KEYS
+                sees &= outside
             partly = sees
         else:
             partly = (position < slot + KEYS - 1) & (query < T)
@@ -180,7 +207,7 @@ def _first_and_unmasked(
 
 @triton.jit
 def key_gradient_kernel(
-    q,  # this and the next eleven as in `query_gradient_kernel`
+    q,  # this and the next twelve as in `query_gradient_kernel`
     k,
     v,
     positions,
@@ -188,6 +215,7 @@ def key_gradient_kernel(
     k_scale,
     v_scale,
     oldest,
+    gap,
     sinks,
     dout,
     logsumexp,
@@ -206,6 +234,7 @@ def key_gradient_kernel(
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    GAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -222,6 +251,8 @@ def key_gradient_kernel(
         q_scale += first_row
     if BOUNDED:
         oldest += batch * T
+    if GAPPED:
+        gap += batch * T * 2
     start = tl.program_id(0) * KEYS
     slot = start + tl.arange(0, KEYS)
     there = slot < S
@@ -233,7 +264,7 @@ def key_gradient_kernel(
         key_scale = tl.load(k_scale + first_key + place, mask=there, other=0.0) * SCALE
         value_scale = tl.load(v_scale + first_key + place, mask=there, other=0.0)
     dkey, dvalue = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, V_WIDTH), tl.float32)
-    first, unmasked = _first_and_unmasked(positions, oldest, start, T, KEYS, BOUNDED)
+    first, unmasked = _first_and_unmasked(positions, oldest, gap, start, T, KEYS, BOUNDED, GAPPED)
     tiles = (T * GROUP + ROWS - 1) // ROWS
     border = tl.minimum((unmasked * GROUP + ROWS - 1) // ROWS, tiles)
     first, last = first * GROUP // ROWS, border
@@ -256,7 +287,10 @@ def key_gradient_kernel(
             weight = tl.exp2(score - row_logsumexp[None, :])
             if unmasked_part == 0:
                 own, _ = first_slots(oldest, tile, exists, ROWS, GROUP, BOUNDED)
-                seen = sees(slot[:, None], position[None, :], own[None, :], BOUNDED)
+                leave, resume, _, _ = gaps(gap, tile, exists, ROWS, GROUP, GAPPED)
+                last_seen, first_seen = position[None, :], own[None, :]
+                hidden = leave[None, :], resume[None, :]
+                seen = sees_slots(slot[:, None], last_seen, first_seen, hidden, BOUNDED, GAPPED)
                 weight = tl.where(seen, weight, 0.0)
             row_dout = vectors(dout, row_place, exists, DV, V_WIDTH)
             dvalue = tl.dot(weight.to(row_dout.dtype), row_dout, dvalue, input_precision="ieee")
@@ -296,6 +330,7 @@ def attention_vjp(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     oldest: jax.Array | None = None,
+    gap: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes gradients of attention with respect to the dequantised q, k and v, and to sinks.
@@ -304,7 +339,7 @@ def attention_vjp(
       q, k, v, scale, q_scale, k_scale, v_scale, sinks: as for `reference.attention`; latent
         attention's heads have no sinks.
       positions: (B, T) int32, last slot that each query sees.
-      oldest: (B, T) int32, first slot that each query sees; None for slot 0.
+      oldest, gap: slots that each query does not see, as for `reference.attention_vjp`.
       cotangent: (B, T, H, Dv), gradient of the output; rounded to bf16 if the operands are bf16.
 
     Returns:
@@ -314,9 +349,9 @@ def attention_vjp(
         assert sinks is None
         whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
         run = reference.attention_vjp_by_blocks
-        return run(*whole, positions, cotangent, scale=scale, oldest=oldest)
+        return run(*whole, positions, cotangent, scale=scale, oldest=oldest, gap=gap)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    more = {"oldest": oldest, "sinks": sinks}
+    more = {"oldest": oldest, "gap": gap, "sinks": sinks}
     operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales, **more)
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)

@@ -8,7 +8,9 @@ wide tensor core instruction (wgmma); strict attention has tiles of 16 rows. A r
 one head of a group; keys come in blocks. Scores are in units of log 2, for exp2. The mask is by
 the last slot that each row sees (its position, in any order) and with BOUNDED the first: blocks of
 keys that all rows of a tile see need no mask, blocks that no row sees are skipped. With a first
-slot, of a window or of a sequence that begins within the row, every block is masked.
+slot, of a window or of a sequence that begins within the row, every block is masked. With GAPPED a
+row does not see the slots of a gap in between either: those of other sequences between a prompt
+that it shares and its own tokens.
 
 Operands of the tensor core are all bf16 or all float32 (then without TF32). E4M3 is widened to bf16
 beforehand, exactly, because this instruction reads bf16 from shared memory. Scales are folded and
@@ -60,6 +62,30 @@ def first_slots(
 
 
 @triton.jit
+def gaps(gap, tile, exists, ROWS: tl.constexpr, GROUP: tl.constexpr, GAPPED: tl.constexpr):
+    """Returns the first slot of each row's gap, the slot after it, and those of the slots that are
+    in the gaps of all rows of a tile (none if the one is not before the other); 0 without gaps."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    leave, resume, all_leave, all_resume = row * 0, row * 0, 0, 0
+    if GAPPED:
+        place = gap + row // GROUP * 2
+        leave = tl.load(place, mask=exists, other=0)
+        resume = tl.load(place + 1, mask=exists, other=2147483647)
+        all_leave, all_resume = tl.max(leave, 0), tl.min(resume, 0)
+    return leave, resume, all_leave, all_resume
+
+
+@triton.jit
+def sees_slots(slot, position, oldest, gap, BOUNDED: tl.constexpr, GAPPED: tl.constexpr):
+    """Returns whether rows see slots; arguments broadcast, `gap` is the first two of `gaps`."""
+    found = sees(slot, position, oldest, BOUNDED)
+    if GAPPED:
+        leave, resume = gap
+        found &= (slot < leave) | (slot >= resume)
+    return found
+
+
+@triton.jit
 def scores_of(
     query,
     key,
@@ -83,9 +109,22 @@ def scores_of(
 
 
 @triton.jit
-def seen_by(position, exists, begin, S, KEYS: tl.constexpr, BOUNDED: tl.constexpr):
-    """Returns the slots where a tile's loop over keys starts, and where it starts to mask (both a
-    block's start), and where it ends. `begin` is `first_slots`'; bounds mask every block.
+def seen_by(
+    position,
+    exists,
+    begin,
+    leave,
+    resume,
+    S,
+    KEYS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    GAPPED: tl.constexpr,
+):
+    """Returns the slots of a tile's two loops over keys: where the first starts and ends, and where
+    the second does; starts are a block's. The first loop needs no mask, but with gaps.
+
+    `begin` is `first_slots`', `leave` and `resume` are the tile's of `gaps`. Bounds mask every
+    block.
 
     Slots from the end on are not read: garbage may be NaN, and 0 * NaN is NaN.
     """
@@ -95,7 +134,11 @@ def seen_by(position, exists, begin, S, KEYS: tl.constexpr, BOUNDED: tl.constexp
     if BOUNDED:
         start = begin // KEYS * KEYS
         unmasked = start
-    return start, unmasked, some_see
+    resumed = unmasked
+    if GAPPED:
+        unmasked = tl.minimum((leave + KEYS - 1) // KEYS * KEYS, some_see)
+        resumed = tl.maximum(unmasked, resume // KEYS * KEYS)
+    return start, unmasked, resumed, some_see
 
 
 @triton.jit
@@ -105,7 +148,7 @@ def _add_block(
     values,
     start,
     end,
-    rows,  # the tile's queries, their scales, and the last and first slots that they see
+    rows,  # the tile's queries, their scales, the last and first slots that they see, their gaps
     cache,  # pointers to k, v, k_scale and v_scale
     HKV: tl.constexpr,
     D: tl.constexpr,
@@ -117,10 +160,11 @@ def _add_block(
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    GAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds a block of keys to a tile's maximum, sum and weighted values."""
-    query, query_scale, position, oldest = rows
+    query, query_scale, position, oldest, leave, resume = rows
     k, v, k_scale, v_scale = cache
     slot = start + tl.arange(0, KEYS)
     there = slot < end
@@ -128,7 +172,9 @@ def _add_block(
     key = vectors(k, place, there, D, WIDTH)
     score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
     if MASKED:
-        seen = sees(slot[None, :], position[:, None], oldest[:, None], BOUNDED)
+        last, first = position[:, None], oldest[:, None]
+        gap = leave[:, None], resume[:, None]
+        seen = sees_slots(slot[None, :], last, first, gap, BOUNDED, GAPPED)
         score = tl.where(seen, score, float("-inf"))
     above = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - above[:, None])
@@ -153,6 +199,7 @@ def fast_attention_kernel(
     k_scale,  # (B, S, HKV) float32, unused without KV_SCALED
     v_scale,  # as k_scale
     oldest,  # as positions, unused without BOUNDED
+    gap,  # (B, T, 2) int32, unused without GAPPED
     sinks,  # (H,) float32, unused without SINKS
     out,  # (B, T, H, DV) float32
     logsumexp,  # (B, T, H) float32, over log 2
@@ -168,6 +215,7 @@ def fast_attention_kernel(
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
     BOUNDED: tl.constexpr,
+    GAPPED: tl.constexpr,
     SINKS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -190,8 +238,10 @@ def fast_attention_kernel(
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
     GROUP: tl.constexpr = H // HKV
     own, begin = first_slots(oldest + batch * T, tile, exists, ROWS, GROUP, BOUNDED)
-    first, unmasked, end = seen_by(position, exists, begin, S, KEYS, BOUNDED)
-    last = unmasked
+    leave, resume, skip, again = gaps(gap + batch * T * 2, tile, exists, ROWS, GROUP, GAPPED)
+    first, last, resumed, end = seen_by(
+        position, exists, begin, skip, again, S, KEYS, BOUNDED, GAPPED
+    )
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
             top, total, values = _add_block(
@@ -200,7 +250,7 @@ def fast_attention_kernel(
                 values,
                 start,
                 end,
-                (query, query_scale, position, own),
+                (query, query_scale, position, own, leave, resume),
                 (k, v, k_scale, v_scale),
                 HKV,
                 D,
@@ -212,9 +262,10 @@ def fast_attention_kernel(
                 Q_SCALED,
                 KV_SCALED,
                 BOUNDED,
-                masked == 1,
+                GAPPED,
+                (masked == 1) | GAPPED,
             )
-        first, last = unmasked, end
+        first, last = resumed, end
     if SINKS:
         head = kv_head * (H // HKV) + place % H
         top, total, values = with_sinks(sinks, head, exists, top, total, values)
@@ -249,7 +300,7 @@ class Operands:
 
     Attributes:
       arrays: q, k, v in bf16 or float32, positions, the scales of q, k and v, one for each
-        vector, first slots and sinks; an unused placeholder for what is not given.
+        vector, first slots, gaps and sinks; an unused placeholder for what is not given.
       constants: constants of every kernel: shapes, factor of the scores, which scales are used.
     """
 
@@ -287,10 +338,21 @@ def supports(q: jax.Array, v: jax.Array) -> bool:
 
 
 def prepare(
-    q, k, v, positions, *, scale, q_scale=None, k_scale=None, v_scale=None, oldest=None, sinks=None
+    q,
+    k,
+    v,
+    positions,
+    *,
+    scale,
+    q_scale=None,
+    k_scale=None,
+    v_scale=None,
+    oldest=None,
+    gap=None,
+    sinks=None,
 ) -> Operands:
     """Makes the kernels' operands from arguments of `reference.attention` that `supports` allows,
-    and the first slots that queries see, `oldest` (B, T) int32, or None.
+    and `oldest` and `gap` of `reference.attention_vjp`; a gap needs first slots.
 
     Raises:
       ValueError: shapes do not fit, or a dtype is not supported.
@@ -325,10 +387,11 @@ def prepare(
         "Q_SCALED": q_scaled,
         "KV_SCALED": kv_scaled,
         "BOUNDED": oldest is not None,
+        "GAPPED": gap is not None,
         "SINKS": sinks is not None,
     }
     unused = jnp.zeros((1,), jnp.float32)
-    more = unused if oldest is None else oldest, unused if sinks is None else sinks
+    more = (unused if given is None else given for given in (oldest, gap, sinks))
     return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales, *more), constants)
 
 

@@ -36,6 +36,7 @@ def attention_vjp(
     *,
     scale: float,
     oldest: jax.Array | None = None,
+    gap: jax.Array | None = None,
     sinks: jax.Array | None = None,
     way: Way | None = None,
 ) -> tuple[jax.Array, ...]:
@@ -47,6 +48,8 @@ def attention_vjp(
       cotangent: (B, T, H, Dv), gradient of the output of `attention`.
       scale: softmax scale.
       oldest: (B, T) int32, first slot that each query sees; None for slot 0.
+      gap: (B, T, 2) int32, slots between `oldest` and `positions` that each query does not see:
+        the first of them, and the one after the last. None for none.
       sinks: as for `attention`.
       way: way of multiplying (ways.py); None for this machine's.
 
@@ -67,6 +70,8 @@ def attention_vjp(
     seen = slot <= of_rows(positions)
     if oldest is not None:
         seen &= slot >= of_rows(oldest)
+    if gap is not None:
+        seen &= (slot < of_rows(gap[..., 0])) | (slot >= of_rows(gap[..., 1]))
     score = masked(matmul(qs, keys.mT) * scale, seen)
     top = max_last(score)
     if sinks is not None:
@@ -99,6 +104,7 @@ def attention_vjp_by_blocks(
     *,
     scale: float,
     oldest: jax.Array | None = None,
+    gap: jax.Array | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Computes `attention_vjp` with memory that grows with T + S instead of T * S."""
@@ -107,7 +113,8 @@ def attention_vjp_by_blocks(
     size, width = min(_QUERIES, queries), min(_KEYS, slots)
     if oldest is None:
         oldest = jnp.zeros_like(positions)
-    operands = (q, k, v, positions, oldest, cotangent)
+    hidden = jnp.stack([positions + 1] * 2, 2) if gap is None else gap
+    operands = (q, k, v, positions, oldest, hidden, cotangent)
 
     def split(x: jax.Array) -> jax.Array:
         """Splits (B, T, H, n) into (blocks, B, Hkv, size * groups, n)."""
@@ -120,20 +127,30 @@ def attention_vjp_by_blocks(
         return x.reshape(batch, -1, heads, x.shape[5])[:, :queries]
 
     keys, values = (pad_to(x.astype(jnp.float32).transpose(0, 2, 1, 3), 2, width) for x in (k, v))
-    # Padded queries see no key: their position is -1, their first slot beyond all others.
-    ends = jnp.stack([positions + 1, oldest - slots], 2)
-    ends = pad_to(ends, 1, size).reshape(batch, -1, size, 2).transpose(3, 1, 0, 2)
-    rows = ends[0] - 1, ends[1] + slots
+    # Padded queries see no key: their position is -1, their first slot beyond all others, and all
+    # slots are in their gap.
+    ends = jnp.stack([positions + 1, oldest - slots, hidden[..., 0], hidden[..., 1] - slots], 2)
+    ends = pad_to(ends, 1, size).reshape(batch, -1, size, 4).transpose(3, 1, 0, 2)
+    rows = ends[0] - 1, ends[1] + slots, ends[2], ends[3] + slots
 
     def zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
         return varying_as(jnp.full(shape, value, jnp.float32), *operands)
 
     def gradients(sums, block):
         query, dout, ends = block
-        position, first = (jnp.repeat(x, groups, axis=1)[:, None, :, None] for x in ends)
+        of_rows = (jnp.repeat(x, groups, axis=1)[:, None, :, None] for x in ends)
+        position, first, leave, resume = of_rows
         blocks = jnp.clip(position.max() // width + 1, 0, keys.shape[2] // width)
         begin = jnp.maximum(first.min(), 0) // width
+        # All queries have the blocks from `skip` to before `again` in their gaps.
+        skip = jnp.clip(-(-leave.max() // width), begin, blocks)
+        again = jnp.clip(resume.min() // width, skip, blocks)
+        count = blocks - begin - (again - skip)
         per_row = query.shape[:3]
+
+        def block_at(step: int | jax.Array) -> jax.Array:
+            index = begin + step
+            return jnp.where(index < skip, index, index + again - skip)
 
         def part(x: jax.Array, index: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(x, index * width, width, 2)
@@ -143,12 +160,14 @@ def attention_vjp_by_blocks(
             slot = index * width + jnp.arange(width)
             score = jnp.einsum("bhtd,bhsd->bhts", query, part(keys, index)) * scale
             seen = (slot >= first) & (slot <= position) & (slot < slots)
+            if gap is not None:
+                seen &= (slot < leave) | (slot >= resume)
             dweight = jnp.einsum("bhtd,bhsd->bhts", dout, part(values, index))
             return jnp.where(seen, score, -jnp.inf), dweight
 
-        def add_up(index, carry):
+        def add_up(step, carry):
             top, total, product = carry
-            score, dweight = scores(index)
+            score, dweight = scores(block_at(step))
             above = jnp.maximum(top, score.max(-1))
             weight, rescale = jnp.exp(score - above[..., None]), jnp.exp(top - above)
             product = product * rescale + (weight * dweight).sum(-1)
@@ -158,12 +177,13 @@ def attention_vjp_by_blocks(
         if sinks is not None:
             sink = jnp.tile(sinks.reshape(kv_heads, groups), (1, size))
             begun = begun[0] * 0 + sink, begun[1] + 1.0, begun[2]
-        top, total, product = lax.fori_loop(begin, blocks, add_up, begun)
+        top, total, product = lax.fori_loop(0, count, add_up, begun)
         total = jnp.where(total > 0, total, 1.0)  # a query that sees nothing
         logsumexp, product = (top + jnp.log(total))[..., None], (product / total)[..., None]
 
-        def differentiate(index, carry):
+        def differentiate(step, carry):
             dquery, dkeys, dvalues = carry
+            index = block_at(step)
             score, dweight = scores(index)
             weight = jnp.exp(score - logsumexp)
             dscore = weight * (dweight - product) * scale
@@ -180,7 +200,7 @@ def attention_vjp_by_blocks(
             )
 
         begun = zeros(query.shape), *sums
-        dquery, *sums = lax.fori_loop(begin, blocks, differentiate, begun)
+        dquery, *sums = lax.fori_loop(0, count, differentiate, begun)
         if sinks is None:
             return tuple(sums), (dquery,)
         dsink = -jnp.exp(sink - logsumexp[..., 0]) * product[..., 0]

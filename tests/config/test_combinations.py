@@ -64,6 +64,8 @@ _ON: dict[str, list[str]] = {
     "a mean without a constant": [],
     "constant length": ["algo.loss_length=7"],
     "rows of several sequences": ["learner.tokens_per_batch=128"],
+    "a row for each sequence": [],
+    "shared prompts": ["learner.share_prompts=True"],
     "micro-batches": ["learner.gradient_accumulation_steps=2"],
 }
 # What a pair needs so that no earlier pair of the table is met.

@@ -125,6 +125,7 @@ class Case:
     base: str = "f32"  # how their base is kept
     tap_logits: bool = False  # the train step returns its logits too: one program less to compile
     pack: int = 0  # slots of the learner's rows, which then hold several sequences
+    share: bool = False  # whose prompts are computed once in a row
     seed: int = 0
 
     @property
@@ -320,7 +321,8 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         given, slots_of = batch, None
         if case.pack:
             longest = max(case.prompts) + case.new_tokens
-            given, slots_of = pack(batch, longest, case.pack, 1)
+            given, slots_of = pack(batch, longest, case.pack, 1, case.share)
+            assert slots_of.shared.any() == case.share
         with _unrolled(case):
             state, logp, metrics = step(state, given, rope)
     if slots_of:

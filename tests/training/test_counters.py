@@ -255,7 +255,9 @@ def test_age_of_scales_that_were_never_calibrated():
 
 def test_tokens_of_the_learner():
     record = StepRecord(1)
-    record.add_learner_tokens([{"computed": 6400}, {"computed": 6400}], 3200)
+    record.add_learner_tokens(
+        [{"computed": 6400, "padding": 6000}, {"computed": 6400, "padding": 3600}]
+    )
     assert record == StepRecord(1) | {"learner_tokens": 12_800, "learner_padding": 0.75}
 
 

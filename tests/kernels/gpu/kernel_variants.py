@@ -403,13 +403,13 @@ class FastVariant:
     scaled: bool = True  # keys and values were E4M3
     q_scaled: bool = False
     bounded: bool = False  # first slots and sinks
+    gapped: bool = False
 
     def __str__(self) -> str:
         scales = " of fp8" * self.scaled + " by fp8" * self.q_scaled
         tile = self.tile
-        size = (
-            f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}" + ", first slots" * self.bounded
-        )
+        size = f"{tile.rows}x{tile.keys} w{tile.warps} s{tile.stages}"
+        size += ", first slots" * self.bounded + " and gaps" * self.gapped
         return f"fast attention {self.use}, {self.kind}{scales}, {self.width}, {size}"
 
     @property
@@ -422,6 +422,7 @@ class FastVariant:
         types |= dict.fromkeys(("q_scale", "k_scale", "v_scale", "logsumexp", "delta"), "*fp32")
         types |= dict.fromkeys(("out", "dq", "dk", "dv"), "*fp32") | {"positions": "*i32"}
         types |= {"oldest": "*i32" if self.bounded else "*fp32", "sinks": "*fp32"}
+        types["gap"] = "*i32" if self.gapped else "*fp32"
         width, kernel, tile = 1 << (self.width - 1).bit_length(), _FAST[self.use][0], self.tile
         constants = {
             "T": 4096,
@@ -436,6 +437,7 @@ class FastVariant:
             "Q_SCALED": self.q_scaled,
             "KV_SCALED": self.scaled,
             "BOUNDED": self.bounded,
+            "GAPPED": self.gapped,
             "SINKS": self.bounded,
             "ROWS": tile.rows,
             "KEYS": tile.keys,
@@ -461,6 +463,7 @@ def fast_variants() -> Iterator[FastVariant]:
         yield FastVariant(use, scaled=False)
         yield FastVariant(use, q_scaled=True)
         yield FastVariant(use, bounded=True)
+        yield FastVariant(use, bounded=True, gapped=True)
 
 
 def table() -> str:

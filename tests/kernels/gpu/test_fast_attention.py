@@ -80,13 +80,14 @@ def _dequantized(operands, scales):
     ]
 
 
-def _float64(operands, scales, positions, cotangent, scale):
-    """Output, dq, dk, dv; queries of negative position see nothing."""
+def _float64(operands, scales, positions, cotangent, scale, seen=True):
+    """Output, dq, dk, dv; queries of negative position see nothing. `seen` (T, S) is a further
+    condition."""
     q, k, v = (np.asarray(x, np.float64) for x in _dequantized(operands, scales))
     cotangent, group = np.asarray(cotangent, np.float64), q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, 2) for x in (k, v))
     score = np.einsum("bthd,bshd->bhts", q, k) * scale
-    seen = np.arange(k.shape[1]) <= np.asarray(positions)[:, None, :, None]
+    seen = seen & (np.arange(k.shape[1]) <= np.asarray(positions)[:, None, :, None])
     weight = np.exp(np.where(seen, score, -np.inf) - score.max(-1, keepdims=True))
     weight /= np.maximum(weight.sum(-1, keepdims=True), 1e-300)
     dweight = np.einsum("bthd,bshd->bhts", cotangent, v)
@@ -160,6 +161,28 @@ def test_positions_in_any_order(kind):
     out = jnp.where(unseeing[..., None, None], 0.0, out)
     _assert_close(kind, (out, *grads), _float64(operands, scales, positions, cotangent, 0.2))
     assert not np.asarray(grads[1])[1, 190:].any() and not np.asarray(grads[2])[1, 190:].any()
+
+
+@pytest.mark.parametrize("kind", ["float32", slow("fp8")])
+def test_gaps(kind):
+    """Four sequences in a row, of which the second and the last see the start of the first: tiles
+    of one sequence, whose gaps hold blocks of keys, and tiles of several."""
+    operands, scales, cotangent = _case(kind, 460, 2, 1, 32)
+    starts = np.repeat([0, 170, 200, 400], [170, 30, 200, 60])
+    shared = np.repeat([0, 96, 0, 96], [170, 30, 200, 60])
+    begins = np.where(shared, 0, starts)
+    ends = begins + shared
+    slot = np.arange(460)
+    seen = (slot >= begins[:, None]) & ((slot < ends[:, None]) | (slot >= starts[:, None]))
+    bounds = {
+        "oldest": jnp.asarray(begins[None], jnp.int32),
+        "gap": jnp.asarray(np.stack([ends, starts], 1)[None], jnp.int32),
+    }
+    arrays, named = (*operands, _positions(1, 460)), scales | bounds
+    out, _ = _forward(*arrays, scale=0.2, **named)
+    grads = attention_gradient.attention_vjp(*arrays, cotangent, scale=0.2, **named)
+    want = _float64(operands, scales, arrays[3], cotangent, 0.2, seen)
+    _assert_close(kind, (out, *grads), want)
 
 
 def test_what_lies_behind_every_query_is_not_read():

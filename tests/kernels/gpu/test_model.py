@@ -104,18 +104,18 @@ def interpreted(monkeypatch, interpreter):
     return calls
 
 
-def _rollout(config, recipe, weights, rope):
+def _rollout(config, recipe, weights, rope, longest=_PROMPTS):
     sampler = make_sampler(config, recipe, SamplerConfig(_NEW, 2, (), 0))
     prompts = jax.random.randint(
-        jax.random.key(1, impl="threefry2x32"), (2, _PROMPTS), 1, config.vocab_size
+        jax.random.key(1, impl="threefry2x32"), (2, longest), 1, config.vocab_size
     )
-    lengths = jnp.asarray([_PROMPTS, 3], jnp.int32)
+    lengths = jnp.asarray([longest, 3], jnp.int32)
     rows = jnp.arange(4, dtype=jnp.int32)
     key, temperature = jax.random.key(2, impl="threefry2x32"), jnp.full(4, 0.8)
     limits = jnp.full(4, _NEW, jnp.int32)
     rollout = sampler(weights, prompts, lengths, key, rows, temperature, limits, rope)
     prompts, lengths = (np.repeat(np.asarray(x), 2, 0) for x in (prompts, lengths))
-    tokens = np.zeros((4, _PROMPTS + _NEW), np.int32)
+    tokens = np.zeros((4, longest + _NEW), np.int32)
     for row, length in enumerate(lengths):
         tokens[row, :length] = prompts[row, :length]
         tokens[row, length : length + _NEW] = rollout.tokens[row]
@@ -210,20 +210,23 @@ def test_results_and_drift(interpreted, name, more):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("longest", [_PROMPTS, 70], ids=["short", "shared"])
 @pytest.mark.parametrize(
     ("name", "more"),
     [("f32", {}), ("fp8", {}), ("f32", _GEMMA), ("fp8", _GPT_OSS)],
     ids=["f32", "fp8", "f32 gemma", "fp8 gpt-oss"],
 )
-def test_rows_of_several_sequences(name, more):
-    """The sampler's bits, and the gradients of rows of one sequence; windows too."""
+def test_rows_of_several_sequences(name, more, longest):
+    """The sampler's bits, and the gradients of rows of one sequence; windows too, and a prompt that
+    two sequences share."""
     config = dataclasses.replace(_DENSE, **more)
     recipe = dataclasses.replace(get_recipe(name), kernels="triton")
-    params, rope = initial_params(config), tuple(map(jnp.asarray, rope_tables(config, 16)))
+    rope = tuple(map(jnp.asarray, rope_tables(config, longest + 10)))
+    params = initial_params(config)
     weights = quantized(params, recipe)
-    rollout, batch = _rollout(config, recipe, weights, rope)
-    packed, slots = pack(batch, 16, 128, 1)
-    assert len(packed.tokens) == 2
+    rollout, batch = _rollout(config, recipe, weights, rope, longest)
+    packed, slots = pack(batch, longest + 10, 128 if longest < 64 else 192, 1, longest > 64)
+    assert slots.micro_batches == 2 and slots.shared.any() == (longest > 64)
 
     def learn(batch):
         def loss(params, batch):

@@ -17,16 +17,17 @@ def _positions(batch, length):
 
 
 @pytest.mark.parametrize(
-    ("queries", "slots", "heads", "kv_heads", "dims", "window"),
+    ("queries", "slots", "heads", "kv_heads", "dims", "window", "gap"),
     [
-        slow(37, 37, 4, 2, (32, 32), 0),
-        (600, 700, 4, 2, (32, 16), 70),
-        slow(600, 700, 4, 1, (32, 16), 0),
-        slow(1100, 1100, 2, 2, (16, 16), 600),
+        slow(37, 37, 4, 2, (32, 32), 0, 0),
+        (600, 700, 4, 2, (32, 16), 70, 0),
+        slow(600, 700, 4, 1, (32, 16), 0, 0),
+        slow(1100, 1100, 2, 2, (16, 16), 600, 0),
+        (1400, 1400, 2, 2, (16, 16), 1400, 620),
     ],
 )
-def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims, window):
-    """Also those of sinks; with a window blocks before it are skipped."""
+def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims, window, gap):
+    """Also those of sinks; blocks before a window and within all gaps are skipped."""
     rng = np.random.default_rng(0)
     shapes = (
         (2, queries, heads, dims[0]),
@@ -40,6 +41,9 @@ def test_gradients_equal_the_references(queries, slots, heads, kv_heads, dims, w
     if window:
         sinks = jnp.asarray(rng.standard_normal(heads) + 3, jnp.float32)
         more = {"oldest": positions - window + 1, "sinks": sinks}
+    if gap:  # every query leaves slots out, up to whole blocks
+        leave = jnp.clip(positions - gap, 0, None) // 2
+        more["gap"] = jnp.stack([leave, leave + gap], 2)
 
     def both(*x, **more):
         runs = (attention_vjp_by_blocks, attention_vjp)
