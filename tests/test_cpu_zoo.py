@@ -7,9 +7,10 @@ import shutil
 
 import cpu_zoo
 import pytest
+from marks import slow
 
 _NATIVE = [name for name, (_, emulated) in cpu_zoo.CPUS.items() if not emulated]
-_FOR_ALL = ("AVX2, 3 threads", "AVX2, 64 threads")
+_FOR_ALL = ("AVX2, 3 threads", slow("AVX2, 64 threads"))
 _tried = functools.cache(cpu_zoo.try_one)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import drift_faults
 import jax
@@ -12,7 +13,8 @@ from tiny_run import CONFIG
 from fp8rl_jax import cli, learner
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
-from fp8rl_jax.drift import attribute, command, self_check
+from fp8rl_jax.drift import SelfCheck, attribute, command, self_check
+from fp8rl_jax.drift.own_products import OwnProducts
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.run_directory import as_saved
 from fp8rl_jax.training.runtime import make_runtime
@@ -152,9 +154,11 @@ def _train(directory, *overrides: str) -> int:
 
 
 def test_required_refuses_where_the_check_fails(tmp_path, monkeypatch, capsys):
-    """Before anything is written; auto goes on, and its first line tells the truth."""
-    jax.clear_caches()
-    monkeypatch.setattr(learner, "forward", drift_faults.constant_tables)
+    """Before anything is written."""
+    products = OwnProducts(tried=9, most_rows=64, way="float32", threads=2, wrong=())
+    failed = SelfCheck(20, 3, 1e-6, 2, products)
+    module = sys.modules[SelfCheck.__module__]
+    monkeypatch.setattr(module, "self_check", lambda runtime: failed)
     assert _train(tmp_path, *_F32, "precision.zero_drift=required") == 2
     assert "does NOT hold here" in capsys.readouterr().err
     assert not (tmp_path / "run" / "config.json").exists()

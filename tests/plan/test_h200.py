@@ -85,6 +85,7 @@ def test_continuous_batching_keeps_its_pool_in_place(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_decode_step_of_sharded_experts(monkeypatch):
     """Qwen3-235B on eight devices, 64 rows each: a device has an eighth of the experts, and
     receives the rows, their scales and choices, and the results of a layer, and nothing else.

@@ -11,7 +11,6 @@ import functools
 
 import pytest
 from kind_of_cpu import kind_of_cpu
-from marks import slow
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import train
@@ -59,7 +58,8 @@ _CHAIN = "mask_geometric(0.999, 1.001), tis(2.0), veto"
 _OTHERS = ("tis", "seq_tis", "icepop", "mask_sequence", "mask_k3", "opsm")
 
 
-@pytest.mark.parametrize("correction", [_CHAIN, *map(slow, _OTHERS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("correction", [_CHAIN, *_OTHERS])
 def test_any_correction_is_none(records, correction):
     """Every weight is exactly 1 and every token is kept: the run is that without a correction."""
     plain, corrected = records(correction="none"), records(correction=correction)

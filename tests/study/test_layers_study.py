@@ -33,6 +33,7 @@ def _shared_programs(monkeypatch, programs):
     monkeypatch.setattr(layers, "GemmFlow", lambda config, recipes: programs)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
     """The command writes its files; a run killed after a cell goes on to the same study.json."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
