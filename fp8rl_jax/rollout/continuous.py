@@ -1,8 +1,8 @@
 """Continuous batching: a rollout of any number of samples through a fixed number of slots.
 
 One jitted program: a loop. Each iteration, a *turn*, gives idle slots to waiting requests, prefills
-prompts, at least a chunk and until as many slots can decode as not, and decodes one token of every
-slot whose prompt is cached. A slot is refilled as soon as its response ends, without leaving the
+prompts where it is worth a forward pass (schedule.py), and decodes one token of every slot whose
+prompt is cached. A slot is refilled as soon as its response ends, without leaving the
 program. On a GPU the host waits for the GPU where a loop's number of iterations is not known: twice
 in a turn that decodes alone. Keys and values are stored in a pool of
 pages (models/kv_cache.py); schedule.py assigns slots and pages.
@@ -119,12 +119,22 @@ class ContinuousLoop:
     loop: Loop
     batching: Batching
 
-    def _of_group(self, count: jax.Array) -> jax.Array:
-        """Sums a () int32 count over the devices that share experts and take turns together."""
-        parallel = self.loop.parallel
-        if parallel.mesh is None or parallel.mesh.shape[EXPERT] == 1:
-            return count
-        return lax.psum(count, EXPERT)
+    @property
+    def _sharers(self) -> int:
+        """Number of devices that share experts and take turns together."""
+        mesh = self.loop.parallel.mesh
+        return 1 if mesh is None else mesh.shape[EXPERT]
+
+    def _of_group(self, counts: jax.Array) -> jax.Array:
+        """Sums int32 counts over the devices that take turns together."""
+        return counts if self._sharers == 1 else lax.psum(counts, EXPERT)
+
+    def _chunks(self, slots: int) -> tuple[int, int]:
+        """Returns the tokens of a chunk, and how many chunks are prefilled together, for requests
+        of `slots` tokens."""
+        limit = self.batching.prefill_chunk
+        chunk = min(limit, slots - self.loop.sampler.max_new_tokens)
+        return chunk, min(limit // chunk, self.batching.slots)
 
     def begin(self, prompts: jax.Array, requests: Requests) -> BatchState:
         """Returns the state before the first turn; prompts (Q, Tp) are right-padded."""
@@ -166,21 +176,28 @@ class ContinuousLoop:
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
         """Admits requests, prefills, and decodes one token of every slot that can decode."""
 
+        together = self._sharers * self._chunks(state.tokens.shape[1])[1]
+
+        def wants(state: BatchState) -> tuple[jax.Array, jax.Array]:
+            """Whether to prefill, and whether to admit requests."""
+            plan = state.schedule
+            may_admit = schedule.may_admit(plan).astype(jnp.int32)
+            counts = self._of_group(jnp.append(schedule.prefill_counts(plan), may_admit))
+            return schedule.wants_prefill(counts[:4], together), counts[4] > 0
+
         def prefill(state: BatchState) -> tuple[jax.Array, BatchState]:
             state = self._prefill(prepared, requests, state)
-            plan = state.schedule
-            return self._of_group(plan.prefilling.sum() - plan.decoding.sum()) > 0, state
+            return wants(state)[0], state
 
         def fill(state: BatchState) -> tuple[jax.Array, BatchState]:
             plan, source, target = schedule.admit(state.schedule)
             pool = self._copy(state.pool, source, target)
             state = dataclasses.replace(state, pool=pool, schedule=plan)
-            state = _repeat(self._of_group(plan.prefilling.sum()) > 0, prefill, state)
-            return jnp.zeros((), bool), state
+            prefills = wants(state)[0]
+            state = _repeat(prefills, prefill, state)
+            return prefills & wants(state)[1], state  # siblings of what was prefilled
 
-        plan = state.schedule
-        may_fill = schedule.may_admit(plan) | plan.prefilling.any()
-        state = _repeat(self._of_group(may_fill.astype(jnp.int32)) > 0, fill, state)
+        state = _repeat(jnp.logical_or(*wants(state)), fill, state)
         state = self._decode(prepared, requests, state)
         return dataclasses.replace(state, turns=state.turns + 1)
 
@@ -237,9 +254,7 @@ class ContinuousLoop:
     def _prefill(self, prepared, requests, state: BatchState) -> BatchState:
         """Prefills the next chunks of the first slots that must prefill."""
         plan = state.schedule
-        prompt_slots = state.tokens.shape[1] - self.loop.sampler.max_new_tokens
-        chunk = min(self.batching.prefill_chunk, prompt_slots)
-        together = min(self.batching.prefill_chunk // chunk, self.batching.slots)
+        chunk, together = self._chunks(state.tokens.shape[1])
         slots, counts = schedule.to_prefill(plan, chunk, together)
         table = jnp.pad(plan.table, ((0, 1), (0, 0)))[slots]
         start = jnp.append(plan.cached, 0)[slots]

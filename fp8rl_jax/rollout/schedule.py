@@ -8,6 +8,9 @@ program; nothing here knows a model.
   prefills the prompt's pages. They stay allocated while siblings, other samples of that prompt,
   wait (`ready`); siblings share the full pages and copy the last, partly filled page before writing
   to it.
+* **Prefilling.** A forward pass of prompts costs the same however few of them it has, and a slot
+  that waits for its prompt draws nothing. So slots wait until a pass is full, or until it would let
+  an eighth as many slots decode as decode already (`wants_prefill`).
 * **Running out.** When sequences need more pages than are free, a prompt whose pages no sequence
   reads gives them up; if there is none, the running request with the highest number is preempted:
   it waits again with its tokens, whose keys and values are recomputed later. A turn frees one
@@ -28,6 +31,7 @@ from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.rollout import page_pool
 
 WAITING, RUNNING, DONE = 0, 1, 2
+_FEW = 8  # slots that decode for each that would be worth a forward pass of prompts
 
 
 @flax.struct.dataclass
@@ -187,8 +191,8 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
 
     Each idle slot considers one of the first waiting requests. The slot stays idle if another slot
     is filling the pages of this request's prompt, or if too few pages are free: it takes the pages
-    of the request's tokens, one for each running request, and one for each request admitted before
-    it in this turn.
+    of the request's tokens, and one for each request that runs or was admitted before it in this
+    turn and may need another.
 
     Returns:
       (schedule, source, target): source and target (B,) int32 are pages to copy; 0 for none.
@@ -210,8 +214,10 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     full, all_shared = _prompt_pages(s.prompt_lengths[prompt])
     first_own = jnp.where(shares, full, 0)
     needed = (s.lengths[candidate] - 1) // PAGE + 1 - first_own
-    taken = jnp.cumsum(jnp.where(eligible, needed + 1, 0)) - 1
-    chosen = eligible & (taken <= page_pool.count_free(s.refs) - s.occupied.sum())
+    grows = first_own + needed < width
+    taken = jnp.cumsum(jnp.where(eligible, needed + grows, 0)) - grows
+    growing = (s.occupied & (s.table[:, -1] == 0)).sum()
+    chosen = eligible & (taken <= page_pool.count_free(s.refs) - growing)
 
     page = jnp.arange(width)
     own = (page >= first_own[:, None]) & (page < (first_own + needed)[:, None])
@@ -272,6 +278,25 @@ def make_room(s: Schedule) -> tuple[Schedule, jax.Array]:
     here = given[:, None] & (jnp.arange(s.table.shape[1]) == page[:, None])
     table = jnp.where(here, pages[:, None], s.table)
     return dataclasses.replace(s, refs=refs, table=table), s.decoding & (~need | given)
+
+
+def prefill_counts(s: Schedule) -> jax.Array:
+    """Returns (4,) int32, numbers of slots that must prefill, of slots that could decode if those
+    had, of slots that decode, and of waiting requests."""
+    prefilling, idle = s.prefilling.sum(), (~s.occupied).sum()
+    waiting = (s.status == WAITING).sum()
+    # Siblings of a prompt's first sample are admitted when it is prefilled.
+    more = jnp.minimum(jnp.minimum(prefilling * (s.group_size - 1), idle), waiting)
+    return jnp.stack([prefilling, prefilling + more, s.decoding.sum(), waiting]).astype(jnp.int32)
+
+
+def wants_prefill(counts: jax.Array, together: int) -> jax.Array:
+    """Returns () bool, whether to prefill now, `together` prompts at most: if a pass is full, if it
+    lets many slots decode, or if no more prompts will join it. `counts`: sums of
+    `prefill_counts`."""
+    prefilling, could, decoding, waiting = counts
+    worth = (prefilling >= together) | (_FEW * could >= decoding) | (waiting == 0)
+    return (prefilling > 0) & worth
 
 
 def to_prefill(s: Schedule, chunk: int, count: int = 1) -> tuple[jax.Array, jax.Array]:

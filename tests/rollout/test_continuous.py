@@ -27,6 +27,7 @@ from fp8rl_jax.rollout.sampler import Requests
 
 EOS, PAD = 330, 329
 PROMPT, NEW, GROUP = 70, 200, 3
+TINY = models.ModelConfig(61, 32, 32, 1, 2, 1, 16)
 DENSE = models.ModelConfig(331, 64, 64, 2, 4, 2, 16)
 EXPERTS = dataclasses.replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 LATENT = models.ModelConfig(
@@ -114,6 +115,34 @@ def test_equals_the_static_sampler(slots, pages, preempted):
     assert metrics["rollout_slots_used"] * slots * _count(sampler, "turns") == pytest.approx(
         expected.mask.sum()
     )
+
+
+@pytest.mark.parametrize(
+    ("group", "slots", "chunk"),
+    [(1, 32, 16), _SLOW(4, 64, 16), _SLOW(1, 32, 128), _SLOW(8, 512, 64)],
+)
+def test_slots_are_hardly_ever_idle(group, slots, chunk):
+    """Short responses, with pages for all slots: not many more turns than full slots take. A pass
+    has two prompts, eight or sixteen."""
+    prompt, new, prompts = 8, 24, 128 if slots < 512 else 512
+    rng = np.random.default_rng(0)
+    limits = rng.integers(1, new + 1, prompts * group).astype(np.int32)
+    sampler = ContinuousSampler(
+        TINY, "f32", SamplerConfig(new, group, (), 0), Batching(slots, 1 + slots, chunk)
+    )
+    rows = prompts * group
+    sampler(
+        quantized(initial_params(TINY), get_recipe("f32")),
+        rng.integers(1, 60, (prompts, prompt)).astype(np.int32),
+        np.full(prompts, prompt, np.int32),
+        jax.random.key(0, impl="threefry2x32"),
+        np.arange(rows, dtype=np.int32),
+        np.ones(rows, np.float32),
+        limits,
+        tuple(map(jnp.asarray, models.rope_tables(TINY, prompt + new))),
+    )
+    # The last responses to begin take up to `new` turns with ever fewer others beside them.
+    assert _count(sampler, "turns") <= 1.15 * limits.sum() / slots + new
 
 
 _CALIBRATED = dataclasses.replace(get_recipe("fp8_blockwise"), kv="calibrated", fp8_attention=True)

@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from fp8rl_jax.models import PAGE, least_pages, pages_of
 from fp8rl_jax.rollout import page_pool, schedule
 from fp8rl_jax.rollout.schedule import DONE, RUNNING
 
-_CHUNK = 48
+_CHUNK, _TOGETHER = 48, 3
 
 
 @dataclasses.dataclass
@@ -38,23 +37,16 @@ class _Turn:
 
 @jax.jit
 def _turn(s: schedule.Schedule, targets: jax.Array) -> tuple:
-    """A turn as rollout/continuous.py takes it; a request ends with its target's length."""
+    """A turn as rollout/continuous.py takes it, with one pass of prompts at most; a request ends
+    with its target's length."""
     admitted, source, target = schedule.admit(s)
-    slots, counts = schedule.to_prefill(admitted, _CHUNK)
+    slots, counts = schedule.to_prefill(admitted, _CHUNK, _TOGETHER)
+    counts *= schedule.wants_prefill(schedule.prefill_counts(admitted), _TOGETHER)
     filled = schedule.prefilled(admitted, slots, counts)
-
-    def decode(filled):
-        roomy, draws = schedule.make_room(filled)
-        after = schedule.decoded(roomy, draws)
-        ended = draws & (after.known >= targets[jnp.maximum(after.request, 0)])
-        return roomy, schedule.end(after, ended), draws
-
-    def wait(filled):
-        return filled, filled, jnp.zeros_like(filled.decoding)
-
-    worth = filled.decoding.sum() >= filled.prefilling.sum()
-    roomy, after, drew = lax.cond(worth, decode, wait, filled)
-    return admitted, source, target, slots, counts, roomy, after, drew
+    roomy, draws = schedule.make_room(filled)
+    after = schedule.decoded(roomy, draws)
+    ended = draws & (after.known >= targets[jnp.maximum(after.request, 0)])
+    return admitted, source, target, slots, counts, roomy, schedule.end(after, ended), draws
 
 
 class _Memory:
