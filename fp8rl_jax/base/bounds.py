@@ -178,6 +178,7 @@ BOUNDS: dict[str, Bounds] = {
     # A correction must do nothing at zero drift, where ratios are 1, so its bounds include 1.
     "tis.cap": Bounds(1, _RATIO),
     "tis.low": Bounds(0, 1),
+    "tis.ess": Bounds(0, 1),
     "seq_tis.cap": Bounds(1, _RATIO),
     "icepop.low": Bounds(0, 1),
     "icepop.high": Bounds(1, _RATIO),
@@ -220,10 +221,15 @@ def _check(bounds: Bounds, found: str, value: Any) -> None:
         raise UserError(f"{found} write {bounds}; it is 0 in float32")
 
 
+def takes_auto(parameter: inspect.Parameter) -> bool:
+    """Returns whether a parameter may be 'auto' by its annotation."""
+    return "auto" in str(parameter.annotation)
+
+
 def bounded(function: Callable) -> Callable:
     """Wraps a function to raise UserError for a parameter outside its bounds and TypeError for one
     that is not a number. The bounds are those of 'FUNCTION.PARAMETER' in the table, else those of
-    'algo.PARAMETER'; other parameters are not checked."""
+    'algo.PARAMETER'; other parameters are not checked, nor 'auto' where the annotation has it."""
     signature = inspect.signature(function)
     own = {name: f"{function.__name__}.{name}" for name in signature.parameters}
     named = {
@@ -238,6 +244,8 @@ def bounded(function: Callable) -> Callable:
         for name, key in named.items():
             if name in given.arguments:
                 value = given.arguments[name]
+                if value == "auto" and takes_auto(signature.parameters[name]):
+                    continue
                 if not isinstance(value, numbers.Real):
                     raise TypeError(f"{function.__name__}: {name} is {value!r}; write a number")
                 _check(BOUNDS[key], f"{function.__name__}({name}={shown(value)}):", value)

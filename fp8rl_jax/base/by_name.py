@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp8rl_jax.base import user_code
+from fp8rl_jax.base.bounds import takes_auto
 from fp8rl_jax.base.errors import UserError
 
 
@@ -18,7 +19,8 @@ def choose(
 
     Args:
       text: such as ``tis``, ``tis(cap=2.0)``, ``mask_geometric(0.999, 1.001), tis``, or
-        ``my_module:my_function``, which is returned unchanged. Arguments are numbers.
+        ``my_module:my_function``, which is returned unchanged. Arguments are numbers, or `auto`
+        where a factory's parameter takes it.
       factories: functions by name.
       what: beginning of error messages, such as 'algo.loss'.
       most: largest number of names; 0 for any number.
@@ -49,6 +51,11 @@ def choose(
     return [_call(node, text, factories, what, known, defaults) for node in nodes]
 
 
+def _value(node: ast.expr) -> Any:
+    is_auto = isinstance(node, ast.Name) and node.id == "auto"
+    return "auto" if is_auto else ast.literal_eval(node)
+
+
 def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults: dict):
     function = node.func if isinstance(node, ast.Call) else node
     name = (
@@ -61,8 +68,8 @@ def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults:
     signature = inspect.signature(factories[name])
     usage = f"{name}({', '.join(f'{p.name}={p.default}' for p in signature.parameters.values())})"
     try:
-        arguments = [ast.literal_eval(x) for x in getattr(node, "args", [])]
-        named = {str(k.arg): ast.literal_eval(k.value) for k in getattr(node, "keywords", [])}
+        arguments = [_value(x) for x in getattr(node, "args", [])]
+        named = {str(k.arg): _value(k.value) for k in getattr(node, "keywords", [])}
         if len(named) < len(getattr(node, "keywords", [])):
             raise TypeError("an argument is there twice")
         given = signature.bind(*arguments, **named).arguments
@@ -70,7 +77,10 @@ def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults:
         raise UserError(f"{what} is {text!r}: arguments are numbers; write {usage}") from None
     except (TypeError, ValueError) as error:
         raise UserError(f"{what} is {text!r}: {error}; write {usage}") from None
-    if not all(type(value) in (int, float) for value in given.values()):
+    if not all(
+        type(value) in (int, float) or (value == "auto" and takes_auto(signature.parameters[name]))
+        for name, value in given.items()
+    ):
         raise UserError(f"{what} is {text!r}: arguments are numbers; write {usage}")
     filled = {k: v for k, v in defaults.items() if k in signature.parameters}
     try:

@@ -15,7 +15,7 @@ from fp8rl_jax.base.by_name import choose
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.rl.advantages import BASELINES, SCALES, Baseline, Scale, token_std
 from fp8rl_jax.rl.aggregation import AGGREGATIONS, Aggregation
-from fp8rl_jax.rl.corrections import CORRECTIONS, Correction
+from fp8rl_jax.rl.corrections import CORRECTIONS, Correction, effective_sample_size
 from fp8rl_jax.rl.kl import ESTIMATORS, Estimator
 from fp8rl_jax.rl.losses import LOSSES, TokenLoss
 from fp8rl_jax.rl.shaping import overlong_penalty
@@ -201,6 +201,6 @@ def _weight_metrics(name: str, weights, mask, kept) -> dict[str, float]:
         f"correction/{name}_mean": float(w.mean()),
         f"correction/{name}_min": float(w.min()),
         f"correction/{name}_max": float(w.max()),
-        f"correction/{name}_ess": float(w.sum() ** 2 / max(w.size * (w**2).sum(), 1e-300)),
+        f"correction/{name}_ess": effective_sample_size(w),
         f"correction/{name}_dropped": 1.0 - _mean(kept, mask),
     }

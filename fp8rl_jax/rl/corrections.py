@@ -11,6 +11,7 @@ that exclude 1 are therefore refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
@@ -40,11 +41,46 @@ def _kept(keep: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ones(mask.shape), mask & keep
 
 
+def effective_sample_size(weights: np.ndarray) -> float:
+    """Returns (sum w)^2 / (n sum w^2) of weights (n,): the share of samples that as many equal
+    weights would need for the same variance (Kong, 1992)."""
+    return float(weights.sum() ** 2 / max(weights.size * (weights**2).sum(), 1e-300))
+
+
+def _cap_for(ratio: np.ndarray, low: float, ess: float) -> float:
+    """Returns the largest cap, at least 1, with which weights (n,) have this effective sample
+    size; 1 if none is small enough. The size falls as the cap rises, so bisection finds it."""
+
+    def enough(cap: float) -> bool:
+        return effective_sample_size(np.clip(ratio, low, cap)) >= ess
+
+    least, most = 1.0, max(1.0, float(ratio.max(initial=1.0)))
+    if enough(most):
+        return most
+    for _ in range(60):
+        middle = float(np.sqrt(least * most))
+        least, most = (middle, most) if enough(middle) else (least, middle)
+    return least
+
+
 @bounded
-def tis(cap: float = 2.0, low: float = 0.0) -> Correction:
+def tis(cap: float | Literal["auto"] = 2.0, low: float = 0.0, ess: float = 0.0) -> Correction:
     """Weighs a token by ``clip(e^D, low, cap)``: truncated importance sampling (FP8-RL, Miles and
-    verl: cap 2)."""
-    return lambda d, mask, advantages: _weighted(np.clip(_ratio(d), low, cap), mask)
+    verl: cap 2).
+
+    ``tis(auto, ess=0.9)`` takes in every step the largest cap, at least 1, with which the weights
+    have an effective sample size of 0.9: less bias than a fixed one where the policies are close,
+    and less variance where they are not.
+    """
+    if (cap == "auto") != (ess > 0):
+        raise ValueError("auto and ess go together: write tis(auto, ess=0.9), or leave both out")
+
+    def correction(d, mask, advantages):
+        ratio = _ratio(d)
+        most = _cap_for(ratio[mask], low, ess) if cap == "auto" else cap
+        return _weighted(np.clip(ratio, low, most), mask)
+
+    return correction
 
 
 @bounded

@@ -352,3 +352,23 @@ def test_informative_groups(step):
     np.testing.assert_array_equal(
         found, rl_oracle.informative_groups(step[0].tolist()), strict=True
     )
+
+
+def test_a_cap_that_keeps_the_effective_sample_size():
+    """The largest from 1 on: exactly that of sorted ratios tried one by one; 1 where nothing
+    drifted, none where the weights are equal enough without one."""
+    rng = np.random.default_rng(0)
+    d, mask = rng.standard_normal((4, 50)), rng.random((4, 50)) < 0.8
+    for ess in (0.6, 0.7, 0.8):
+        weights, keep = corrections.tis("auto", ess=ess)(d, mask, None)
+        own = weights[mask]
+        assert (keep == mask).all() and (weights[~mask] == 1).all()
+        found = own.sum() ** 2 / (own.size * (own**2).sum())
+        cap = own.max()
+        np.testing.assert_allclose(own, np.minimum(np.exp(d[mask]), cap))
+        more = np.minimum(np.exp(d[mask]), cap * 1.001)
+        assert found >= ess - 1e-12
+        assert more.sum() ** 2 / (more.size * (more**2).sum()) < ess
+    for spread, cap in ((0.0, 1.0), (0.01, np.exp(0.01 * d[mask].max())), (100.0, 1.0)):
+        weights, _ = corrections.tis("auto", ess=0.9)(spread * d, mask, None)
+        assert weights[mask].max() == pytest.approx(cap, rel=1e-12)

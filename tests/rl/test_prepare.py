@@ -160,7 +160,7 @@ def test_presets(name):
         ("tiss", {}, ["algo.correction", "'tiss'", "mask_geometric"]),
         ("tis(2.0), tis(3.0)", {}, ["algo.correction", "once"]),
         ("tis(-1)", {}, ["algo.correction", "cap"]),
-        ("tis('x')", {}, ["numbers", "tis(cap=2.0, low=0.0)"]),
+        ("tis('x')", {}, ["numbers", "tis(cap=2.0, low=0.0, ess=0.0)"]),
         ("tis(", {}, ["not understood", "module:function"]),
         ("none", {"loss": "pop"}, ["algo.loss", "'pop'", "cispo"]),
         ("none", {"loss": "gspo(1, 2, 3)"}, ["algo.loss", "gspo(clip_low=0.0003"]),
