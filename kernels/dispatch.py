@@ -36,7 +36,7 @@ from fp8rl_jax.kernels.reference.ways import EXACT, Way
 IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton")
 
 
-_LONG = 512  # with so many keys or more a CPU takes attention's gradients by blocks
+_LONG = 256  # with so many keys or more a CPU takes attention's gradients by blocks
 
 
 def triton_installed() -> bool:

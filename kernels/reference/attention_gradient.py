@@ -23,7 +23,7 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import Way
 
-_QUERIES, _KEYS = 256, 256  # sizes of a block
+_QUERIES, _KEYS = 64, 64  # sizes of a block: a page, with which sequences of packed rows begin
 _LOWEST = -1e30
 
 
