@@ -27,7 +27,7 @@ def get_config():
                 "max_new_tokens": 2048,
             },
             "algo": {"clip_high": 0.28, "num_minibatches": 1},
-            "learner": {"gradient_accumulation_steps": 16, "remat": "full"},
+            "learner": {"tokens_per_batch": 5120, "remat": "full"},
             "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
             "sft": {"steps": 0},
             "eval": {"questions": 1024, "every": 50},

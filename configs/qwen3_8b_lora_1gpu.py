@@ -37,7 +37,7 @@ def get_config():
                 "max_prompt_tokens": 320,
                 "max_new_tokens": 768,
             },
-            "learner": {"gradient_accumulation_steps": 32, "remat": "full"},
+            "learner": {"tokens_per_batch": 8704, "remat": "full"},
             "optimizer": {"learning_rate": 2e-5, "warmup_steps": 5, "b2": 0.95},
             "sft": {"steps": 0},
             "eval": {"questions": 1319, "batch_size": 256, "every": 25},

@@ -247,13 +247,17 @@ def _fixes(error: str) -> list[tuple[list[str], float]]:
     return [(re.findall(r"[a-z_]+\.[a-z_]+=\w+", words), float(size)) for words, size in found]
 
 
+_PADDED = ["learner.tokens_per_batch=0", "learner.gradient_accumulation_steps=16"]
+
+
 @pytest.mark.parametrize(
     ("fields", "memory", "fixed"),
     [
-        (["learner.remat=none"], 60, ["learner.remat", "mesh.fsdp"]),
-        ([], 50, ["learner.gradient_accumulation_steps", "learner.offload", "mesh.fsdp"]),
+        (["learner.remat=none"], 60, ["learner.remat"]),
+        ([], 50, ["learner.tokens_per_batch", "learner.offload", "mesh.fsdp"]),
+        (_PADDED, 50, ["learner.gradient_accumulation_steps", "learner.offload", "mesh.fsdp"]),
         (["mesh.fsdp=4", "mesh.data=2"], 60, ["mesh.data"]),
-        (["mesh.fsdp=1", "learner.remat=none"], 60, ["learner.gradient_accumulation_steps"]),
+        (["mesh.fsdp=1", "learner.remat=none"], 60, ["learner.tokens_per_batch"]),
     ],
 )
 def test_what_does_not_fit_is_fixed_as_the_plan_says(plan, fields, memory, fixed):

@@ -114,7 +114,8 @@ def _check(found: Planned) -> None:
     assert 1 <= ratio <= 1.6, (plan.needed / _GIB, program.needed / _GIB)
 
 
-_NO_REMAT = ("learner.remat=none", "learner.gradient_accumulation_steps=32")
+_NO_REMAT = ("learner.remat=none", "learner.tokens_per_batch=4352")
+_PADDED = ("learner.tokens_per_batch=0", "learner.gradient_accumulation_steps=8")
 
 
 @pytest.mark.slow
@@ -123,7 +124,7 @@ _NO_REMAT = ("learner.remat=none", "learner.gradient_accumulation_steps=32")
     [
         ("qwen3_8b", "qwen3_8b", ()),
         ("qwen3_8b", "qwen3_8b", ("mesh.data=2", "mesh.fsdp=4")),
-        ("qwen3_4b", "qwen3_4b", ("mesh.fsdp=4",)),
+        ("qwen3_4b", "qwen3_4b", ("mesh.fsdp=4", *_PADDED)),
         ("qwen3_4b", "qwen3_4b", ("mesh.data=2", "mesh.fsdp=4")),
         ("qwen3_1p7b_gsm8k", "qwen3_1p7b", ()),
         ("qwen3_1p7b_gsm8k", "qwen3_1p7b", _NO_REMAT),
