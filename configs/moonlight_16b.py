@@ -3,7 +3,7 @@
 Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/moonlight_16b.py --config.model.checkpoint=DIR
            with the files of moonshotai/Moonlight-16B-A3B-Instruct in DIR
-Mesh:      8 GPUs of 141 GB: fsdp 2, expert 4. Compiled without them, a train step needs 60.9 GiB
+Mesh:      8 GPUs of 141 GB: fsdp 2, expert 4. Compiled without them, a train step needs 60.8 GiB
            of each (fp8rl plan --compile), and the sampler's weights, before it, 5.5 GiB
 Expected:  not run by us (it needs the GPUs); published as a recipe, without figures.
 """

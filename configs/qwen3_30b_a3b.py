@@ -3,7 +3,7 @@
 Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/qwen3_30b_a3b.py --config.model.checkpoint=DIR
            with the files of Qwen/Qwen3-30B-A3B in DIR
-Mesh:      16 GPUs of 141 GB: fsdp 4, expert 4. Compiled without them, a train step needs 49.3 GiB
+Mesh:      16 GPUs of 141 GB: fsdp 4, expert 4. Compiled without them, a train step needs 51.0 GiB
            of each (fp8rl plan --compile), and the sampler's weights, before it, 8.8 GiB
 Expected:  not run by us (it needs the GPUs); published: accuracy curves of FP8 and BF16 match.
 """

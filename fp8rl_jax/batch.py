@@ -254,12 +254,6 @@ class Prompts:
     slots: np.ndarray
 
     @classmethod
-    def of_groups(cls, sequences: int, size: int, length: int) -> Prompts:
-        """Returns those of groups of `size` sequences, all prompts `length` tokens long."""
-        numbers = np.arange(sequences) // size
-        return cls(numbers, np.full(sequences, (length - 1) // PAGE * PAGE))
-
-    @classmethod
     def of(cls, tokens: np.ndarray, lengths: np.ndarray) -> Prompts:
         """Finds the equal ones of the prompts of `lengths` (N,) at the start of `tokens` (N, T)."""
         seen: dict[bytes, int] = {}

@@ -22,6 +22,7 @@ from fp8rl_jax import learner, models
 from fp8rl_jax.batch import Batch, make_batch, pack
 
 _TIMES = 5
+_PROMPTS, _RESPONSES = 1024, 256  # of the second table
 _MODEL = models.ModelConfig(259, 256, 768, 2, 4, 2, 64)
 
 
@@ -58,13 +59,13 @@ class Case:
         return cls(found, int(batch.lengths.sum()), slots.micro_batches * capacity)
 
 
-def _table(recipe: str, cases: dict[str, Case], base: str) -> None:
-    """Prints the CPU seconds of cases over those of `base`."""
+def _table(recipe: str, cases: dict[str, Case], base: str, longest: int) -> None:
+    """Prints the CPU seconds of cases, of at most `longest` tokens, over those of `base`."""
     optimizer = optax.adam(1e-3)
     step = learner.make_train_step(_MODEL, recipe, optimizer, learner.LossConfig(), donate=False)
     params = models.init_params(_MODEL, jax.random.key(0, impl="threefry2x32"))
     state = learner.new_state(params, optimizer, np.zeros(2, np.uint32), recipe)
-    rope = tuple(map(jnp.asarray, models.rope_tables(_MODEL, _PROMPTS + _RESPONSES)))
+    rope = tuple(map(jnp.asarray, models.rope_tables(_MODEL, longest)))
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(1 + _TIMES):
         for name, case in cases.items():
@@ -76,9 +77,6 @@ def _table(recipe: str, cases: dict[str, Case], base: str) -> None:
     for name, case in cases.items():
         ratio = np.median(np.array(times[name][1:]) / whole)
         print(f"| {name} | {case.computed / case.tokens:.2f} | {ratio:.2f} |")
-
-
-_PROMPTS, _RESPONSES = 1024, 256  # of the second table, the longest
 
 
 def main() -> None:
@@ -94,7 +92,7 @@ def main() -> None:
     for capacity in (512, 1024, 2048):
         cases[f"a quarter, rows of {capacity} tokens"] = Case.packed(short, capacity)
     print(f"{recipe}, {platform.processor() or platform.machine()}")
-    _table(recipe, cases, "full lengths")
+    _table(recipe, cases, "full lengths", prompt + response)
 
     group = np.full(8, _PROMPTS), _PROMPTS, np.full(8, _RESPONSES), _RESPONSES
     batch, capacity = _batch(rng, *group), 3 * (_PROMPTS + _RESPONSES)
@@ -103,7 +101,7 @@ def main() -> None:
         f"rows of {capacity} tokens": Case.packed(batch, capacity),
         "the same with shared prompts": Case.packed(batch, capacity, True),
     }
-    _table(recipe, cases, "padded rows")
+    _table(recipe, cases, "padded rows", _PROMPTS + _RESPONSES)
 
 
 if __name__ == "__main__":

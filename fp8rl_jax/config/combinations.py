@@ -311,6 +311,12 @@ PAIRS = (
         "write False, or set learner.tokens_per_batch",
     ),
     Pair(
+        "balance loss of routers",
+        "shared prompts",
+        "with {one} the experts' load would count a prompt once for all responses that share it",
+        "write False",
+    ),
+    Pair(
         "advantages within a group",
         "groups of one",
         "with {one} all advantages are then 0",

@@ -26,7 +26,8 @@ class Packed:
     """Places of the tokens of rows that hold several sequences.
 
     Attributes:
-      positions: (B, T) int32, positions within a sequence; 0 for padding.
+      positions: (B, T) int32, positions within a sequence; for padding the number of tokens
+        that the sequence of its page shares, or 0.
       starts: (B, T) int32, slot of the first own token of a token's sequence; its own for padding.
       table: (B, T / PAGE, N) int32, the pages of a row that the queries of a page may read.
       shared: (B, T, 2) int32, the slots that a token's sequence shares, from the one to before the

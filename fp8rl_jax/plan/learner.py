@@ -15,11 +15,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
-from fp8rl_jax.batch import Prompts, assign, most_micro_batches
+from fp8rl_jax.batch import most_micro_batches
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
@@ -77,12 +76,7 @@ def workload(resolved: Resolved, mesh: Mesh | AbstractMesh) -> Workload:
     sequences, devices = resolved.minibatch_samples, sharding.batch_divisor(mesh)
     rows, capacity = sequences // parts // devices, config.learner.tokens_per_batch
     if capacity:
-        rows, longest = 1, resolved.sequence_tokens
-        parts = most_micro_batches(sequences, longest, capacity, devices)
-        if config.learner.share_prompts:
-            groups = sequences, rollout.group_size, rollout.max_prompt_tokens
-            lengths = np.full(sequences, longest)
-            parts = assign(lengths, longest, capacity, devices, Prompts.of_groups(*groups))[3]
+        rows, parts = 1, most_micro_batches(sequences, resolved.sequence_tokens, capacity, devices)
     balanced = config.algo.router_aux_loss_coef > 0 and config.algo.routing_replay == "none"
     return Workload(
         rows,

@@ -146,7 +146,9 @@ def step_flops(
     }
 
 
-def useful_flops(model: ModelConfig, lengths: np.ndarray, responses: float) -> float:
+def useful_flops(
+    model: ModelConfig, lengths: np.ndarray, responses: float, shared: np.ndarray | int = 0
+) -> float:
     """Returns the FLOPs that an update needs, without padding and what is recomputed: the numerator
     of MFU (Chowdhery et al., arXiv:2204.02311, appendix B), three times the forward pass.
 
@@ -154,11 +156,16 @@ def useful_flops(model: ModelConfig, lengths: np.ndarray, responses: float) -> f
       model: shapes of the model.
       lengths: (B,), tokens of each sequence.
       responses: tokens of all responses; only these pass through the output head.
+      shared: (B,), the first tokens of each sequence that another one computes.
     """
     counts, lengths = parameter_counts(model), np.asarray(lengths, np.float64)
-    linear = (counts.active - counts.tables) * lengths.sum()
-    pairs = lengths * (lengths + 1) / 2 * _pairs_left(model, lengths)
-    pairs = pairs.sum() * model.num_hidden_layers
+    linear = (counts.active - counts.tables) * (lengths - shared).sum()
+
+    def pairs_of(lengths: np.ndarray) -> np.ndarray:
+        return lengths * (lengths + 1) / 2 * _pairs_left(model, lengths)
+
+    shared = shared * np.ones_like(lengths)
+    pairs = (pairs_of(lengths) - pairs_of(shared)).sum() * model.num_hidden_layers
     head = model.vocab_size * model.hidden_size * responses
     return 3 * 2 * float(linear + pairs * attention_features(model) + head)
 

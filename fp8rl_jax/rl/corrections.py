@@ -68,9 +68,9 @@ def tis(cap: float | Literal["auto"] = 2.0, low: float = 0.0, ess: float = 0.0) 
     """Weighs a token by ``clip(e^D, low, cap)``: truncated importance sampling (FP8-RL, Miles and
     verl: cap 2).
 
-    ``tis(auto, ess=0.9)`` takes in every step the largest cap, at least 1, with which the weights
-    have an effective sample size of 0.9: less bias than a fixed one where the policies are close,
-    and less variance where they are not.
+    ``tis(auto, ess=0.9)`` takes in every step the largest cap with which the weights have an
+    effective sample size of 0.9, and 1 if only a smaller one had it: less bias than a fixed one
+    where the policies are close, and less variance where they are not.
     """
     if (cap == "auto") != (ess > 0):
         raise ValueError("auto and ess go together: write tis(auto, ess=0.9), or leave both out")

@@ -190,9 +190,9 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     """Gives idle slots to waiting requests.
 
     Each idle slot considers one of the first waiting requests. The slot stays idle if another slot
-    is filling the pages of this request's prompt, or if too few pages are free: it takes the pages
-    of the request's tokens, and one for each request that runs or was admitted before it in this
-    turn and may need another.
+    is filling the pages of this request's prompt, or if too few pages are free. There must be pages
+    for the request's tokens, and another one for each request that runs, or was admitted before it
+    in this turn, and does not have all of its pages.
 
     Returns:
       (schedule, source, target): source and target (B,) int32 are pages to copy; 0 for none.

@@ -140,7 +140,8 @@ class Engine(Protocol):
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, np.ndarray, dict]:
         """Returns the state after one optimiser update of RL, the log-probabilities (B, R) that its
         forward pass computed, and its metrics, both on the host. `metrics['computed']` is the
-        number of tokens of which that pass was, `metrics['padding']` of those that are padding.
+        number of tokens of which that pass was, `metrics['padding']` of those that are padding;
+        `metrics['shared']` (B,) are the first tokens of sequences that others computed for them.
         `state` is donated; if loss or gradients are not finite (metrics['good'] is False), the new
         state equals it."""
 
@@ -439,7 +440,7 @@ class JaxEngine(Engine):
         placed, slots = self.on_devices(batch)
         state, logp, metrics = (step or self.compiled_update)(state, placed, self.rope)
         logp, metrics = processes.fetch(logp), jax.device_get(metrics)
-        metrics["computed"], real = batch.tokens.size, batch.lengths
+        metrics["computed"], metrics["shared"] = batch.tokens.size, 0 * batch.lengths
         if slots:
             size = batch.targets.shape[1]
             logp = slots.unpack(logp, size)
@@ -447,6 +448,6 @@ class JaxEngine(Engine):
             metrics["tokens"] = {name: slots.unpack(values, size) for name, values in found}
             shards = batch_divisor(self.layout.mesh)
             metrics["computed"] = slots.micro_batches * shards * placed.tokens.shape[1]
-            real = slots.lengths - slots.shared
-        metrics["padding"] = metrics["computed"] - int(np.sum(real))
+            metrics["shared"] = slots.shared
+        metrics["padding"] = metrics["computed"] - int(np.sum(batch.lengths - metrics["shared"]))
         return state, logp, metrics

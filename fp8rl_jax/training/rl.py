@@ -130,14 +130,16 @@ def rl_step(
         hold_settings()
         served.release()
         monitor.keep(state, run.drifted)
-        state, logp, checksum = _updates(run, state, batch, record)
-        _add_rates(rt, batch, record)
+        state, logp, updates = _updates(run, state, batch, record)
+        _add_rates(rt, batch, updates, record)
 
         # 5. Compare log-probabilities on the first update's rows, and the weights that both read.
         first = slice(0, len(logp))
         record |= mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
         if rt.same_forward:
-            record["refit_checksum_ok"] = bool(checksum == np.asarray(served.checksum))
+            record["refit_checksum_ok"] = bool(
+                updates[0]["checksum"] == np.asarray(served.checksum)
+            )
         record.add_refit(served.health, rt.model, rt.rollout_recipe)
 
         # 6. Refit.
@@ -197,9 +199,9 @@ def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> 
 
 def _updates(
     run: Run, state: TrainState, batch: Batch, record: StepRecord
-) -> tuple[TrainState, np.ndarray, np.ndarray]:
+) -> tuple[TrainState, np.ndarray, list[dict]]:
     """Makes all optimiser updates of a step. Returns the state after them, the log-probabilities of
-    the first update, and the checksum of the weights that it read."""
+    the first update, and the metrics of all."""
     rt = run.runtime
     algo = rt.config.algo
     rows = len(batch.mask) // algo.num_minibatches
@@ -220,14 +222,17 @@ def _updates(
     record.add_updates(updates, float(batch.mask.sum()), rt.model, rt.learner_recipe)
     record.add_learner_tokens(updates)
     assert first is not None
-    return state, first, updates[0]["checksum"]
+    return state, first, updates
 
 
-def _add_rates(rt: Runtime, batch: Batch, record: StepRecord) -> None:
+def _add_rates(rt: Runtime, batch: Batch, updates: list[dict], record: StepRecord) -> None:
     """Adds tokens per second of a device, and MFU on a known GPU, to the record of a step."""
     mesh = rt.layout.mesh
     gpu = gpus.of_kind(mesh.devices.flat[0].device_kind)
-    needed = rt.config.algo.epochs * useful_flops(rt.model, batch.lengths, float(batch.mask.sum()))
+    algo = rt.config.algo
+    shared = np.concatenate([metrics["shared"] for metrics in updates[: algo.num_minibatches]])
+    tokens = batch.lengths, float(batch.mask.sum()), shared
+    needed = algo.epochs * useful_flops(rt.model, *tokens)
     record.add_rates(needed, mesh.size, None if gpu is None else gpu.bf16)
 
 

@@ -44,6 +44,7 @@ from fp8rl_jax.kernels.reference.attention import dequantized
 
 _SCAN = tl.constexpr(1024)  # positions that are loaded at a time
 _LOG_2 = tl.constexpr(0.6931471805599453)
+_WIDE_BLOCK = 256  # of gradients in jnp: a GPU's host waits in every iteration
 
 
 @triton.jit
@@ -349,7 +350,8 @@ def attention_vjp(
         assert sinks is None
         whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
         run = reference.attention_vjp_by_blocks
-        return run(*whole, positions, cotangent, scale=scale, oldest=oldest, gap=gap)
+        more = {"oldest": oldest, "gap": gap, "block": _WIDE_BLOCK}
+        return run(*whole, positions, cotangent, scale=scale, **more)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     more = {"oldest": oldest, "gap": gap, "sinks": sinks}
     operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales, **more)

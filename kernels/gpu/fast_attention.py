@@ -121,7 +121,7 @@ def seen_by(
     GAPPED: tl.constexpr,
 ):
     """Returns the slots of a tile's two loops over keys: where the first starts and ends, and where
-    the second does; starts are a block's. The first loop needs no mask, but with gaps.
+    the second does; starts are a block's. Without gaps the first loop needs no mask.
 
     `begin` is `first_slots`', `leave` and `resume` are the tile's of `gaps`. Bounds mask every
     block.
@@ -137,7 +137,7 @@ def seen_by(
     resumed = unmasked
     if GAPPED:
         unmasked = tl.minimum((leave + KEYS - 1) // KEYS * KEYS, some_see)
-        resumed = tl.maximum(unmasked, resume // KEYS * KEYS)
+        resumed = tl.maximum(tl.maximum(unmasked, start), resume // KEYS * KEYS)
     return start, unmasked, resumed, some_see
 
 

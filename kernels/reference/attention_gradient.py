@@ -23,7 +23,6 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import Way
 
-_QUERIES, _KEYS = 64, 64  # sizes of a block: a page, with which sequences of packed rows begin
 _LOWEST = -1e30
 
 
@@ -106,11 +105,16 @@ def attention_vjp_by_blocks(
     oldest: jax.Array | None = None,
     gap: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    block: int = 64,
 ) -> tuple[jax.Array, ...]:
-    """Computes `attention_vjp` with memory that grows with T + S instead of T * S."""
+    """Computes `attention_vjp` with memory that grows with T + S instead of T * S.
+
+    `block` is the number of queries and of keys of a block. 64 is the page with which sequences of
+    a row begin, so that hardly any block has several; larger ones are fewer iterations.
+    """
     (batch, queries, heads, _), (slots, kv_heads) = q.shape, k.shape[1:3]
     groups = heads // kv_heads
-    size, width = min(_QUERIES, queries), min(_KEYS, slots)
+    size, width = min(block, queries), min(block, slots)
     if oldest is None:
         oldest = jnp.zeros_like(positions)
     hidden = jnp.stack([positions + 1] * 2, 2) if gap is None else gap
@@ -136,8 +140,8 @@ def attention_vjp_by_blocks(
     def zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
         return varying_as(jnp.full(shape, value, jnp.float32), *operands)
 
-    def gradients(sums, block):
-        query, dout, ends = block
+    def gradients(sums, queries_of_block):
+        query, dout, ends = queries_of_block
         of_rows = (jnp.repeat(x, groups, axis=1)[:, None, :, None] for x in ends)
         position, first, leave, resume = of_rows
         blocks = jnp.clip(position.max() // width + 1, 0, keys.shape[2] // width)
@@ -148,7 +152,7 @@ def attention_vjp_by_blocks(
         count = blocks - begin - (again - skip)
         per_row = query.shape[:3]
 
-        def block_at(step: int | jax.Array) -> jax.Array:
+        def place_of(step: int | jax.Array) -> jax.Array:
             index = begin + step
             return jnp.where(index < skip, index, index + again - skip)
 
@@ -167,7 +171,7 @@ def attention_vjp_by_blocks(
 
         def add_up(step, carry):
             top, total, product = carry
-            score, dweight = scores(block_at(step))
+            score, dweight = scores(place_of(step))
             above = jnp.maximum(top, score.max(-1))
             weight, rescale = jnp.exp(score - above[..., None]), jnp.exp(top - above)
             product = product * rescale + (weight * dweight).sum(-1)
@@ -183,7 +187,7 @@ def attention_vjp_by_blocks(
 
         def differentiate(step, carry):
             dquery, dkeys, dvalues = carry
-            index = block_at(step)
+            index = place_of(step)
             score, dweight = scores(index)
             weight = jnp.exp(score - logsumexp)
             dscore = weight * (dweight - product) * scale

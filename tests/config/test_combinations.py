@@ -70,6 +70,10 @@ _ON: dict[str, list[str]] = {
 }
 # What a pair needs so that no earlier pair of the table is met.
 _BESIDE = {
+    ("balance loss of routers", "shared prompts"): [
+        "learner.tokens_per_batch=128",
+        "model.num_experts=4",
+    ],
     ("dynamic sampling", "groups of one"): ["algo.baseline=none", "algo.scale=none"],
     ("continuous batching", "routing replay"): ["model.num_experts=4"],
     ("continuous batching", "scales of a whole batch"): ["precision.zero_drift=report"],

@@ -126,6 +126,7 @@ def test_truncated_weights_of_fp8_rl():
         "mask_k3",
         "veto",
         "opsm",
+        "tis(auto, ess=0.9)",
         "mask_geometric(0.999, 1.001), tis(2.0), veto",
     ],
 )

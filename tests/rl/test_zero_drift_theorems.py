@@ -55,7 +55,7 @@ def _assert_learns(run) -> None:
 
 
 _CHAIN = "mask_geometric(0.999, 1.001), tis(2.0), veto"
-_OTHERS = ("tis", "seq_tis", "icepop", "mask_sequence", "mask_k3", "opsm")
+_OTHERS = ("tis", "tis(auto, ess=0.9)", "seq_tis", "icepop", "mask_sequence", "mask_k3", "opsm")
 
 
 @pytest.mark.slow

@@ -93,7 +93,11 @@ def test_the_logged_rate_is_that_of_the_update(skipped, monkeypatch):
     def update(state, part):
         if counts[step]:
             state = types.SimpleNamespace(opt_state=optimizer.update({}, state.opt_state, {})[1])
-        return state, part.mask, {"good": True, "checksum": 0, "computed": 6, "padding": 0}
+        return (
+            state,
+            part.mask,
+            {"good": True, "checksum": 0, "computed": 6, "padding": 0, "shared": 0},
+        )
 
     config = types.SimpleNamespace(algo=types.SimpleNamespace(num_minibatches=1, epochs=1))
     engine = types.SimpleNamespace(update=update, rl_optimizer=(optimizer, schedule))

@@ -163,16 +163,22 @@ def test_positions_in_any_order(kind):
     assert not np.asarray(grads[1])[1, 190:].any() and not np.asarray(grads[2])[1, 190:].any()
 
 
-@pytest.mark.parametrize("kind", ["float32", slow("fp8")])
-def test_gaps(kind):
+@pytest.mark.parametrize(
+    ("kind", "window"), [("float32", 0), slow("fp8", 0), slow("float32", 70), slow("fp8", 40)]
+)
+def test_gaps(kind, window):
     """Four sequences in a row, of which the second and the last see the start of the first: tiles
-    of one sequence, whose gaps hold blocks of keys, and tiles of several."""
+    of one sequence, whose gaps hold blocks of keys, and tiles of several; also with a window."""
     operands, scales, cotangent = _case(kind, 460, 2, 1, 32)
     starts = np.repeat([0, 170, 200, 400], [170, 30, 200, 60])
     shared = np.repeat([0, 96, 0, 96], [170, 30, 200, 60])
     begins = np.where(shared, 0, starts)
     ends = begins + shared
     slot = np.arange(460)
+    if window:
+        least = shared + slot - starts - window + 1  # a position within the sequence
+        own = starts + least - shared
+        begins = np.where(least < shared, begins + np.maximum(least, 0), own)
     seen = (slot >= begins[:, None]) & ((slot < ends[:, None]) | (slot >= starts[:, None]))
     bounds = {
         "oldest": jnp.asarray(begins[None], jnp.int32),
