@@ -280,7 +280,7 @@ def assign(
       hold anything; and M, micro-batches that N sequences may need. Row d * M + i is the i-th of
       device d; the first micro-batches are filled.
     """
-    sizes = -(-np.asarray(lengths, np.int64) // PAGE) * PAGE
+    sizes = PAGE * pages_of(np.asarray(lengths, np.int64))
     most = _most_rows(len(sizes), longest, capacity)
     if prompts is None:
         prompts = Prompts(np.arange(len(sizes)), 0 * sizes)
@@ -339,7 +339,7 @@ def pack(
         end, count = start + lengths[index] - shared[index], lengths[index] - prompts[index]
         tokens[row, start:end] = batch.tokens[index, shared[index] : lengths[index]]
         first[row, start:end] = start
-        pages[row, start // PAGE : -(-end // PAGE)] = begins[index] // PAGE, shared[index] // PAGE
+        pages[row, start // PAGE : pages_of(end)] = begins[index] // PAGE, shared[index] // PAGE
         begin = responses[index] = taken[row]
         taken[row] = begin + count
         flat, before = slice(begin, begin + count), slice(end - 1 - count, end - 1)
@@ -362,5 +362,6 @@ def _pack_routing(routing: jax.Array, slots: Slots, shape: tuple[int, int]) -> j
     row, slot = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for index, (at, start) in enumerate(zip(slots.rows, slots.starts, strict=True)):
         own = np.arange(slots.shared[index], slots.lengths[index])
-        row[at, start : start + len(own)], slot[at, start : start + len(own)] = index, own
+        places = at, slice(start, start + len(own))
+        row[places], slot[places] = index, own
     return jnp.moveaxis(routing[row, :, slot], 2, 1)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes, resolve
@@ -64,7 +65,7 @@ class StoredLatent:
 Stored = StoredKV | StoredLatent
 _BITS = {jnp.dtype(E4M3): jnp.uint8, jnp.dtype(jnp.bfloat16): jnp.uint16}
 _NUMBERS = {jnp.dtype(bits): number for number, bits in _BITS.items()}
-_Count = TypeVar("_Count", int, jax.Array)
+_Count = TypeVar("_Count", int, jax.Array, np.ndarray)
 PAGE = KV_CHUNK  # slots of a page; attention reads one page at a time
 
 
