@@ -42,6 +42,7 @@ _VARIANTS = {
         _FP8, activation=Operand(block=(-1, -1), policy=static(amax=32.0))
     ),
     "down_proj in bf16": dataclasses.replace(_FP8, bf16_modules=("down_*",)),
+    "head in float32": dataclasses.replace(_FP8, head="float32"),
     "FP8 attention": dataclasses.replace(_FP8, fp8_attention=True),
     "calibrated FP8 attention": dataclasses.replace(_FP8, kv="calibrated", fp8_attention=True),
 }
@@ -56,6 +57,12 @@ def test_every_row_local_recipe(recipe):
     _assert_exact(
         Case(recipe, prompts=(1, 13, 40), new_tokens=40, layers=3, micro_batches=2, updates=2)
     )
+
+
+def test_a_head_in_float32():
+    """A tied one: both sides multiply by the masters, and look rows up as bf16."""
+    recipe = dataclasses.replace(get_recipe("fp8"), head="float32")
+    _assert_exact(Case(recipe, prompts=(1, 13), layers=1, updates=1, micro_batches=2, tied=True))
 
 
 _EXPERTS = {

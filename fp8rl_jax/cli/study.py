@@ -1,4 +1,4 @@
-"""`fp8rl study` and its subcommands: layers, cases, kv, scale, training, accuracy, recipes,
+"""`fp8rl study` and its subcommands: layers, cases, kv, head, scale, training, accuracy, recipes,
 gradients, all."""
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 COMMANDS = (
     Command(
         "study",
-        "tests hypotheses written beforehand: layers, cases, kv, scale, training, accuracy, "
+        "tests hypotheses written beforehand: layers, cases, kv, head, scale, training, accuracy, "
         "recipes, gradients, all",
     ),
     _command(
@@ -236,6 +236,11 @@ COMMANDS = (
         "an FP8 KV cache, FP8 linear layers and both against a bf16 learner; calibrated scales",
         "few questions; without a model, two layers trained for a minute",
         _STEPS,
+    ),
+    _command(
+        "head",
+        "the output head in bf16 and in FP8 against one in float32, beside FP8 linear layers",
+        "few questions; without a model, two layers trained for a minute",
     ),
     _command(
         "scale",

@@ -142,6 +142,11 @@ FIELDS: dict[str, dict[str, Field]] = {
             "bf16, or fp8: queries too are quantised (needs kv_cache fp8 or fp8_calibrated)",
             choices=("bf16", "fp8"),
         ),
+        "head": Field(
+            "recipe",
+            "output head: recipe: as the recipe says, bf16; f32: weights and product in float32",
+            choices=("recipe", "f32"),
+        ),
         "kv_margin": Field(1.05, "headroom factor of calibrated scales of the KV cache"),
         "kernels": Field(
             "auto",

@@ -24,6 +24,7 @@ _OTHER_NAMES = {
     "run.keep_checkpoints": "save_total_limit",
     "model.checkpoint": "name_or_path path model_name_or_path model_name",
     "precision.rollout": "dtype",
+    "precision.head": "cast_lm_head_to_fp32 enable_fp32_lm_head fp32_lm_head lm_head_fp32",
     "lora.rank": "lora_rank lora_r r peft_config",
     "lora.alpha": "lora_alpha",
     "lora.modules": "target_modules lora_target_modules",

@@ -13,6 +13,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import LINEAR_LAYERS
 from fp8rl_jax.quant import Operand, Recipe, get_recipe, get_scaling_policy
 from fp8rl_jax.quant.qarray import E4M3, INT8
+from fp8rl_jax.quant.recipe import FLOAT32
 
 SIDES = ("rollout", "learner")
 _KV_DTYPES = {"bf16": None, "fp8": E4M3, "int8": INT8}
@@ -52,7 +53,7 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
     """Returns the recipe of a side: the named one, changed by the section's other fields.
 
     Policies, layers and modules in bf16 change only recipes that quantise. The KV cache, FP8
-    attention and kernels change any recipe.
+    attention, output head and kernels change any recipe.
 
     Args:
       precision: section of the configuration.
@@ -72,6 +73,8 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
     if precision.attention == "fp8" and recipe.kv_e4m3:  # else refused by `combinations`
         with _field("attention"):
             recipe = dataclasses.replace(recipe, fp8_attention=True)
+    if precision.head == "f32":
+        recipe = dataclasses.replace(recipe, head=FLOAT32)
     if precision.kernels != "auto":
         recipe = dataclasses.replace(recipe, kernels=precision.kernels)
     if precision.cpu_products == "exact":

@@ -155,6 +155,9 @@ def _recipes(evidence: Evidence) -> dict | None:
         parts.append("products: in FP8 on one side, of dequantised bf16 on the other")
     if one.compute_dtype != other.compute_dtype:
         parts.append(f"computing in: rollout {one.compute_dtype}, learner {other.compute_dtype}")
+    if one.head != other.head:
+        heads = (recipe.for_head().compute_dtype for recipe in (one, other))
+        parts.append("output head: rollout {}, learner {}".format(*heads))
     return _verdict(
         "recipe",
         f"Rollout and learner run different recipes ({one.name}, {other.name}): "

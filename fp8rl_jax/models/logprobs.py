@@ -50,7 +50,7 @@ def head_logits(
 ) -> jax.Array:
     """Computes float32 logits (M, V) of hidden states (M, D). The head is never quantised."""
     rows = Rows(1 if parallel.uses_shard_map(recipe) else parallel.devices)
-    product = functools.partial(matmul, recipe.unquantized(), rows=rows)
+    product = functools.partial(matmul, recipe.for_head(), rows=rows)
     return split_head(recipe, parallel, product, hidden, head)
 
 
@@ -181,7 +181,8 @@ def _kernel_logprobs(recipe: Recipe, hidden, head, master, targets, inverse):
 
 
 def _kernel_forward(recipe: Recipe, hidden, head, master, targets, inverse):
-    operands = (compute_value(hidden, recipe), compute_value(head, recipe), targets, inverse)
+    own = recipe.for_head()
+    operands = (compute_value(hidden, own), compute_value(head, own), targets, inverse)
 
     def kernel(*operands):
         return gpu_kernels().head.head_logprobs(*operands)

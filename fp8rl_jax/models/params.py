@@ -208,7 +208,12 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
             if state is None or state.activation is None:
                 return q
             return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
-        return leaf if role_of(path_of(path)) in SMALL else compute_value(plain_value(leaf), recipe)
+        if role_of(path_of(path)) in SMALL:
+            return leaf
+        return compute_value(plain_value(leaf), recipe.for_head() if is_head(path) else recipe)
+
+    def is_head(path) -> bool:
+        return path_of(path) == ("lm_head" if "lm_head" in params else "embed_tokens",)
 
     cut = split_layers(params, recipe)
     return jax.tree_util.tree_map_with_path(convert, cut, is_leaf=is_weight)

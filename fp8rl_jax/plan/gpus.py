@@ -20,7 +20,7 @@ class Gpu:
     Attributes:
       name: name in tables.
       memory: GB on the data sheet; plans take it for GiB, as `--memory-gb`.
-      bf16, fp8: FLOP/s of dense products.
+      bf16, fp8, float32: FLOP/s of dense products, the latter without tensor cores.
       hbm: memory bandwidth, bytes/s.
       clock: boost clock, 1/s, of its 132 multiprocessors.
     """
@@ -29,6 +29,7 @@ class Gpu:
     memory: float
     bf16: float = 989e12
     fp8: float = 1979e12
+    float32: float = 67e12
     hbm: float = 4.8e12
     clock: float = 1.98e9
 
@@ -57,6 +58,7 @@ HOST_DEVICES = 8  # most GPUs of a host
 EFFICIENCY = {
     "FP8 products": 0.5,
     "bf16 products": 0.75,
+    "float32 products": 0.5,  # assumed
     "attention": 0.2,
     "memory": 0.8,
     "links": 0.8,

@@ -201,7 +201,8 @@ def _kept_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
 def _head_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
     """Returns the bytes of the head's backward pass: unsharded float32 gradients of both tables,
     the head in a second layout, the logits' gradient of some tokens in two layouts, and rows."""
-    size, table = recipe.compute_dtype.itemsize, model.vocab_size * model.hidden_size
+    size = recipe.for_head().compute_dtype.itemsize
+    table = model.vocab_size * model.hidden_size
     chunk = min(work.response_tokens, HEAD_TOKENS)
     summed = 1 if work.response_tokens > chunk else 0  # the gradient of the head so far
     logits = 2 * chunk * model.vocab_size * size

@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -270,6 +271,13 @@ def _rate(gpu: Gpu, fp8: bool) -> float:
     return EFFICIENCY["FP8 products"] * gpu.fp8 if fp8 else EFFICIENCY["bf16 products"] * gpu.bf16
 
 
+def _head_rate(gpu: Gpu, recipe: Recipe) -> float:
+    """Returns the FLOP/s of products of the output head."""
+    if recipe.for_head().compute_dtype == jnp.float32:
+        return EFFICIENCY["float32 products"] * gpu.float32
+    return _rate(gpu, False)
+
+
 def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     """Returns the cost of a train step on each device.
 
@@ -301,7 +309,7 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     seconds = {
         "linear layers": linear,
         "attention": flops["attention"] / (EFFICIENCY["attention"] * gpu.bf16),
-        "output head": flops["output head"] / slow,
+        "output head": flops["output head"] / _head_rate(gpu, recipe),
         "weights and state in memory": moved / memory,
         "norms, gates, quantisation": layers * work.tokens * features / memory,
         "kernel launches": layers * TRAIN_LAUNCHES["FP8" if fp8 else "bf16"] * LAUNCH,
@@ -341,7 +349,6 @@ def decode_seconds(
         missed = 1 - model.num_experts_per_tok / model.num_experts
         experts = own.experts * (1 - missed ** (sequences * mesh.shape["expert"]))
     layers = own.dense + experts
-    head = own.tables if model.tie_word_embeddings else own.tables / 2  # no row of the embedding
     seen = float(keys_seen(model, np.asarray(length, np.float64)))
     cache = sequences * seen * page_bytes(model, recipe) / PAGE
     pairs = sequences * seen * model.num_hidden_layers  # of a query and a key
@@ -357,7 +364,8 @@ def decode_seconds(
 
     products = pairs * attention_features(model)
     attention = longer(cache, products, EFFICIENCY["attention"] * gpu.bf16)
-    table = model.vocab_size * model.hidden_size * sequences
+    table = model.vocab_size * model.hidden_size
+    head = table * recipe.for_head().compute_dtype.itemsize
     launches = model.num_hidden_layers * DECODE_LAUNCHES[_kind(model)] + STEP_LAUNCHES
     return {
         "layers": longer(
@@ -366,6 +374,6 @@ def decode_seconds(
             _rate(gpu, recipe.quantized and not recipe.fake),
         ),
         "attention": max(attention, loops * issued / slots),
-        "head": longer(head, table, _rate(gpu, False)),
+        "head": longer(head, table * sequences, _head_rate(gpu, recipe)),
         "launches": launches * LAUNCH,
     }

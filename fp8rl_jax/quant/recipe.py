@@ -92,6 +92,7 @@ class Recipe:
     Attributes:
       name: the recipe's name.
       compute_dtype: dtype of activations between operations, bf16 or float32.
+      head: dtype of the output head's weights and product; None for the compute dtype.
       weight, activation: how the forward pass quantises its two operands; None for both disables
         quantisation.
       backward: how the backward GEMMs multiply: 'fp8', with output gradients quantised;
@@ -116,6 +117,7 @@ class Recipe:
 
     name: str
     compute_dtype: jnp.dtype = BF16
+    head: jnp.dtype | None = None
     weight: Operand | None = Operand(block=(128, 128))
     activation: Operand | None = Operand()
     backward: str = "fp8"
@@ -135,6 +137,9 @@ class Recipe:
         for name in ("k_dtype", "v_dtype"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+        if self.head is not None:
+            head = jnp.dtype(self.head)
+            object.__setattr__(self, "head", None if head == self.compute_dtype else head)
         for fault in self._faults():
             raise UserError(f"recipe {self.name!r}: {fault}")
         if self.k_dtype is self.v_dtype is None:
@@ -158,6 +163,8 @@ class Recipe:
             yield f"kv is {self.kv!r}; write one of {', '.join(KV_KINDS)}"
         if self.kernels not in IMPLEMENTATIONS:
             yield f"kernels is {self.kernels!r}; write one of {', '.join(IMPLEMENTATIONS)}"
+        if self.head not in (None, FLOAT32, BF16):
+            yield f"head is {self.head}; write float32, or None for the compute dtype"
         dtypes = {self.k_dtype, self.v_dtype}
         if not dtypes <= {None, *KV_DTYPES}:
             yield f"k_dtype is {self.k_dtype} and v_dtype {self.v_dtype}; write E4M3, INT8 or None"
@@ -277,6 +284,11 @@ class Recipe:
     def unquantized(self) -> Recipe:
         """Returns the recipe with linear layers in the compute dtype."""
         return dataclasses.replace(self, weight=None, activation=None, fake=False)
+
+    def for_head(self) -> Recipe:
+        """Returns the recipe of the output head, which is never quantised."""
+        plain = self.unquantized()
+        return dataclasses.replace(plain, compute_dtype=self.head or self.compute_dtype, head=None)
 
     def for_module(self, name: str) -> Recipe:
         """Returns the recipe of the linear layer `name`: this one, or `unquantized`."""
@@ -473,7 +485,8 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
         for name in "kv":
             add("attention", name, stored(name))
     add("attention", "q", tuple(cell.replace("kv head", "head") for cell in stored("q")))
-    add("head", "x, w", None, "embeddings, norms and head are never quantised")
+    head = ("float32" if recipe.for_head().compute_dtype == FLOAT32 else "bf16", "", "")
+    add("head", "x, w", head, "embeddings, norms and head are never quantised")
     return rows
 
 
@@ -496,7 +509,8 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         product += f"; forward only, the backward GEMMs run in {compute}"
     ends = {"first": recipe.first_layers, "last": recipe.last_layers}
     layers = " and ".join(f"the {end} {count}" for end, count in ends.items() if count)
-    modules = ("embeddings, norms, output head, routers (float32)", *recipe.bf16_modules)
+    wide = " (float32)" if recipe.head == FLOAT32 else ""
+    modules = (f"embeddings, norms, output head{wide}, routers (float32)", *recipe.bf16_modules)
     why = "no activation's scale depends on another row of the batch"
     if not recipe.quantized:
         product = f"not FP8: {compute} operands, float32 sums"

@@ -140,6 +140,8 @@ def described(recipe: Recipe) -> dict[str, str]:
     # What only some recipes have, so that the cells of others stay valid.
     if recipe.backward == "dequantized":
         found["backward"] = recipe.backward
+    if recipe.head is not None:
+        found["head"] = str(recipe.head)
     stored = {f"{name}_dtype": recipe.stored_dtype(name) for name in "kv"}
     if recipe.kv_quantized and set(stored.values()) != {E4M3}:
         found |= {name: str(dtype) for name, dtype in stored.items()}

@@ -25,8 +25,15 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import response_logprobs
-from fp8rl_jax.models import ModelConfig, init_scaling, quantize_params
-from fp8rl_jax.models.logprobs import inverse_temperature
+from fp8rl_jax.models import (
+    ModelConfig,
+    init_scaling,
+    logprobs_of_logits,
+    output_head,
+    quantize_params,
+    scaled_logits,
+)
+from fp8rl_jax.models.logprobs import inverse_temperature, rows_at
 from fp8rl_jax.models.router import selection_scores
 from fp8rl_jax.models.taps import LOGITS, ROUTING
 from fp8rl_jax.quant import KVScales, Recipe
@@ -35,9 +42,12 @@ from fp8rl_jax.study.progress import Note, Part, silent
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime
 
-_ROUTER_LOGITS = "router_logits"
+_ROUTER_LOGITS, _HIDDEN = "router_logits", "norm/output"
 _MOST_LOGITS = 1 << 26  # most float32 logits of a score in memory at once
 _ROWS = 128  # most sequences that are scored at once
+
+
+Head = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class View(NamedTuple):
@@ -48,11 +58,14 @@ class View(NamedTuple):
       replay: what replaces the routers' choices: 'none', or 'experts' or 'weights' of another view
         (`algo.routing_replay`).
       of: name of that other view.
+      head: (hidden states (M, D), output head (D, V)) -> float32 logits (M, V), instead of the
+        recipe's; its name says what it does.
     """
 
     recipe: Recipe
     replay: str = "none"
     of: str = ""
+    head: Head | None = None
 
 
 class Comparison(NamedTuple):
@@ -170,7 +183,8 @@ class Scorer:
         self._runtime, self._views, self._note = runtime, views, note
         taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.model.num_experts))
         recipes = {view.recipe for view in views.values()}
-        self._score = {recipe: _make_score(runtime, recipe, taps) for recipe in recipes}
+        programs = {(view.recipe, view.head) for view in views.values()}
+        self._score = {own: _make_score(runtime, *own, taps) for own in programs}
         self._quantize = {
             recipe: exact_jit(functools.partial(quantize_params, recipe=recipe))
             for recipe in recipes
@@ -212,7 +226,7 @@ class Scorer:
                 taps = found[view.of][2]
                 routing = {n: jnp.moveaxis(taps[n], 0, 1) for n in ROUTING[:count]}
             given = self._runtime.layout.by_rows(dataclasses.replace(batch, routing=routing))
-            found[name] = self._score[view.recipe](
+            found[name] = self._score[view.recipe, view.head](
                 *weights[view.recipe], given, self._runtime.engine.rope
             )
         mask, model = batch.mask, self._runtime.model
@@ -260,16 +274,29 @@ def answer_logprobs(
     }
 
 
-def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Callable:
+def _make_score(
+    runtime: Runtime, recipe: Recipe, head: Head | None, taps: tuple[str, ...]
+) -> Callable:
     """Returns (weights, kv_scales, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
+    model, parallel = runtime.model, runtime.layout.parallel
+    taps = taps if head is None else (*taps, _HIDDEN)
 
     @exact_jit
     def score(weights, scales, batch: Batch, rope):
-        model, parallel = runtime.model, runtime.layout.parallel
         logp, entropy, aux = response_logprobs(
             weights, batch, model, recipe, rope, "none", scales, parallel, taps=taps
         )
-        return logp, entropy, aux["taps"]
+        found = aux["taps"]
+        if head is not None:
+            shape = batch.targets.shape
+            hidden = rows_at(found.pop(_HIDDEN), *batch.predictions)
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            logits = head(rows, output_head(weights, model, parallel))
+            temperature = jnp.broadcast_to(batch.temperature[:, None], shape).reshape(-1)
+            own = logprobs_of_logits(scaled_logits(logits, temperature), batch.targets.reshape(-1))
+            logp, entropy = (x.reshape(shape) for x in own)
+            found[LOGITS] = logits.reshape(*shape, -1)
+        return logp, entropy, found
 
     return score
 

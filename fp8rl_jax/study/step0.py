@@ -65,7 +65,12 @@ class Scoring:
             "rollout": self.rollout,
             "pairs": {name: list(pair) for name, pair in self.pairs.items()},
             "views": {
-                name: {**described(v.recipe), "replay": v.replay, "of": v.of}
+                name: {
+                    **described(v.recipe),
+                    "replay": v.replay,
+                    "of": v.of,
+                    **({"head_by": v.head.__name__} if v.head else {}),
+                }
                 for name, v in self.views.items()
             },
         }

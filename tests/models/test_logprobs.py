@@ -1,5 +1,6 @@
 """The log-probability: right against float64, and the same bits however the tokens are chunked."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -54,7 +55,8 @@ def test_token_logprobs(vocab):
 
 
 def test_token_logprobs_round_the_head_to_bf16():
-    """Under bf16 and fp8 the operands are bf16, the sum float32: FP8 never touches the head."""
+    """Under bf16 and fp8 the operands are bf16, the sum float32: FP8 never touches the head. In
+    float32 the head is not rounded."""
     hidden, head, targets = _inputs(37, dtype=jnp.bfloat16)
     got = _program("bf16")(hidden, head, targets, _TEMPERATURES)
     rounded = head.astype(jnp.bfloat16).astype(np.float32)
@@ -65,6 +67,11 @@ def test_token_logprobs_round_the_head_to_bf16():
     assert np.abs(got[0] - unrounded[0]).max() > 1e-4  # the rounding is seen by this test
     for value, same in zip(_program("fp8")(hidden, head, targets, _TEMPERATURES), got, strict=True):
         np.testing.assert_array_equal(value, same)
+    wide = dataclasses.replace(get_recipe("fp8"), head="float32")
+    for value, want in zip(
+        _program(wide)(hidden, head, targets, _TEMPERATURES), unrounded, strict=True
+    ):
+        np.testing.assert_allclose(value, want, atol=3e-6)
 
 
 def test_temperature_zero_is_recorded_as_one():
