@@ -158,8 +158,9 @@ _SOURCES = _sources()
 # names on the Hub, GGUF's further architectures; by 450 for adapters; by 1,050 for windows and
 # sinks of attention, Gemma 3, Mistral, GLM-4.5, and PEFT's files; by 600 for gpt-oss,
 # MXFP4, an FP8 base; by 200 for lengths that are kept and attention by blocks of queries; by 600
-# for rows of several sequences; by 400 for prompts that those share, full slots and chosen caps.)
-_MOST_LINES = {"library": 46_350, "with users": 53_200, "package": 8_950, "file": 540}
+# for rows of several sequences; by 400 for prompts that those share, full slots and chosen caps;
+# by 300 for heads in float32 and their study.)
+_MOST_LINES = {"library": 46_500, "with users": 53_500, "package": 8_950, "file": 540}
 
 
 def test_size_stays_within_the_budget():

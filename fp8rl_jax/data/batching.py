@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import grain
 import numpy as np
 
 from fp8rl_jax.base.errors import UserError
@@ -22,6 +21,8 @@ class Stream:
     """
 
     def __init__(self, items: Sequence, batch_size: int, seed: int):
+        import grain  # not at the top: it takes 0.3 s, and other commands start without it
+
         self._data = (
             grain.MapDataset.source(items)
             .seed(seed)

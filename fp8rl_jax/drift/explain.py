@@ -6,7 +6,7 @@ import dataclasses
 
 from fp8rl_jax.drift.operations import OPERATIONS
 from fp8rl_jax.quant import Recipe, same_forward
-from fp8rl_jax.quant.recipe import kv_text
+from fp8rl_jax.quant.table import kv_text
 
 
 @dataclasses.dataclass(frozen=True)

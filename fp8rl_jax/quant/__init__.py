@@ -37,14 +37,7 @@ from fp8rl_jax.quant.operands import (
     update_site,
 )
 from fp8rl_jax.quant.qarray import QArray, block_health, quantize, scaled_matmul
-from fp8rl_jax.quant.recipe import (
-    Operand,
-    Recipe,
-    gemm_table,
-    get_recipe,
-    recipe_names,
-    same_forward,
-)
+from fp8rl_jax.quant.recipe import Operand, Recipe, get_recipe, recipe_names, same_forward
 from fp8rl_jax.quant.rule import Rows, grouped_matmul, matmul
 from fp8rl_jax.quant.scaling import (
     ScalingPolicy,
@@ -55,3 +48,4 @@ from fp8rl_jax.quant.scaling import (
     power_of_two,
     static,
 )
+from fp8rl_jax.quant.table import gemm_table

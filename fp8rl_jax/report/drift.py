@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import pathlib
+from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
-from matplotlib.ticker import MaxNLocator
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.report.html import render, write_page
 from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
-from fp8rl_jax.report.plots import COLOURS, Panel, draw_panel, label_text, lines_panel
+from fp8rl_jax.report.plots import COLOURS, Panel, draw_panel, label_text, lines_panel, whole_ticks
 from fp8rl_jax.report.summary import number, share
 from fp8rl_jax.report.verdicts import LONGEST, NAME
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MOST_OPERATIONS, _MOST_LAYERS = 500, 10_000
 
@@ -135,7 +136,7 @@ def _of_causes(result: dict) -> list[Panel]:
         heights = [row["left"] for row in layers]
         ax.bar([row["layer"] for row in layers], heights, color=COLOURS[1])
         ax.axhline(result["drift_without_swaps"], color="#444444", lw=1.1, ls="--")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_ticks(ax)
         ax.set_xlabel("layer")
 
     return [
@@ -158,10 +159,12 @@ def _of_values(operations: list[dict]) -> Panel:
     low, high = np.nanmin(grid, initial=1.0), np.nanmax(grid, initial=1e-9)
 
     def draw(ax: Axes) -> None:
+        from matplotlib.colors import LogNorm
+
         norm = LogNorm(min(low, high), max(low, high))
         image = ax.imshow(grid, aspect="auto", cmap="viridis_r", norm=norm, interpolation="none")
         ax.set_yticks(range(len(names)), map(label_text, names))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        whole_ticks(ax)
         ax.set_xlabel("layer")
         ax.grid(False)
         ax.figure.colorbar(image, ax=ax)

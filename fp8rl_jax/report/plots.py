@@ -9,17 +9,16 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from fp8rl_jax.base.errors import visible
 from fp8rl_jax.report.summary import steps_text
+
+if TYPE_CHECKING:  # matplotlib is imported where it draws: a run starts without it
+    from matplotlib.axes import Axes
 
 # Okabe and Ito's palette: distinct to colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#888888")
@@ -63,6 +62,9 @@ def draw_panel(
     title: str, draw: Callable[[Axes], None], legend: Sequence[Mark] = (), height: float = 2.6
 ) -> Panel:
     """Returns a panel of 4.2 inches by `height`, drawn by `draw`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(4.2, height), layout="constrained")
         draw(figure.add_subplot())
@@ -70,6 +72,13 @@ def draw_panel(
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     image = Markup(base64.b64encode(buffer.getvalue()).decode("ascii"))  # Markup is not shortened
     return Panel(title, image, legend)
+
+
+def whole_ticks(ax: Axes, most: int = 10) -> None:
+    """Puts at most `most` + 1 ticks along the horizontal axis, at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(most, integer=True))
 
 
 def mark(index: int, label: str = "") -> Mark:
@@ -113,7 +122,7 @@ def lines_panel(
             style["marker"] = "o" if len(steps) <= 40 else None
             ax.plot(steps[kept], values[kept], color=row.colour, ls=row.dash, **style)
         ax.set_xlabel(x)
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        whole_ticks(ax, 6)
         ax.set_ylim(*limits)
         if symlog:
             values = np.concatenate([line[2] for line in shown])

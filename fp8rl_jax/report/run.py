@@ -16,10 +16,9 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from fp8rl_jax.report.drift import drift_section
 from fp8rl_jax.report.html import render, write_page
@@ -51,6 +50,9 @@ from fp8rl_jax.report.summary import (
     summarise_files,
     typical,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _NAMES = {"sft": "SFT", "rl": "RL"}
 _SAMPLES_SHOWN = 12

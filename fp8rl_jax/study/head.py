@@ -21,13 +21,7 @@ from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cell
 from fp8rl_jax.study.frame import Found, Plan, Result, Size, Study, Verdict
 from fp8rl_jax.study.hypotheses import Hypothesis, Zone
-from fp8rl_jax.study.measures import (
-    PROBABILITIES,
-    judge_pairs,
-    read_pairs,
-    rms_ratio,
-    summaries,
-)
+from fp8rl_jax.study.measures import PROBABILITIES, judge_pairs, read_pairs, rms_ratio, summaries
 from fp8rl_jax.study.scoring import View
 from fp8rl_jax.study.step0 import Scoring
 from fp8rl_jax.study.subjects import Subject

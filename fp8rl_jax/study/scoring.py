@@ -47,7 +47,7 @@ _MOST_LOGITS = 1 << 26  # most float32 logits of a score in memory at once
 _ROWS = 128  # most sequences that are scored at once
 
 
-Head = Callable[[jax.Array, jax.Array], jax.Array]
+Head = Callable[[jax.Array, Any], jax.Array]
 
 
 class View(NamedTuple):
