@@ -2,8 +2,8 @@
 
 A checkpoint is the `TrainState` and a small JSON with the phase, the step, the sizes of the run's
 log files and checksums of every byte of the state. Orbax writes into a temporary directory and
-renames it, so a killed run leaves complete checkpoints only. The first checkpoint of a directory is
-read back at once.
+renames it, so a killed run leaves complete checkpoints only. It writes while the run goes on, but
+for a directory's first checkpoint, which is read back at once.
 
 Orbax and tensorstore take some names for patterns or addresses (`[lr=1e-4]`, `a\\b`, `gs:`), and
 would write a checkpoint that nothing can read. They get a path by the directory's open descriptor.
@@ -65,7 +65,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: pathlib.Path, keep: int, own: bool = False):
-        logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports every phase of a save
+        # orbax reports every phase of a save, and logs the errors that it raises.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._directory = directory.resolve()
         remedy = "mend that, or choose another run.dir"
         with refused_by_system(f"{self._directory} cannot be used", remedy):
@@ -75,7 +76,6 @@ class Checkpoints:
         self._path = _nameless(self._directory, descriptor)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
-            enable_async_checkpointing=False,
             create=True,
             cleanup_tmp_directories=own,
         )
@@ -86,20 +86,27 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """Returns the number of the newest complete checkpoint, or None."""
+        self.finish()
         return self._manager.latest_step()
 
     def newest(self, count: int) -> list[int]:
         """Returns the numbers of the `count` newest complete checkpoints, or of all, ascending."""
+        self.finish()
         return sorted(self._manager.all_steps())[-count:]
 
     def save(self, number: int, state: Any, meta: dict[str, Any]) -> None:
-        """Writes a checkpoint, unless one of that number exists. The frozen base under adapters is
-        left out: it is what the run began with.
+        """Starts to write a checkpoint, unless one of that number exists; `finish` waits for it.
+        The frozen base under adapters is left out: it is what the run began with.
+
+        The state may be donated to a program at once: its arrays are in host memory on return, or
+        JAX keeps those that are there from being overwritten. A directory's first checkpoint is
+        complete on return, and read back.
 
         Raises:
           UserError: it is the directory's first checkpoint, and cannot be read back.
-          OSError: it cannot be written.
+          OSError: it, or the one before it, cannot be written.
         """
+        self.finish()
         there, state = self._manager.all_steps(), without_base(state)
         if number in there:
             return
@@ -114,9 +121,14 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
         with _one_error():
             self._manager.save(number, args=args, force=True)
-            self._manager.wait_until_finished()
         if not there:
+            self.finish()
             processes.everywhere(lambda: self._read_back(number, state, sums))
+
+    def finish(self) -> None:
+        """Waits until the newest checkpoint is complete; raises OSError if it cannot be written."""
+        with _one_error():
+            self._manager.wait_until_finished()
 
     def _read_back(self, number: int, state: Any, sums: list[int]) -> None:
         """Restores the checkpoint just saved, some arrays at a time, and compares checksums.
@@ -238,8 +250,12 @@ class Checkpoints:
         return f"{type(error).__name__}: {' '.join(text.split())[:160]}"
 
     def close(self) -> None:
-        self._manager.close()
-        self._release()
+        """Finishes, and frees the directory."""
+        try:
+            self.finish()
+        finally:
+            self._manager.close()
+            self._release()
 
 
 def _nameless(directory: pathlib.Path, descriptor: int) -> pathlib.Path:

@@ -76,7 +76,7 @@ class Run:
         return self.stopped_by
 
     def save(self, state: TrainState, **more: Any) -> None:
-        """Writes a checkpoint, with `more` in its metadata."""
+        """Writes a checkpoint while the run goes on, with `more` in its metadata."""
         sft = self.runtime.config.sft.steps
         number = int(state.step) + (sft if self.phase == "rl" else 0)
         meta = {
@@ -95,6 +95,7 @@ class Run:
     def save_for_reward(self, state: TrainState, **more: Any) -> None:
         """Writes a checkpoint before a run stops because of its reward, and shows a note."""
         self.save(state, **more)
+        self.checkpoints.finish()
         at = f"{self.phase} step {int(state.step)}"
         self.display.note(f"the state after {at} is saved; --resume goes on from there")
 
