@@ -47,6 +47,19 @@ class Packing:
 
 
 @flax.struct.dataclass
+class Teacher:
+    """What gives a teacher's probabilities of every token of the vocabulary.
+
+    Attributes:
+      hidden: (B, R, D), its hidden state that predicts each response token.
+      head: (D, V), its output head; None while the batch is split.
+    """
+
+    hidden: Array
+    head: Array | None
+
+
+@flax.struct.dataclass
 class Batch:
     """Sequences to learn from, one row per response; with `packing` several a row.
 
@@ -66,6 +79,7 @@ class Batch:
       routing: {name of taps.ROUTING: (B, L, T, top_k)}, results of the rollout's routers to replay;
         {} for the learner's own routing.
       packing: where the sequences of a row are, or None.
+      teacher: a teacher's hidden states and output head, or None.
     """
 
     tokens: Array
@@ -80,6 +94,7 @@ class Batch:
     ref_logprobs: Array
     routing: dict[str, Array] = flax.struct.field(default_factory=dict)
     packing: Packing | None = None
+    teacher: Teacher | None = None
 
     @property
     def lengths(self) -> Array:
@@ -351,10 +366,8 @@ def pack(
     packing = Packing(first, predictors, predicted, pages if share_prompts else None)
     slots = Slots(rows, starts, responses, shared, lengths, prompts, filled)
     routing = {name: _pack_routing(x, slots, shape) for name, x in batch.routing.items()}
-    return (
-        Batch(tokens, None, temperature=temperature, routing=routing, packing=packing, **found),
-        slots,
-    )
+    own = {"temperature": temperature, "routing": routing, "packing": packing}
+    return Batch(tokens, None, **found, **own), slots  # type: ignore[arg-type]
 
 
 def _pack_routing(routing: jax.Array, slots: Slots, shape: tuple[int, int]) -> jax.Array:

@@ -24,11 +24,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.kernels import tree_norm
+from fp8rl_jax.micro_batches import join_parts, over_parts, split
 from fp8rl_jax.models import (
     ONE_DEVICE,
     ForwardOutput,
@@ -42,6 +42,7 @@ from fp8rl_jax.models import (
     init_scaling,
     output_head,
     quantize_params,
+    token_divergences,
     token_logprobs,
     trainable_params,
     update_scaling,
@@ -120,12 +121,14 @@ class LossConfig:
       kl, kl_coef: estimator (rl/kl.py) and weight of the divergence from the reference policy;
         None leaves the divergence out.
       router_aux_coef: weight of `load_balance_loss`; 0 leaves it out.
+      teacher_coef: weight of the divergence from `Batch.teacher`.
     """
 
     token_loss: TokenLoss = dataclasses.field(default_factory=ppo)
     kl: Estimator | None = None
     kl_coef: float = 0.0
     router_aux_coef: float = 0.0
+    teacher_coef: float = 0.0
 
 
 def _hidden(
@@ -148,10 +151,12 @@ def response_logprobs(
     collect: tuple[str, ...] = (),
     taps: tuple[str, ...] = (),
     swaps: dict[str, Swap] | None = None,
+    teacher_head: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, dict]:
     """Returns (logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
 
-    Arguments are those of `forward`. `batch.routing` replaces the routers' results.
+    Arguments are those of `forward`. `batch.routing` replaces the routers' results. With the
+    teacher's output head, aux has 'teacher_kl' (B, R), the divergence from `batch.teacher`.
     """
     everywhere = jnp.ones(model.num_hidden_layers, bool)
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
@@ -162,6 +167,13 @@ def response_logprobs(
     counts = None if batch.packing is None else batch.mask > 0
     tokens = batch.targets, batch.temperature
     logp, entropy = token_logprobs(hidden, head, *tokens, recipe, parallel, counts)
+    if batch.teacher is not None:
+        assert teacher_head is not None
+        q = batch.teacher.hidden, teacher_head
+        divergence = token_divergences(
+            hidden, head, *q, batch.temperature, recipe, parallel, counts
+        )
+        out.aux["teacher_kl"] = divergence
     if LOGITS in taps:
         logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe, parallel)
         out.aux["taps"][LOGITS] = logits.reshape(*batch.targets.shape, -1)
@@ -191,10 +203,34 @@ def make_score(
 
         if batch.packing is None:
             return run(batch)[1]
-        _, logp = _over_parts(run, lambda *_: (), *_split(batch, parallel))
-        return _join_parts(logp, 0)
+        _, logp = over_parts(run, lambda *_: (), *split(batch, parallel))
+        return join_parts(logp, 0)
 
     return exact_jit(score)
+
+
+def make_hidden(
+    model: ModelConfig,
+    recipe: Recipe | str,
+    parallel: Parallel = ONE_DEVICE,
+    micro_batches: int = 1,
+) -> Callable:
+    """Returns the jitted ``hidden(weights, batch, rope) -> (B, R, D)``, the hidden state that
+    predicts each response token, under weights of `quantize_params`. `micro_batches`: parts into
+    which a batch of one sequence a row is split."""
+    recipe = get_recipe(recipe)
+
+    def hidden(weights, batch: Batch, rope):
+        def run(part: Batch):
+            out = _hidden(weights, part, model, recipe, rope, None, parallel)
+            return (), rows_at(out.hidden, *part.predictions)
+
+        if batch.packing is None and micro_batches == 1:
+            return run(batch)[1]
+        _, found = over_parts(run, lambda *_: (), *split(batch, parallel, micro_batches))
+        return join_parts(found, 0)
+
+    return exact_jit(hidden)
 
 
 def count_experts(
@@ -238,60 +274,6 @@ def _add(one, other):
     (value, grads, probes, sums), (value2, grads2, probes2, sums2) = one, other
     value, grads, sums = jax.tree.map(jnp.add, (value, grads, sums), (value2, grads2, sums2))
     return value, grads, merge_probes(probes, probes2), sums
-
-
-def _split(
-    batch: Batch, parallel: Parallel, micro_batches: int = 1
-) -> tuple[Batch, jax.Array | None]:
-    """Returns a batch as micro-batches (count, rows, ...), and how many of them hold anything,
-    () int32, or None for all.
-
-    Row r goes to micro-batch r % count, so that each device keeps its rows. Those of a packed batch
-    have one row for each device, whatever `micro_batches` says.
-    """
-    filled = None
-    if batch.packing is not None:
-        micro_batches = len(batch.tokens) // parallel.row_devices
-        holds = batch.valid.any(1).reshape(-1, micro_batches).any(0)
-        filled = holds.sum(dtype=jnp.int32)
-    parts = jax.tree.map(lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), batch)
-    return parts, filled
-
-
-def _over_parts(run: Callable, add: Callable, parts: Batch, filled: jax.Array | None):
-    """Runs ``run(part) -> (result, rest)`` on micro-batches.
-
-    Returns (the sum of the results by `add`, the rests (count, ...)). Only the first `filled`
-    micro-batches are run, if given; the rests of others are 0.
-    """
-
-    def part_at(index: int | jax.Array) -> Batch:
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), parts)
-
-    count = len(parts.tokens)
-    total, rests = jax.eval_shape(run, part_at(0))
-    total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), total)
-    if filled is None:
-
-        def accumulate(total, part):
-            result, rest = run(part)
-            return add(total, result), rest
-
-        return lax.scan(accumulate, total, parts)
-
-    def step(index, carried):
-        result, rest = run(part_at(index))
-        put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
-        return add(carried[0], result), jax.tree.map(put, carried[1], rest)
-
-    rests = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), rests)
-    return lax.fori_loop(0, filled, step, (total, rests))
-
-
-def _join_parts(x: jax.Array, axis: int) -> jax.Array:
-    """Joins micro-batches' results (parts, ...), row r in part r % parts, with rows in order."""
-    x = jnp.moveaxis(x, 0, axis + 1)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 @flax.struct.dataclass
@@ -343,7 +325,8 @@ def make_gradients(
         checksum: uint32, of the bytes that the forward pass used
         good: bool, whether loss and grad_norm are finite
         bad_layer: first layer with a non-finite output, else -1
-        tokens: {entropy, kl (with a divergence), the token loss's statistics: (B, R) float32}
+        tokens: {entropy, kl and teacher_kl (with such a divergence), the token loss's statistics:
+            (B, R) float32}
         expert_tokens: (S, E) int32, see `ForwardOutput.aux` (with experts)
         health: {'activations' | 'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}
         taps: {name: (L, B, T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}
@@ -351,20 +334,24 @@ def make_gradients(
     recipe = get_recipe(recipe)
     collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
 
-    def objective(values, probes, weights, state: TrainState, part: Batch, rope, loads):
+    def objective(values, probes, weights, state: TrainState, part: Batch, rope, loads, head):
         params = with_trained(state.params, values)
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
+        more = {"collect": collect, "taps": taps, "teacher_head": head}
         logp, entropy, aux = response_logprobs(
-            paired, part, model, recipe, rope, remat, state.kv_scales, parallel, collect, taps
+            paired, part, model, recipe, rope, remat, state.kv_scales, parallel, **more
         )
         counts = part.weights != 0
-        more = {} if part.packing is None else {"sequences": part.sequences}
-        each, tokens = loss.token_loss(logp, part.old_logprobs, part.advantages, counts, **more)
+        own = {} if part.packing is None else {"sequences": part.sequences}
+        each, tokens = loss.token_loss(logp, part.old_logprobs, part.advantages, counts, **own)
         tokens["entropy"] = entropy
         each = each * part.rollout_weights
         if loss.kl:
             tokens["kl"] = loss.kl(logp, part.ref_logprobs)
             each = each + loss.kl_coef * tokens["kl"]
+        if part.teacher is not None:
+            tokens["teacher_kl"] = aux["teacher_kl"]
+            each = each + loss.teacher_coef * tokens["teacher_kl"]
         value = jnp.where(counts, each * part.weights, 0.0).sum()
         sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
         if loss.router_aux_coef:
@@ -378,10 +365,14 @@ def make_gradients(
         weights = quantize_params(params, recipe, state.scaling_state)
         probes = init_probes(params, recipe, health)
         grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        head = None
+        if batch.teacher is not None:  # no row has a part of the head
+            head, rows = batch.teacher.head, dataclasses.replace(batch.teacher, head=None)
+            batch = dataclasses.replace(batch, teacher=rows)
 
         def run(part: Batch, loads: jax.Array | None = None):
             (value, (sums, tokens, finite, tapped)), (grads, seen) = grad_fn(
-                trained(state.params), probes, weights, state, part, rope, loads
+                trained(state.params), probes, weights, state, part, rope, loads, head
             )
             return (value, grads, seen, sums), (tokens, ~finite, tapped)
 
@@ -389,7 +380,7 @@ def make_gradients(
             total, (tokens, broken, tapped) = run(batch)
         else:
             assert batch.packing is None or not taps
-            parts = _split(batch, parallel, micro_batches)
+            parts = split(batch, parallel, micro_batches)
 
             def count(part: Batch):
                 settings = model, recipe, rope, state.kv_scales, parallel
@@ -399,12 +390,12 @@ def make_gradients(
             # tokens, which must be known before the first micro-batch.
             loads = None
             if loss.router_aux_coef > 0:
-                loads = _over_parts(count, jnp.add, *parts)[0]
+                loads = over_parts(count, jnp.add, *parts)[0]
             of_part = functools.partial(run, loads=loads)
-            total, (tokens, broken, tapped) = _over_parts(of_part, _add, *parts)
-            tokens = jax.tree.map(lambda x: _join_parts(x, 0), tokens)
+            total, (tokens, broken, tapped) = over_parts(of_part, _add, *parts)
+            tokens = jax.tree.map(lambda x: join_parts(x, 0), tokens)
             broken = broken.any(axis=0)
-            tapped = {name: _join_parts(x, batch_axis(name)) for name, x in tapped.items()}
+            tapped = {name: join_parts(x, batch_axis(name)) for name, x in tapped.items()}
         value, grads, seen, sums = total
         norm = norm_of_gradients(recipe.kernels)(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)

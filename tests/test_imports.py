@@ -15,7 +15,7 @@ import pytest
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PACKAGE = "fp8rl_jax"
 _LIBRARY = {"kernels", "quant", "sharding", "models", "rl", "data", "envs", "rollout"}
-_LIBRARY |= {"batch", "learner"}
+_LIBRARY |= {"batch", "micro_batches", "learner"}
 _PROGRAM = _LIBRARY | {"config", "plan", "report", "training", _PACKAGE}
 # Package (or module beside it) -> what it may import beside `base`. `fp8rl_jax` stands for the
 # package itself.
@@ -30,7 +30,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "envs": set(),
     "rollout": {"kernels", "quant", "models", "sharding"},
     "batch": {"models", "rl"},
-    "learner": {"kernels", "quant", "models", "rl", "batch"},
+    "micro_batches": {"models", "batch"},
+    "learner": {"kernels", "quant", "models", "rl", "batch", "micro_batches"},
     "config": {"kernels", "quant", "models", "rl", "envs", "batch"},
     "report": set(),
     "plan": {"quant", "sharding", "models", "data", "rollout", "config", "batch"},
@@ -159,8 +160,8 @@ _SOURCES = _sources()
 # sinks of attention, Gemma 3, Mistral, GLM-4.5, and PEFT's files; by 600 for gpt-oss,
 # MXFP4, an FP8 base; by 200 for lengths that are kept and attention by blocks of queries; by 600
 # for rows of several sequences; by 400 for prompts that those share, full slots and chosen caps;
-# by 300 for heads in float32 and their study.)
-_MOST_LINES = {"library": 46_500, "with users": 53_500, "package": 8_950, "file": 540}
+# by 550 for heads in float32 and their study, and teachers.)
+_MOST_LINES = {"library": 46_750, "with users": 53_800, "package": 9_050, "file": 540}
 
 
 def test_size_stays_within_the_budget():

@@ -140,6 +140,7 @@ BOUNDS: dict[str, Bounds] = {
     "algo.dual_clip": _above(1, _RATIO, 0),
     "algo.loss_length": _whole(0, _COUNT),
     "algo.kl_coef": Bounds(0, _COEFFICIENT),
+    "algo.teacher_coef": Bounds(0, _COEFFICIENT),
     "algo.overlong_buffer": _whole(0, _COUNT, -1),
     "algo.overlong_penalty": Bounds(0, 1e6),
     "algo.dynamic_sampling_rounds": _whole(1, 10_000),

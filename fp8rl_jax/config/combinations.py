@@ -200,6 +200,8 @@ FEATURES: dict[str, Feature] = {
     "correction": _field("algo.correction", lambda which: which not in ("auto", "none")),
     "the rollout's log-probabilities": _field("algo.old_logprobs", lambda own: own == "rollout"),
     "loss reinforce": _field("algo.loss", lambda loss: loss == "reinforce"),
+    "no teacher": _field("algo.teacher", lambda name: not name),
+    "loss none": _field("algo.loss", lambda loss: loss == "none"),
     "several updates of a rollout": Feature(
         lambda r: _updates(r) > 1, lambda r: f"algo.num_minibatches x algo.epochs is {_updates(r)}"
     ),
@@ -351,6 +353,12 @@ PAIRS = (
         "dual clip",
         "{one} has no such bound",
         "write 0, or algo.loss='ppo'",
+    ),
+    Pair(
+        "no teacher",
+        "loss none",
+        "without algo.teacher nothing is learned then",
+        "name a teacher, or another loss",
     ),
     Pair(
         "a mean without a constant",

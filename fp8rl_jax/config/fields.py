@@ -294,8 +294,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "scale": Field("group_std", "what advantages are divided by", choices=(*SCALES,)),
         "loss": Field(
             "ppo",
-            "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, "
-            "or 'module:function'",
+            "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, none (with a "
+            "teacher), or 'module:function'",
         ),
         "clip_low": Field(0.2, "the policy ratio's lower bound is 1 - clip_low"),
         "clip_high": Field(0.2, "the policy ratio's upper bound is 1 + clip_high"),
@@ -324,6 +324,12 @@ FIELDS: dict[str, dict[str, Field]] = {
             "k1 divergence from that token on",
             choices=("loss", "reward"),
         ),
+        "teacher": Field(
+            "",
+            "directory of a Hugging Face model, or hf:ORG/NAME: the divergence from it, exact over "
+            "the whole vocabulary at every token of a response, joins the loss",
+        ),
+        "teacher_coef": Field(1.0, "weight of the divergence from algo.teacher"),
         "dynamic_sampling": Field(
             False, "sample more questions until the rewards of every group differ"
         ),

@@ -45,6 +45,7 @@ _PATHS = (
     "run.cache_dir",
     "run.compilation_cache",
     "model.checkpoint",
+    "algo.teacher",
     "lora.checkpoint",
     "data.tokenizer",
     "env.data_dir",

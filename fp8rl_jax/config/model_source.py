@@ -76,9 +76,19 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
     return hf.read_config(checkpoint), most if isinstance(most, int) else None
 
 
-def _read_directory(checkpoint: str) -> dict[str, Any]:
-    """Reads the config.json of `model.checkpoint`, or raises UserError."""
-    described = pretrained_config(expanded(checkpoint, "model.checkpoint"))
+def read_teacher(config: ml_collections.ConfigDict) -> ModelConfig | None:
+    """Returns the shapes of `algo.teacher`, or None without one; UserError as for a checkpoint."""
+    if not config.algo.teacher:
+        return None
+    _read_directory(config.algo.teacher, "algo.teacher")
+    from fp8rl_jax.models import hf
+
+    return hf.read_config(config.algo.teacher)
+
+
+def _read_directory(checkpoint: str, field: str = "model.checkpoint") -> dict[str, Any]:
+    """Reads the config.json of the directory that a field names, or raises UserError."""
+    described = pretrained_config(expanded(checkpoint, field))
     if described is not None:
         return described
     if os.path.isdir(checkpoint):
@@ -90,7 +100,7 @@ def _read_directory(checkpoint: str) -> dict[str, Any]:
             "is no directory; name one with the config.json and the safetensors of a Hugging Face "
             "model"
         )
-    raise UserError(f"model.checkpoint: {pathlib.Path(checkpoint)} {lacks}")
+    raise UserError(f"{field}: {pathlib.Path(checkpoint)} {lacks}")
 
 
 def load_params(config: ml_collections.ConfigDict, shardings=None):

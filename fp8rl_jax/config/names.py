@@ -55,6 +55,7 @@ _OTHER_NAMES = {
     "algo.kl_coef": "beta kl_loss_coef use_kl_loss reference_policy_kl_penalty",
     "algo.kl_estimator": "kl_loss_type",
     "algo.kl_in": "use_kl_in_reward",
+    "algo.teacher": "teacher_model_name_or_path teacher_model teacher",
     "algo.mask_truncated": "mask_truncated_completions",
     "algo.correction": (
         "vllm_importance_sampling_correction vllm_importance_sampling_cap rollout_is "

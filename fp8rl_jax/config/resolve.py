@@ -9,7 +9,7 @@ from __future__ import annotations
 import ml_collections
 
 from fp8rl_jax.config import checks
-from fp8rl_jax.config.model_source import read_model
+from fp8rl_jax.config.model_source import read_model, read_teacher
 from fp8rl_jax.config.precision import SIDES, reference_recipe, side_recipe
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.envs import load_rewards
@@ -44,6 +44,7 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
         reference_recipe(config.precision, learner),
         algorithm_of(algo, config.rollout.max_new_tokens, correction),
         load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb),
+        read_teacher(config),
         positions,
     )
     checks.check(resolved)

@@ -26,6 +26,7 @@ class Resolved:
       algorithm: loss, advantages and corrections that section `algo` chooses.
       rewards: functions that `env.reward` names, with their weights; 'auto' is 'exact_match'
         until `with_tasks`.
+      teacher: shapes of `algo.teacher`; None without one.
       positions: longest sequence that `model.checkpoint` allows, in tokens; None if unknown.
     """
 
@@ -36,6 +37,7 @@ class Resolved:
     reference_recipe: Recipe
     algorithm: Algorithm
     rewards: tuple[Term, ...]
+    teacher: ModelConfig | None
     positions: int | None
 
     @property

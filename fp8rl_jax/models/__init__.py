@@ -36,6 +36,7 @@ from fp8rl_jax.models.logprobs import (
     logprobs_of_logits,
     output_head,
     scaled_logits,
+    token_divergences,
     token_logprobs,
 )
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel

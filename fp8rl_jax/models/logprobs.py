@@ -166,6 +166,49 @@ def _chunk_backward(recipe, parallel, residual, cotangents):
 _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
 
 
+def _two_logprobs(recipe: Recipe, parallel: Parallel, hidden, head, other, inverse):
+    """Returns the log-probabilities (M, V) of a policy and of another one, `other`: its hidden
+    states (M, D') and output head (D', V)."""
+    policies = (hidden, head), other
+    logits = (head_logits(x, w, recipe, parallel) for x, w in policies)
+    return tuple(jax.nn.log_softmax(x * inverse[:, None], axis=-1) for x in logits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chunk_divergences(recipe, parallel, hidden, head, other, inverse, any_counts):
+    """Returns KL (M,) of rows; `any_counts` and what is kept as in `_chunk_logprobs`."""
+    return _divergence_forward(recipe, parallel, hidden, head, other, inverse, any_counts)[0]
+
+
+def _divergence_forward(recipe, parallel, hidden, head, other, inverse, any_counts):
+    operands = hidden, head, other, inverse
+
+    def divergence(operands):
+        logp, logq = _two_logprobs(recipe, parallel, *operands)
+        d = logq - logp
+        # The sum of p e^d is 1, so this is the sum of -p d, in terms that are never negative.
+        return (jnp.exp(logp) * (jnp.expm1(d) - d)).sum(-1)
+
+    return _if_any(any_counts, divergence, operands), (operands, any_counts)
+
+
+def _divergence_backward(recipe, parallel, residual, cotangent):
+    operands, any_counts = residual
+
+    def gradients(operands):
+        hidden, head, _, inverse = operands
+        logp, logq = _two_logprobs(recipe, parallel, *operands)
+        each = jnp.exp(logp) * (logp - logq)
+        slope = each - jnp.exp(logp) * each.sum(-1, keepdims=True)
+        pull = jax.vjp(lambda x, w: head_logits(x, w, recipe, parallel), hidden, head)[1]
+        return pull(slope * (cotangent * inverse)[:, None])
+
+    return (*_if_any(any_counts, gradients, operands), None, None, None)
+
+
+_chunk_divergences.defvjp(_divergence_forward, _divergence_backward)
+
+
 def _by_kernel(recipe: Recipe, parallel: Parallel) -> bool:
     """Returns whether kernels compute log-probabilities; they take no sharded vocabulary."""
     return resolve(recipe.kernels) != "reference" and parallel.tensor == 1
@@ -264,7 +307,8 @@ def token_logprobs(
 
     rows = hidden, targets, temperature
     if counts is not None or parallel.devices > 1:
-        return _by_chunks_of_all_rows(logp, rows, counts, parallel.row_devices)
+        values, entropy = _by_chunks_of_all_rows(logp, rows, counts, parallel.row_devices)
+        return values, entropy
     count = batch * length
     chunk = min(_CHUNK, count)
 
@@ -282,14 +326,14 @@ def token_logprobs(
 
 def _by_chunks_of_all_rows(
     logp: Callable, rows: tuple, counts: jax.Array | None, devices: int
-) -> tuple[jax.Array, jax.Array]:
-    """Computes ``logp(*rows)`` of arrays (B, T, ...) by chunks of tokens of all B rows; 0 for the
-    chunks in which no token counts.
+) -> tuple[jax.Array, ...]:
+    """Computes ``logp(*rows)``, a tuple of arrays (B, T), of arrays (B, T, ...) by chunks of tokens
+    of all B rows; 0 for the chunks in which no token counts.
 
     A product's order on a CPU depends on how many rows each device has. These chunks have equally
     many on all of them, where chunks of tokens in order would lie on one.
     """
-    batch, length = rows[1].shape
+    batch, length = rows[1].shape[:2]
     chunk = min(max((_CHUNK if counts is None else _FEW) * devices // batch, 1), length)
 
     def chunks_of(x: jax.Array) -> jax.Array:
@@ -308,7 +352,37 @@ def _by_chunks_of_all_rows(
     def joined(x: jax.Array) -> jax.Array:
         return x.reshape(-1, batch, chunk).swapaxes(0, 1).reshape(batch, -1)[:, :length]
 
-    return joined(found[0]), joined(found[1])
+    return tuple(map(joined, found))
+
+
+def token_divergences(
+    hidden: jax.Array,
+    head: Weight,
+    other_hidden: jax.Array,
+    other_head: jax.Array,
+    temperature: jax.Array,
+    recipe: Recipe,
+    parallel: Parallel = ONE_DEVICE,
+    counts: jax.Array | None = None,
+) -> jax.Array:
+    """Returns ``KL(p || q) = sum_v p_v (log p_v - log q_v)`` over the full vocabulary, (B, T)
+    float32 in nats, by chunks of tokens: differentiable in p, and exactly 0 where p and q have
+    equal logits.
+
+    Args:
+      hidden, head, temperature, recipe, parallel, counts: as for `token_logprobs`; they give p.
+      other_hidden, other_head: (B, T, D') and (D', V) of q, a constant.
+    """
+    if temperature.ndim == 1:
+        temperature = jnp.broadcast_to(temperature[:, None], hidden.shape[:2])
+
+    def divergence(hidden, temperature, other, any_counts=None):
+        inverse = inverse_temperature(temperature)
+        rows = hidden, head, (other, other_head), inverse, any_counts
+        return (_chunk_divergences(recipe, parallel, *rows),)
+
+    rows = hidden, temperature, other_hidden
+    return _by_chunks_of_all_rows(divergence, rows, counts, parallel.row_devices)[0]
 
 
 def drawn_logprobs(

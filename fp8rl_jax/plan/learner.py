@@ -97,7 +97,7 @@ class LearnerPlan:
       work: work of an update.
       masters: float32 parameters.
       moments: Adam's two moments, unless they are offloaded.
-      others: reference policy, states of scaling policies, the batch.
+      others: reference policy, teacher, states of scaling policies, the batch.
       gradients: float32 gradients; two copies where micro-batches are added up.
       own_weights: weights in the learner's recipe, sharded as the masters are.
       layer_inputs: activations of every layer that the backward pass reads.
@@ -227,6 +227,9 @@ def plan_learner(
     batch = 4 * work.micro_batches * (work.tokens + _BATCH_FIELDS * work.response_tokens)
     if work.capacity:
         batch += 4 * work.micro_batches * _PACKED_FIELDS * work.capacity
+    if resolved.teacher is not None:
+        size = resolved.reference_recipe.compute_dtype.itemsize
+        batch += work.micro_batches * work.response_tokens * resolved.teacher.hidden_size * size
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
         work,

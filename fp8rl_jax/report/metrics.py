@@ -249,6 +249,13 @@ _OPTIMISER = (
         when="algo.kl_coef, and algo.kl_in=loss",
     ),
     Metric(
+        "teacher_kl",
+        "nats",
+        "mean divergence from the teacher over the full vocabulary, KL(policy || teacher)",
+        "KL to the teacher",
+        when="algo.teacher",
+    ),
+    Metric(
         "NAME/K",
         "as NAME",
         "entropy, kl_ref, ratios and clipped shares of the K-th update of a rollout, from the "

@@ -165,6 +165,16 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
     return loss
 
 
+def none() -> TokenLoss:
+    """Returns the loss 0: only divergences teach."""
+
+    def loss(logp, old, advantages, mask, sequences=None):
+        ratio = jnp.exp(_log_ratio(logp, old, mask))
+        return jnp.zeros_like(logp), _clip_stats(ratio, advantages, mask, 0.0, jnp.inf)
+
+    return loss
+
+
 LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "ppo": ppo,
     "gspo": gspo,
@@ -172,4 +182,5 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "reinforce": reinforce,
     "sapo": sapo,
     "gmpo": gmpo,
+    "none": none,
 }

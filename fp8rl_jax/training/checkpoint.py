@@ -75,9 +75,7 @@ class Checkpoints:
         self._release = weakref.finalize(self, os.close, descriptor)
         self._path = _nameless(self._directory, descriptor)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            create=True,
-            cleanup_tmp_directories=own,
+            max_to_keep=keep, create=True, cleanup_tmp_directories=own
         )
         self._manager = ocp.CheckpointManager(self._path, options=options)
         processes.barrier("the checkpoints are known")  # to all, before one is deleted

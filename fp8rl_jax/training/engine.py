@@ -50,6 +50,7 @@ from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.offload import OffloadedStep, init_on_host
 from fp8rl_jax.training.optimizer import Optimizer, optimizer_of_phase
+from fp8rl_jax.training.teacher import Teacher
 
 
 @jax.tree_util.register_dataclass
@@ -387,7 +388,15 @@ class JaxEngine(Engine):
     def loss(self) -> learner.LossConfig:
         """The loss of the RL phase."""
         algorithm, router = self.resolved.algorithm, self.config.algo.router_aux_loss_coef
-        return learner.LossConfig(algorithm.loss, algorithm.kl, algorithm.kl_coef, router)
+        teacher = self.config.algo.teacher_coef
+        return learner.LossConfig(algorithm.loss, algorithm.kl, algorithm.kl_coef, router, teacher)
+
+    @functools.cached_property
+    def teacher(self) -> Teacher | None:
+        """The teacher of on-policy distillation, if `algo.teacher` names one."""
+        if self.resolved.teacher is None:
+            return None
+        return Teacher(self.resolved, self.layout, self.resolved.sequence_tokens)
 
     @property
     def sft_recipe(self) -> Recipe:
@@ -438,6 +447,8 @@ class JaxEngine(Engine):
     ) -> tuple[TrainState, np.ndarray, dict]:
         """See `Engine.update`; `step`: a result of `train_step`, by default that of RL."""
         placed, slots = self.on_devices(batch)
+        if step is None and self.teacher is not None:
+            placed = self.teacher.read(placed)
         state, logp, metrics = (step or self.compiled_update)(state, placed, self.rope)
         logp, metrics = processes.fetch(logp), jax.device_get(metrics)
         metrics["computed"], metrics["shared"] = batch.tokens.size, 0 * batch.lengths

@@ -58,7 +58,7 @@ def cases(arguments_of):
         (advantages.BASELINES, BASELINES),
         (advantages.SCALES, SCALES),
         (aggregation.AGGREGATIONS, AGGREGATIONS),
-        (losses.LOSSES, LOSSES),
+        (losses.LOSSES, {*LOSSES, "none"}),  # the latter in tests/training/test_teacher.py
         (corrections.CORRECTIONS, CORRECTIONS),
         (kl.ESTIMATORS, KL),
     ],

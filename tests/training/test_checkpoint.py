@@ -7,9 +7,9 @@ import pathlib
 import re
 import resource
 import shutil
-import time
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
