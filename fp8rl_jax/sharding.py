@@ -95,7 +95,7 @@ def between_hosts(mesh: Mesh, axis: str, hosts: Sequence[str]) -> bool:
 
 def batch_divisor(mesh: Mesh | AbstractMesh) -> int:
     """Returns the number of devices that share the rows of a batch."""
-    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -225,6 +225,7 @@ _FP8 = {"precision.rollout": "fp8", "precision.learner": "fp8"}
             "algo.num_minibatches": 2,
             "algo.dynamic_sampling": True,
         },
+        _FP8 | {"mesh.fsdp": 4, "learner.tokens_per_batch": 128, "learner.share_prompts": True},
     ],
     ids=[
         "fsdp_fp8",
@@ -236,6 +237,7 @@ _FP8 = {"precision.rollout": "fp8", "precision.learner": "fp8"}
         "expert_slots_f32",
         "expert_slots_fp8",
         "replay_fp8",
+        "packed_fp8",
     ],
 )
 def test_any_mesh_over_processes(fields, tmp_path):

@@ -7,7 +7,6 @@ the arguments alone decide the program, and two meshes can be used side by side.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from fp8rl_jax.kernels import resolve, sum_rows
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import BoundWeight, Recipe
-from fp8rl_jax.sharding import BATCH_AXES
+from fp8rl_jax.sharding import BATCH_AXES, batch_divisor
 
 AXIS, EXPERT, STORAGE = "tensor", "expert", "fsdp"
 WHOLE = PartitionSpec()
@@ -59,8 +58,7 @@ class Parallel:
     @property
     def row_devices(self) -> int:
         """Number of devices that share the rows of a batch."""
-        shape = {} if self.mesh is None else self.mesh.shape
-        return math.prod(shape.get(name, 1) for name in BATCH_AXES)
+        return 1 if self.mesh is None else batch_divisor(self.mesh)
 
     def uses_shard_map(self, recipe: Recipe) -> bool:
         """Returns whether `forward` runs inside a shard_map.
