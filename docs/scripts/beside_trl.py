@@ -11,17 +11,25 @@ samples each, and 128 new tokens at temperature 1 from the whole vocabulary. A s
 each sample with its share of even tokens, and makes one AdamW update without a reference.
 TRL generates with Hugging Face transformers, in float32 and in bf16 (autocast). In brackets: over
 the faster of the two.
+
+With --tail responses have up to 512 tokens and end at each with a probability of 1/128: 125 tokens
+in the mean. Here 64 of the 8,192 tokens end a response, there one with a bias on its logit; the
+learner here computes rows of several sequences, there padded ones (TRL's GRPO has no others).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import subprocess
 import sys
 import time
 
-PROMPTS, GROUP, PROMPT, NEW = 4, 8, 64, 128
+PROMPTS, GROUP, PROMPT = 4, 8, 64
+_ENDS = 64  # tokens that end a response with --tail
+_ROW = 1024  # slots of a packed row
 SHAPE = dict(
     vocab_size=8192,
     hidden_size=256,
@@ -34,7 +42,11 @@ SHAPE = dict(
 )
 
 
-def _serve(dtype: str) -> None:
+def _new(tail: bool) -> int:
+    return 512 if tail else 128
+
+
+def _serve(dtype: str, tail: bool) -> None:
     """The process with TRL: answers each line with the seconds of one step."""
     import torch
     from datasets import Dataset
@@ -72,7 +84,8 @@ def _serve(dtype: str) -> None:
     settings = GRPOConfig(
         per_device_train_batch_size=PROMPTS * GROUP,
         num_generations=GROUP,
-        max_completion_length=NEW,
+        max_completion_length=_new(tail),
+        generation_kwargs={"sequence_bias": [[[1], math.log(_ENDS)]]} if tail else None,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
@@ -104,8 +117,8 @@ def _serve(dtype: str) -> None:
 class _Theirs:
     """TRL's process."""
 
-    def __init__(self, python: str, dtype: str):
-        command = [python, __file__, f"--serve={dtype}"]
+    def __init__(self, python: str, dtype: str, tail: bool):
+        command = [python, __file__, f"--serve={dtype}", *["--tail"] * tail]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -115,12 +128,12 @@ class _Theirs:
         return tuple(json.loads(self.process.stdout.readline()))
 
 
-def _ours(recipe: str):
+def _ours(recipe: str, tail: bool):
     """A function that makes one step: (wall seconds, CPU seconds, tokens)."""
     import jax
     import numpy as np
 
-    from fp8rl_jax.batch import make_batch
+    from fp8rl_jax.batch import make_batch, pack
     from fp8rl_jax.bench import rollout as bench
     from fp8rl_jax.data import join
     from fp8rl_jax.learner import LossConfig, make_train_step, new_state
@@ -130,14 +143,17 @@ def _ours(recipe: str):
     from fp8rl_jax.training.optimizer import make_optimizer
 
     model, rows = ModelConfig(**SHAPE), PROMPTS * GROUP
-    cell = bench.Cell(rows, PROMPT, NEW, GROUP)
+    new = _new(tail)
+    cell = bench.Cell(rows, PROMPT, new, GROUP)
+    ends = tuple(range(1, 1 + _ENDS)) if tail else cell.settings.eos_ids
+    settings = dataclasses.replace(cell.settings, eos_ids=ends)
     optimizer, _ = make_optimizer(1e-4, 0, 0.9, 0.999, 0.0, 1.0)
     key = jax.random.key(0, impl="threefry2x32")
     state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), recipe)
-    sample = HalvedSampler(model, recipe, cell.settings)
+    sample = HalvedSampler(model, recipe, settings)
     refit, train_step = make_refit(recipe), make_train_step(model, recipe, optimizer, LossConfig())
     weights = refit(state.params)[0]
-    limits = np.full(rows, NEW, np.int32)
+    limits = np.full(rows, new, np.int32)
     _, prompts, lengths, _, ids, temperature, _, rope = bench.arguments(
         model, weights, cell, rows, limits
     )
@@ -150,7 +166,7 @@ def _ours(recipe: str):
         rollout = jax.device_get(
             sample(weights, prompts, lengths, key, ids, temperature, limits, rope)
         )
-        rewards = (rollout.tokens % 2 == 0).mean(1)
+        rewards = np.where(rollout.mask, rollout.tokens % 2 == 0, 0).sum(1) / rollout.mask.sum(1)
         groups = rewards.reshape(-1, GROUP)
         advantages = group_std(group_mean(groups).reshape(-1, 1), groups, np.ones((rows, 1), bool))
         batch = make_batch(
@@ -162,6 +178,8 @@ def _ours(recipe: str):
             advantages=advantages,
             old_logprobs=rollout.logprobs,
         )
+        if tail:
+            batch, _ = pack(batch, PROMPT + new, _ROW, 1)
         state, _, _ = train_step(state, batch, rope)
         weights = jax.block_until_ready(refit(state.params)[0])
         wall, cpu = time.perf_counter(), time.process_time()
@@ -170,11 +188,11 @@ def _ours(recipe: str):
     return step
 
 
-def _compare(python: str, repeats: int) -> None:
+def _compare(python: str, repeats: int, tail: bool) -> None:
     import numpy as np
 
-    peers = {f"TRL, {dtype}": _Theirs(python, dtype) for dtype in ("float32", "bfloat16")}
-    steps = {f"ours, {recipe}": _ours(recipe) for recipe in ("fp8", "bf16")} | peers
+    peers = {f"TRL, {dtype}": _Theirs(python, dtype, tail) for dtype in ("float32", "bfloat16")}
+    steps = {f"ours, {recipe}": _ours(recipe, tail) for recipe in ("fp8", "bf16")} | peers
     found = {name: [] for name in steps}
     for step in steps.values():
         step()  # compiles, or allocates
@@ -183,7 +201,7 @@ def _compare(python: str, repeats: int) -> None:
             found[name].append(step())
     for peer in peers.values():
         peer.process.stdin.close()
-    print(f"{PROMPTS} x {GROUP} sequences, {PROMPT} + {NEW} tokens, medians of {repeats}")
+    print(f"{PROMPTS} x {GROUP} sequences, {PROMPT} + {_new(tail)} tokens, medians of {repeats}")
     best = np.array(min((found[name] for name in peers), key=lambda rows: np.median(rows, 0)[0]))
     for name, rows in found.items():
         wall, cpu, tokens = np.median(rows, axis=0)
@@ -198,14 +216,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--python", help="of the environment with TRL")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tail", action="store_true", help="long-tailed responses")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
-        _serve(chosen.serve)
+        _serve(chosen.serve, chosen.tail)
     elif not chosen.python:
         parser.error("--python: name the python of the environment with TRL")
     else:
-        _compare(chosen.python, chosen.repeats)
+        _compare(chosen.python, chosen.repeats, chosen.tail)
 
 
 if __name__ == "__main__":
