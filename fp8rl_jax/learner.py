@@ -361,7 +361,7 @@ def make_gradients(
         return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
 
     def gradients(state: TrainState, batch: Batch, rope):
-        params = merged(state.params, keep_quantised=True)
+        params = merged(state.params, keep_quantised=True, dtype=recipe.compute_dtype)
         weights = quantize_params(params, recipe, state.scaling_state)
         probes = init_probes(params, recipe, health)
         grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)

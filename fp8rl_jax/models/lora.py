@@ -165,11 +165,12 @@ def scaled(params: Adapted) -> dict[Path, tuple[jax.Array, jax.Array]]:
     }
 
 
-def merged(params: Any, keep_quantised: bool = False) -> Any:
+def merged(params: Any, keep_quantised: bool = False, dtype: Any = jnp.float32) -> Any:
     """Returns float32 parameters: the base with its adapters added; without adapters `params`.
 
     QArrays are dequantised; with `keep_quantised` those without an adapter stay. A product of A and
-    B has the library's order of sums, so its bits do not depend on the program.
+    B has the library's order of sums, so its bits do not depend on the program. `dtype`: of the
+    matrices with adapters, matrix by matrix, so that no whole stack of them is in float32.
     """
     if not isinstance(params, Adapted):
         return params if keep_quantised else jax.tree.map(plain_value, params, is_leaf=is_weight)
@@ -182,7 +183,7 @@ def merged(params: Any, keep_quantised: bool = False) -> Any:
             return leaf if stays else plain_value(leaf).astype(jnp.float32)
         arrays = (leaf, *adapters[names[:-1]])
         stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), arrays)
-        return lax.map(_plus_product, stacks).reshape(leaf.shape)
+        return lax.map(lambda own: _plus_product(own).astype(dtype), stacks).reshape(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(merge, params.base, is_leaf=is_weight)
 

@@ -195,7 +195,9 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     Raises:
       ValueError: the recipe is stateful and `scaling` lacks a site.
     """
-    recipe, params = get_recipe(recipe), merged(params, keep_quantised=True)
+    recipe = get_recipe(recipe)
+    # FP8 is made of weights in bf16, too.
+    params = merged(params, keep_quantised=True, dtype=recipe.compute_dtype)
     sites = _sites(params, recipe, shapes=True)
 
     def convert(path, leaf):

@@ -49,7 +49,7 @@ def make_refit(
     """
 
     def refit(params, scaling_state=None, kv_scales=None):
-        params = merged(params, keep_quantised=True)
+        params = merged(params, keep_quantised=True, dtype=get_recipe(recipe).compute_dtype)
         weights = quantize_params(params, recipe, scaling_state)
         lost = weight_health(params, weights, recipe) if health else {}
         weights = with_kv_scales(weights, kv_scales)
