@@ -121,7 +121,8 @@ class LossConfig:
       kl, kl_coef: estimator (rl/kl.py) and weight of the divergence from the reference policy;
         None leaves the divergence out.
       router_aux_coef: weight of `load_balance_loss`; 0 leaves it out.
-      teacher_coef: weight of the divergence from `Batch.teacher`.
+      teacher_coef: weight of the divergence from `Batch.teacher`, which must be there; 0 leaves it
+        out.
     """
 
     token_loss: TokenLoss = dataclasses.field(default_factory=ppo)
@@ -349,7 +350,7 @@ def make_gradients(
         if loss.kl:
             tokens["kl"] = loss.kl(logp, part.ref_logprobs)
             each = each + loss.kl_coef * tokens["kl"]
-        if part.teacher is not None:
+        if loss.teacher_coef:
             tokens["teacher_kl"] = aux["teacher_kl"]
             each = each + loss.teacher_coef * tokens["teacher_kl"]
         value = jnp.where(counts, each * part.weights, 0.0).sum()

@@ -200,7 +200,11 @@ FEATURES: dict[str, Feature] = {
     "correction": _field("algo.correction", lambda which: which not in ("auto", "none")),
     "the rollout's log-probabilities": _field("algo.old_logprobs", lambda own: own == "rollout"),
     "loss reinforce": _field("algo.loss", lambda loss: loss == "reinforce"),
-    "no teacher": _field("algo.teacher", lambda name: not name),
+    "no divergence": Feature(
+        lambda r: (
+            not r.config.algo.kl_coef and not (r.config.algo.teacher and r.config.algo.teacher_coef)
+        )
+    ),
     "loss none": _field("algo.loss", lambda loss: loss == "none"),
     "several updates of a rollout": Feature(
         lambda r: _updates(r) > 1, lambda r: f"algo.num_minibatches x algo.epochs is {_updates(r)}"
@@ -355,10 +359,10 @@ PAIRS = (
         "write 0, or algo.loss='ppo'",
     ),
     Pair(
-        "no teacher",
+        "no divergence",
         "loss none",
-        "without algo.teacher nothing is learned then",
-        "name a teacher, or another loss",
+        "no divergence from a teacher or a reference is in the loss",
+        "set algo.teacher and algo.teacher_coef, or another loss",
     ),
     Pair(
         "a mean without a constant",

@@ -115,7 +115,8 @@ def reference_recipe(precision: ml_collections.ConfigDict, learner: Recipe) -> R
     if precision.reference == "learner":
         return learner
     with _field("reference"):
-        return without_calibration(get_recipe(precision.reference))
+        recipe = without_calibration(get_recipe(precision.reference))
+    return dataclasses.replace(recipe, head=learner.head)
 
 
 def without_calibration(recipe: Recipe) -> Recipe:

@@ -21,6 +21,7 @@ from fp8rl_jax.drift.operations import tapped_values
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
 from fp8rl_jax.models import Swap, quantize_params, trainable_params
+from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.rollout import make_refit
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.engine import Prompts
@@ -104,7 +105,9 @@ class Programs:
         optimizer, _ = optimizer_of_phase(rt.config, "rl")
         state = rt.engine.new_state(self.state.params, optimizer, self.state.scaling_state)
         state = dataclasses.replace(state, kv_scales=self.state.kv_scales)
-        loss = LossConfig(rt.algorithm.loss)
+        own = rt.algorithm.loss
+        # Without a gradient XLA would leave the backward pass out, and change the forward pass.
+        loss = LossConfig(reinforce() if rt.config.algo.loss == "none" else own)
         step = rt.engine.train_step(
             optimizer,
             loss,
@@ -113,7 +116,7 @@ class Programs:
             donate=False,
         )
         if not taps:
-            return rt.engine.update(state, batch, step)[1], {}
+            return rt.engine.update(state, batch, step, distil=False)[1], {}
         _, logp, metrics = step(state, rt.layout.by_rows(batch), rt.engine.rope)
         return processes.fetch((logp, metrics["taps"]))
 

@@ -185,9 +185,10 @@ def _divergence_forward(recipe, parallel, hidden, head, other, inverse, any_coun
 
     def divergence(operands):
         logp, logq = _two_logprobs(recipe, parallel, *operands)
-        d = logq - logp
+        p, d = jnp.exp(logp), logq - logp
         # The sum of p e^d is 1, so this is the sum of -p d, in terms that are never negative.
-        return (jnp.exp(logp) * (jnp.expm1(d) - d)).sum(-1)
+        small = p * (jnp.expm1(jnp.minimum(d, 1)) - d)
+        return jnp.where(d > 1, jnp.exp(logq) - p * (1 + d), small).sum(-1)
 
     return _if_any(any_counts, divergence, operands), (operands, any_counts)
 

@@ -19,10 +19,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
 from fp8rl_jax.batch import most_micro_batches
+from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
-from fp8rl_jax.plan.bytes import learner_weight_bytes, state_bytes
+from fp8rl_jax.plan.bytes import learner_weight_bytes, state_bytes, weight_bytes, weight_shapes
 from fp8rl_jax.quant import Recipe
 
 HEAD_TOKENS = 4096  # tokens whose gradient of the logits exists at once (kernels/gpu/head.py)
@@ -33,6 +34,8 @@ _PACKED_FIELDS = 4  # further ones of rows of several sequences, with a number f
 # Bytes for each element of a row in the backward pass: 2 in the compute dtype, 1 FP8, 4 float32.
 _GATED = 18  # gate, up, their product and its gradient; FP8 of two; two in float32
 _ROW = 12  # input of the experts in two forms, results and their gradient
+# Bytes for each logit of the divergence from a teacher, and tokens whose logits exist at once.
+_DIVERGENCE, _DIVERGENCE_TOKENS = 24, 1024
 _MOVED = 8  # results in the order in which they are sent, and their gradient
 
 
@@ -227,9 +230,16 @@ def plan_learner(
     batch = 4 * work.micro_batches * (work.tokens + _BATCH_FIELDS * work.response_tokens)
     if work.capacity:
         batch += 4 * work.micro_batches * _PACKED_FIELDS * work.capacity
+    head = _head_bytes(model, recipe, work)
     if resolved.teacher is not None:
-        size = resolved.reference_recipe.compute_dtype.itemsize
+        other = without_calibration(resolved.reference_recipe)
+        size = other.compute_dtype.itemsize
         batch += work.micro_batches * work.response_tokens * resolved.teacher.hidden_size * size
+        gathered = weight_bytes(weight_shapes(resolved.teacher, other, other), mesh)
+        batch += gathered.tables  # its head, as a step reads it
+        head += _DIVERGENCE * min(work.response_tokens, _DIVERGENCE_TOKENS) * model.vocab_size
+        if mesh.size > 1:  # its pass reads all layers gathered
+            batch += gathered.dense + gathered.experts
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
         work,
@@ -240,7 +250,7 @@ def plan_learner(
         own_weights=own.stored,
         layer_inputs=_kept_bytes(model, recipe, work),
         tables=masters.tables + own.tables,
-        head=_head_bytes(model, recipe, work),
+        head=head,
         layer=2 * masters.layer + 2 * own.layer + activations,
         # The update; with adapters also the largest array when they are merged into it.
         optimizer=3 * masters.largest

@@ -28,6 +28,7 @@ from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
 from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.teacher import with_teacher_shapes
 
 LARGE = 40e9  # parameters of a model above which few layers are compiled
 _FEW = (2, 4)  # numbers of layers to compile besides those with other rules
@@ -87,7 +88,8 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     tokens = np.zeros((rows, runtime.sequence_tokens), np.int32)
     batch = make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
     batch, _ = runtime.engine.packed(batch)
-    return state, sharding.laid_out(batch, runtime.layout.rows), _rope(runtime)
+    batch = sharding.laid_out(batch, runtime.layout.rows)
+    return state, with_teacher_shapes(batch, runtime, runtime.layout), _rope(runtime)
 
 
 def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
@@ -111,7 +113,9 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
         ),
         "train step": trace_train_step(runtime),
         "score": runtime.engine.compiled_score.trace(
-            state.params, state.scaling_state, state.kv_scales, batch, rope
+            *(state.params, state.scaling_state, state.kv_scales),
+            dataclasses.replace(batch, teacher=None),
+            rope,
         ),
     }
 

@@ -2,8 +2,8 @@
 
 A checkpoint is the `TrainState` and a small JSON with the phase, the step, the sizes of the run's
 log files and checksums of every byte of the state. Orbax writes into a temporary directory and
-renames it, so a killed run leaves complete checkpoints only. It writes while the run goes on, but
-for a directory's first checkpoint, which is read back at once.
+renames it, so a killed run leaves complete checkpoints only. In a run of one process it writes
+while the run goes on, but for a directory's first checkpoint, which is read back at once.
 
 Orbax and tensorstore take some names for patterns or addresses (`[lr=1e-4]`, `a\\b`, `gs:`), and
 would write a checkpoint that nothing can read. They get a path by the directory's open descriptor.
@@ -44,7 +44,14 @@ from fp8rl_jax.training.run_directory import STORE_ERRORS
 
 _MISREAD = re.compile(r"[*?\[\]\\:]")
 _PART_BYTES = 2**28  # largest size of arrays that are read back together
+_LONGEST_WRITE = 7 * 24 * 3600  # seconds that a checkpoint may take
 _OTHER_WRITES = 3.0  # seconds to wait for writes in flight after one has failed
+
+
+def _of_others(record: logging.LogRecord) -> bool:
+    """Returns whether a log record is not orbax's, which reports every phase of a save, and logs
+    the errors that it raises."""
+    return "orbax" not in record.pathname
 
 
 class _OtherState(ValueError):
@@ -65,8 +72,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: pathlib.Path, keep: int, own: bool = False):
-        # orbax reports every phase of a save, and logs the errors that it raises.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        logging.getLogger("absl").addFilter(_of_others)
         self._directory = directory.resolve()
         remedy = "mend that, or choose another run.dir"
         with refused_by_system(f"{self._directory} cannot be used", remedy):
@@ -75,7 +81,12 @@ class Checkpoints:
         self._release = weakref.finalize(self, os.close, descriptor)
         self._path = _nameless(self._directory, descriptor)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, cleanup_tmp_directories=own
+            max_to_keep=keep,
+            create=True,
+            cleanup_tmp_directories=own,
+            # In several processes a failed write would leave the others at a barrier of orbax's.
+            enable_async_checkpointing=processes.count() == 1,
+            async_options=ocp.AsyncOptions(timeout_secs=_LONGEST_WRITE),
         )
         self._manager = ocp.CheckpointManager(self._path, options=options)
         processes.barrier("the checkpoints are known")  # to all, before one is deleted

@@ -388,7 +388,7 @@ class JaxEngine(Engine):
     def loss(self) -> learner.LossConfig:
         """The loss of the RL phase."""
         algorithm, router = self.resolved.algorithm, self.config.algo.router_aux_loss_coef
-        teacher = self.config.algo.teacher_coef
+        teacher = self.config.algo.teacher_coef if self.resolved.teacher else 0.0
         return learner.LossConfig(algorithm.loss, algorithm.kl, algorithm.kl_coef, router, teacher)
 
     @functools.cached_property
@@ -443,11 +443,12 @@ class JaxEngine(Engine):
         return self.train_step(self.rl_optimizer[0], self.loss, parts)
 
     def update(
-        self, state: TrainState, batch: Batch, step: Any = None
+        self, state: TrainState, batch: Batch, step: Any = None, distil: bool = True
     ) -> tuple[TrainState, np.ndarray, dict]:
-        """See `Engine.update`; `step`: a result of `train_step`, by default that of RL."""
+        """See `Engine.update`; `step`: a result of `train_step`, by default that of RL. `distil`:
+        whether its loss has the teacher's part, if there is a teacher."""
         placed, slots = self.on_devices(batch)
-        if step is None and self.teacher is not None:
+        if distil and self.teacher is not None:
             placed = self.teacher.read(placed)
         state, logp, metrics = (step or self.compiled_update)(state, placed, self.rope)
         logp, metrics = processes.fetch(logp), jax.device_get(metrics)

@@ -298,9 +298,6 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
     """
     rt, config = run.runtime, run.runtime.config
     reference = _reference(run, state) if rt.algorithm.needs_reference else None
-    if rt.teacher is not None:
-        run.display.note(f"teacher: {config.algo.teacher}")
-        assert rt.engine.teacher  # loaded now, before the first rollout
     run.display.phase("RL", config.run.steps, int(state.step), run.compile_times)
     questions, served = _stream(rt, state), rt.engine.refit(state)
     if not config.sft.steps and int(state.step) == 0:

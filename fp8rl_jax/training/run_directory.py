@@ -224,6 +224,15 @@ def run_config(
     return config
 
 
+def without_teacher(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+    """Returns a configuration for programs that do not train, which need no teacher."""
+    config = config.copy_and_resolve_references()
+    config.algo.teacher = ""
+    if config.algo.loss == "none":
+        config.algo.loss = "ppo"
+    return config
+
+
 def differences(theirs: dict, ours: dict) -> dict[str, tuple[Any, Any]]:
     """Returns {field: (their value, our value)} of the fields that differ.
 

@@ -31,7 +31,7 @@ from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.environment import begun, check_process, environment
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.questions import load_data
-from fp8rl_jax.training.teacher import check_vocabulary
+from fp8rl_jax.training.teacher import check_teacher
 from fp8rl_jax.training.text import Text
 
 
@@ -120,7 +120,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     if chat is not None:
         tokenizer = with_turn_end(tokenizer, chat)
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
-    check_vocabulary(resolved)
+    check_teacher(resolved)
     data = load_data(config, tokenizer, chat) if with_questions else Data({})
     checks.check_platform(resolved)
     hold_settings()  # the user's modules, imported by now, may have changed them

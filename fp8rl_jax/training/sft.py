@@ -187,7 +187,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
         start = time.perf_counter()
         batch = runtime.text.demonstrations(stream.next())
         rate = float(schedule(updates_made(state.opt_state)))
-        state, _, metrics = engine.update(state, batch, train_step)
+        state, _, metrics = engine.update(state, batch, train_step, distil=False)
         if not metrics["good"]:
             run.save(state)
             raise NonFiniteError(non_finite_message("SFT", step + 1, metrics))

@@ -24,8 +24,10 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.batch import Batch
+from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
+from fp8rl_jax.data.load import tokenizer_path
 from fp8rl_jax.models import (
     init_scaling,
     output_head,
@@ -36,10 +38,30 @@ from fp8rl_jax.models import (
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.training.layout import Layout
 
+_FILE = "tokenizer.json"
+
 
 def teacher_recipe(resolved: Resolved) -> Recipe:
     """Returns the teacher's numerics: `precision.reference`, without scales of a rollout."""
     return without_calibration(resolved.reference_recipe)
+
+
+def _place_of_head(layout: Layout, shape: jax.ShapeDtypeStruct) -> Any:
+    """Returns the sharding of the teacher's output head (D, V) while no program reads it."""
+    return param_shardings(layout.mesh, {"lm_head": shape})["lm_head"]
+
+
+def with_teacher_shapes(batch: Batch, resolved: Resolved, layout: Layout) -> Batch:
+    """Returns the shapes of `Teacher.read`'s result for those of a batch."""
+    teacher = resolved.teacher
+    if teacher is None:
+        return batch
+    recipe, width = teacher_recipe(resolved), teacher.hidden_size
+    shape = jax.ShapeDtypeStruct
+    head = shape((width, resolved.model.vocab_size), recipe.for_head().compute_dtype)
+    head = shape(head.shape, head.dtype, sharding=_place_of_head(layout, head))
+    hidden = shape((*batch.targets.shape, width), recipe.compute_dtype, sharding=layout.rows)
+    return dataclasses.replace(batch, teacher=batches.Teacher(hidden, head))
 
 
 class Teacher:
@@ -73,13 +95,13 @@ class Teacher:
         self._hidden = learner.make_hidden(model, recipe, layout.parallel, parts)
         vocabulary = resolved.model.vocab_size
 
-        @exact_jit
         def head(weights):
             table = output_head(weights, model, layout.parallel)
             assert isinstance(table, jax.Array)
             return table[:, :vocabulary]
 
-        self._head = head(self._weights)
+        place = _place_of_head(layout, jax.eval_shape(head, shapes))
+        self._head = exact_jit(head, out_shardings=place)(self._weights)
 
     def read(self, batch: Batch) -> Batch:
         """Returns a batch that is on the devices with what the teacher says of its responses."""
@@ -88,31 +110,46 @@ class Teacher:
         return dataclasses.replace(batch, teacher=batches.Teacher(hidden, self._head))
 
 
-def check_vocabulary(resolved: Resolved) -> None:
-    """Raises UserError if policy and teacher do not give their tokens the same numbers."""
+def check_teacher(resolved: Resolved) -> None:
+    """Raises UserError if the teacher's shapes do not suit its recipe or the sequences, or if
+    policy and teacher do not give their tokens the same numbers."""
     config, teacher = resolved.config, resolved.teacher
     if teacher is None:
         return
-    where = config.algo.teacher
+    where, recipe = config.algo.teacher, teacher_recipe(resolved)
+    if recipe.activation is not None and recipe.activation.policy.stateful:
+        raise UserError(
+            f"algo.teacher: recipe {recipe.name!r} scales activations by what it observed in "
+            "training, and a teacher has observed nothing: set precision.reference='fp8' or 'bf16'"
+        )
+    try:
+        recipe.layer_segments(teacher.num_hidden_layers)
+    except UserError as error:
+        raise UserError(f"algo.teacher: {where}: {error}") from None
+    positions = (pretrained_config(where) or {}).get("max_position_embeddings")
+    if isinstance(positions, int) and positions < resolved.sequence_tokens:
+        raise UserError(
+            f"algo.teacher: {where} has {positions} positions, and sequences have up to "
+            f"{resolved.sequence_tokens} tokens: lower rollout.max_prompt_tokens or max_new_tokens"
+        )
     if teacher.vocab_size < resolved.model.vocab_size:
         raise UserError(
             f"algo.teacher: {where} has a vocabulary of {teacher.vocab_size} tokens, the policy of "
             f"{resolved.model.vocab_size}: take a teacher with the policy's tokenizer"
         )
-    own = config.data.tokenizer
-    own = config.model.checkpoint if own == "checkpoint" else own
-    one, other = _numbers(own), _numbers(where)
+    own = pathlib.Path(tokenizer_path(config.data.tokenizer, config.model.checkpoint))
+    one = _numbers(own if own.is_file() else own / _FILE)
+    other = _numbers(pathlib.Path(where) / _FILE)
     if one != other:
-        differ = "has no tokenizer.json" if other is None else f"numbers its tokens unlike {own}"
+        differ = f"has no {_FILE}" if other is None else f"numbers its tokens unlike {own}"
         raise UserError(
             f"algo.teacher: {where} {differ}: take a teacher with the policy's tokenizer "
             f"(data.tokenizer is {config.data.tokenizer!r})"
         )
 
 
-def _numbers(directory: str) -> Any:
-    """Returns the tokens of a tokenizer.json with their numbers; None without such a file."""
-    file = pathlib.Path(directory) / "tokenizer.json"
+def _numbers(file: pathlib.Path) -> Any:
+    """Returns the tokens of a tokenizer.json with their numbers; None if there is no such file."""
     if not file.is_file():
         return None
     try:

@@ -61,7 +61,7 @@ _ON: dict[str, list[str]] = {
     "another estimator than k1": ["algo.kl_estimator=k2"],
     "another loss than ppo": ["algo.loss=gspo"],
     "dual clip": ["algo.dual_clip=3.0"],
-    "no teacher": [],
+    "no divergence": [],
     "loss none": ["algo.loss=none"],
     "a mean without a constant": [],
     "constant length": ["algo.loss_length=7"],

@@ -67,6 +67,19 @@ def test_the_divergence_and_its_gradient(counts):
     np.testing.assert_allclose(to_head, np.einsum("btd,btv->dv", hidden, slope), atol=2e-4)
 
 
+def test_a_policy_that_is_sure():
+    """Logits of some hundreds: the divergence is finite and right where exp overflows."""
+    rng = np.random.default_rng(2)
+    hidden = 40 * rng.standard_normal((1, 8, 24)).astype(np.float32)
+    head = rng.standard_normal((24, 37)).astype(np.float32)
+    other = rng.standard_normal((1, 8, 24)).astype(np.float32)
+    ones = np.ones(1, np.float32)
+    found = exact_jit(lambda *rows: token_divergences(*rows, _F32))(hidden, head, other, head, ones)
+    logp, logq = _log_softmax(hidden, head, ones), _log_softmax(other, head, ones)
+    assert (logq - logp).max() > 120
+    np.testing.assert_allclose(found, (np.exp(logp) * (logp - logq)).sum(-1), rtol=1e-5)
+
+
 def test_equal_policies_do_not_diverge():
     """The divergence and its gradient are exactly 0, in bf16 too."""
     rng = np.random.default_rng(1)
