@@ -11,6 +11,7 @@ import pytest
 import tiny_checkpoint
 import tiny_config
 
+import fp8rl_jax
 from fp8rl_jax import train
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
@@ -186,3 +187,14 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
         make_runtime(_config(tmp_path, model, other), with_questions=False)
     with pytest.raises(UserError, match=r"algo\.teacher: .*absent is no directory"):
         make_runtime(_config(tmp_path, model, tmp_path / "absent"), with_questions=False)
+
+
+@pytest.mark.slow
+def test_from_python(tmp_path):
+    """`train_step` of the Python API has the teacher's part of the loss."""
+    model = tiny_checkpoint.write(tmp_path / "model")
+    teacher = str(_other_weights(tmp_path / "teacher", 0.02))
+    policy = fp8rl_jax.load(str(model), teacher=teacher, loss="none", max_new_tokens=24)
+    samples = fp8rl_jax.sample(policy, ["What", "12 + 7"], group_size=4, temperature=8.0)
+    _, metrics = fp8rl_jax.train_step(policy, samples, np.ones(8))
+    assert metrics["teacher_kl"] > 0.5 and metrics["grad_norm"] > 0.01
