@@ -106,9 +106,8 @@ def _execute(run: Run, resume: bool) -> Outcome:
     monitor = DriftMonitor(run.runtime, run.directory, run.display.note, run.interrupted)
     with contextlib.closing(run):
         run.interrupted()  # from here on a signal waits for the end of a step
-        if run.runtime.teacher is not None:
-            run.display.note(f"teacher: {config.algo.teacher}")
-            assert run.runtime.engine.teacher  # loaded now: it may be damaged
+        if (teacher := run.runtime.engine.teacher) is not None:  # loaded now: it may be damaged
+            run.display.note(f"teacher: {teacher.directory}")
         state = _restore(run, resume, monitor)
         _describe(run)
         if run.evaluation_failed:

@@ -7,6 +7,7 @@ import dataclasses
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.envs import Term, eval_tasks, load_rewards
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, same_forward
@@ -44,6 +45,11 @@ class Resolved:
     def same_forward(self) -> bool:
         """Whether both sides compute the same forward pass."""
         return same_forward(self.rollout_recipe, self.learner_recipe)
+
+    @property
+    def teacher_recipe(self) -> Recipe:
+        """Numerics of the teacher: those of the reference, without scales of a rollout."""
+        return without_calibration(self.reference_recipe)
 
     @property
     def zero_drift(self) -> bool:

@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh
 from fp8rl_jax import sharding
 from fp8rl_jax.base.jax_settings import USABLE
 from fp8rl_jax.config.adapters import adapted_shapes
-from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import (
     ModelConfig,
@@ -170,7 +169,7 @@ def state_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh) -> StateBytes:
         on_device, on_host = on_host, on_device
     reference = resolved.algorithm.needs_reference * trains
     if resolved.teacher is not None:
-        recipe = without_calibration(resolved.reference_recipe)
+        recipe = resolved.teacher_recipe
         weights = weight_shapes(resolved.teacher, recipe, recipe)
         reference += weight_bytes(weights, mesh).stored
     scaling = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))

@@ -19,7 +19,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax import sharding
 from fp8rl_jax.batch import most_micro_batches
-from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
@@ -232,7 +231,7 @@ def plan_learner(
         batch += 4 * work.micro_batches * _PACKED_FIELDS * work.capacity
     head = _head_bytes(model, recipe, work)
     if resolved.teacher is not None:
-        other = without_calibration(resolved.reference_recipe)
+        other = resolved.teacher_recipe
         size = other.compute_dtype.itemsize
         batch += work.micro_batches * work.response_tokens * resolved.teacher.hidden_size * size
         gathered = weight_bytes(weight_shapes(resolved.teacher, other, other), mesh)

@@ -25,7 +25,6 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.config.model_source import pretrained_config
-from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data.load import tokenizer_path
 from fp8rl_jax.models import (
@@ -35,15 +34,9 @@ from fp8rl_jax.models import (
     quantize_params,
     rope_tables,
 )
-from fp8rl_jax.quant import Recipe
 from fp8rl_jax.training.layout import Layout
 
 _FILE = "tokenizer.json"
-
-
-def teacher_recipe(resolved: Resolved) -> Recipe:
-    """Returns the teacher's numerics: `precision.reference`, without scales of a rollout."""
-    return without_calibration(resolved.reference_recipe)
 
 
 def _place_of_head(layout: Layout, shape: jax.ShapeDtypeStruct) -> Any:
@@ -56,7 +49,7 @@ def with_teacher_shapes(batch: Batch, resolved: Resolved, layout: Layout) -> Bat
     teacher = resolved.teacher
     if teacher is None:
         return batch
-    recipe, width = teacher_recipe(resolved), teacher.hidden_size
+    recipe, width = resolved.teacher_recipe, teacher.hidden_size
     shape = jax.ShapeDtypeStruct
     head = shape((width, resolved.model.vocab_size), recipe.for_head().compute_dtype)
     head = shape(head.shape, head.dtype, sharding=_place_of_head(layout, head))
@@ -65,7 +58,11 @@ def with_teacher_shapes(batch: Batch, resolved: Resolved, layout: Layout) -> Bat
 
 
 class Teacher:
-    """A teacher on a mesh."""
+    """A teacher on a mesh.
+
+    Attributes:
+      directory: where its weights are.
+    """
 
     def __init__(self, resolved: Resolved, layout: Layout, slots: int):
         """Loads `algo.teacher` in its recipe; `slots`: most tokens of a sequence.
@@ -75,11 +72,12 @@ class Teacher:
         """
         from fp8rl_jax.models import hf
 
-        model, recipe = resolved.teacher, teacher_recipe(resolved)
+        self.directory = resolved.config.algo.teacher
+        model, recipe = resolved.teacher, resolved.teacher_recipe
         assert model is not None
         single = jnp.float32 in (recipe.compute_dtype, recipe.for_head().compute_dtype)
         params = hf.load(
-            resolved.config.algo.teacher,
+            self.directory,
             dtype="float32" if single else "bfloat16",  # weights are rounded to bf16 before FP8
             shardings=functools.partial(param_shardings, layout.mesh),
         )[1]
@@ -116,7 +114,7 @@ def check_teacher(resolved: Resolved) -> None:
     config, teacher = resolved.config, resolved.teacher
     if teacher is None:
         return
-    where, recipe = config.algo.teacher, teacher_recipe(resolved)
+    where, recipe = config.algo.teacher, resolved.teacher_recipe
     if recipe.activation is not None and recipe.activation.policy.stateful:
         raise UserError(
             f"algo.teacher: recipe {recipe.name!r} scales activations by what it observed in "
