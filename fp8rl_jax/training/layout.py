@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from fp8rl_jax import learner, sharding
 from fp8rl_jax.base import processes
-from fp8rl_jax.config.adapters import with_adapters
+from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import (
@@ -109,7 +109,7 @@ class Layout:
 
     def new_state(self, params, optimizer, rng: np.ndarray, scaling_state: dict | None = None):
         """Returns `learner.new_state` of the run's learner, on the devices of its arguments."""
-        recipe, params = self.resolved.learner_recipe, with_adapters(self.resolved.config, params)
+        recipe = self.resolved.learner_recipe
         return learner.new_state(
             params, optimizer, rng, recipe, scaling_state, self.missing_kv_scales
         )
@@ -119,7 +119,8 @@ class Layout:
         sharded as their parameters, or in host memory (`learner.offload`)."""
         rng = np.asarray(jax.random.key_data(jax.random.key(0, impl="threefry2x32")))
         make = functools.partial(self.new_state, optimizer=optimizer, rng=rng)
-        shapes = jax.eval_shape(make, self.param_shapes)
+        trained = adapted_shapes(self.resolved.config, self.resolved.model)
+        shapes = jax.eval_shape(make, trained)
         shardings = param_shardings(self.mesh, shapes)
         if self.offloads:
             shardings = with_host_moments(shapes, shardings)

@@ -34,6 +34,18 @@ def _trained(directory, **fields):
     return runtime, state
 
 
+@pytest.mark.parametrize("base", ["bf16", "fp8"])
+def test_state_shapes(base, tmp_path):
+    """The first state of a phase has the shapes that its programs are made for."""
+    fields = {**_FIELDS, "lora.base": base}
+    runtime = make_runtime(load_config(str(CONFIG), overrides(tmp_path, **fields)))
+    optimizer = optimizer_of_phase(runtime.config, "sft")[0]
+    state = runtime.engine.new_state(runtime.engine.initial_params(), optimizer)
+    own = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    shapes = runtime.engine.layout.state_shapes(optimizer)
+    assert own == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
