@@ -118,7 +118,7 @@ CONVERT = Command(
         argument(
             "paths",
             "SRC: a checkpoint's directory, a run whose newest weights to export, or "
-            "a GGUF file of the llama architecture; DST: a new directory",
+            "a GGUF file (llama, qwen2, qwen3 or gemma3); DST: a new directory",
             "SRC DST",
             nargs="*",
             type=a_path,

@@ -15,7 +15,7 @@ from fp8rl_jax.quant import Recipe, compute_value
 from fp8rl_jax.quant.varying import varying_vjp
 
 
-def _frequencies(config: ModelConfig) -> np.ndarray:
+def frequencies(config: ModelConfig) -> np.ndarray:
     """Returns the radians per position of every pair of features, float64 (rope_dim / 2,).
 
     * linear: all frequencies are divided by the factor.
@@ -82,12 +82,12 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarra
     Tables are arguments of every program. If a program computed them, XLA might fold them with
     another implementation of cos than the one it runs.
     """
-    frequencies = _frequencies(config)
+    radians = frequencies(config)
     if config.rope_local_base_freq:
         half = config.rope_dim // 2
         local = config.rope_local_base_freq ** (-np.arange(half) / half)
-        frequencies = np.concatenate([frequencies, local])
-    angle = np.arange(length)[:, None] * frequencies
+        radians = np.concatenate([radians, local])
+    angle = np.arange(length)[:, None] * radians
     amplitude = _amplitude(config)
     return tuple((f(angle) * amplitude).astype(np.float32) for f in (np.cos, np.sin))
 

@@ -311,8 +311,8 @@ def write(
 
 
 def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields=None, **tensors):
-    """A GGUF file of CONFIGS[architecture] without scaled rotary embeddings; its parameters.
-    `fields` are further ones of its metadata."""
+    """A GGUF file of CONFIGS[architecture], for Llama without scaled rotary embeddings; its
+    parameters. `fields` are further ones of its metadata."""
     gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
     model = architecture if architecture in CONFIGS else "llama"
     config, params = CONFIGS[model], params_of(model)
@@ -328,6 +328,12 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
     writer.add_context_length(77)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm" if model == "llama" else "qwen2")
+    gemma3 = model == "gemma3"
+    if gemma3:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", config.sliding_window_pattern)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_factor)
     letters = ["<|end|>", "<tool>", *"abcdefgh0123456789", "Ġ"]
     tokens = [*letters, "ab", "Ġab", "12"] + [f"unused{i}" for i in range(36)]
     writer.add_token_list(tokens)
@@ -352,7 +358,9 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
         "self_attn.q_norm": "attn_q_norm",
         "self_attn.k_norm": "attn_k_norm",
         "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
+        "post_attention_layernorm": "post_attention_norm" if gemma3 else "ffn_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
     }
     kind = gguf.GGMLQuantizationType[type_name]
     for key, value in (named(config, params) | tensors).items():
@@ -364,6 +372,8 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
         if heads and model == "llama":  # for each feature of the first half its partner follows
             order = [h * 32 + i + j * 16 for h in range(heads) for i in range(16) for j in (0, 1)]
             value = value[order]
+        if gemma3 and module.endswith("norm"):
+            value = value + 1
         if value.ndim == 1 or type_name == "F32":
             writer.add_tensor(name, np.ascontiguousarray(value))
         else:

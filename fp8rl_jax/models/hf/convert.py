@@ -15,6 +15,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.gguf_file import GGUF
+from fp8rl_jax.models.hf.gguf_tokenizer import write_tokenizer
 from fp8rl_jax.models.hf.loader import dtype_name, load
 from fp8rl_jax.models.hf.writer import check_target, check_type, save
 
@@ -58,7 +59,7 @@ def convert(
     also: Callable[[pathlib.Path], None] = functools.partial(copy_tokenizer, path)
     if path.suffix == ".gguf" and not path.is_dir():
         file = GGUF(path)
-        fields, also = file.fields(), file.write_tokenizer
+        fields, also = file.fields(), functools.partial(write_tokenizer, file)
         config, params = file.load(name)
     else:
         fields = read_fields(path)

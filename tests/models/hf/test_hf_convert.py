@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import pathlib
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from fp8rl_jax.data import PretrainedTokenizer
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.models.hf.gguf_file import GGUF
+from fp8rl_jax.models.hf.gguf_tokenizer import write_tokenizer
 
 
 def _source(tmp_path):
@@ -128,6 +131,99 @@ def test_gguf_of_other_architectures(architecture, tmp_path):
     assert [piece for piece, _ in cut] == ["ab", ",", "Ġab", "1", "2", "Ġ", "ĠIT", "'S", "ĊĊ", "Ġx"]
 
 
+def test_gguf_of_gemma3(tmp_path):
+    """Four norms of 1 + weight, windows, the scale of scores, a rotary embedding of two kinds."""
+    file = tmp_path / "model.gguf"
+    params = write_gguf(file, architecture="gemma3")
+    config, loaded = GGUF(file).load("float32")
+    expected = vars(CONFIGS["gemma3"]) | {"query_pre_attn_scalar": 24}  # the size of its heads
+    assert vars(config) == expected
+    for x, y in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2**-22)  # of gains: 1 was added
+    assert run(["convert", str(file), str(tmp_path / "out"), "--dtype=bf16"]) == 0
+    assert hf.load(tmp_path / "out")[0] == config
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_gguf_of_llama3(factor, tmp_path):
+    """Of Llama 3.1's and 3.2's rotary embedding the file has what frequencies are divided by."""
+    divisors = []
+    for pair in range(16):  # of heads of 32 features
+        wavelength = 2 * math.pi * CONFIGS["llama"].rope_theta ** (pair / 16)
+        smooth = min(max((8192 / wavelength - 1) / 3, 0), 1)
+        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    assert sum(1 < x < factor for x in divisors) > 1 and divisors[-1] == factor
+    file, target = tmp_path / "model.gguf", tmp_path / "out"
+    params = write_gguf(file, **{"rope_freqs.weight": np.array(divisors, np.float32)})
+    assert run(["convert", str(file), str(target), "--dtype=bf16"]) == 0
+    config, loaded = hf.load(target)
+    found = {name: value for name, value in vars(config).items() if name.startswith("rope_")}
+    assert found["rope_type"] == "llama3" and found["rope_factor"] == factor
+    assert (found["rope_low_freq_factor"], found["rope_high_freq_factor"]) == (1, 4)
+    assert found["rope_original_max_position_embeddings"] == 8192
+    _equal(loaded, jax.tree.map(lambda x: bf16(x).astype(np.float32), params))
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_gguf_of_sentencepiece(prefix, tmp_path):
+    """Texts have the tokens of SentencePiece itself, and decode to what they were."""
+    gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
+    spm = pytest.importorskip("sentencepiece", reason="an oracle (the extra 'oracles')")
+    own = ["<turn>"] if prefix else ["\n\n", "▁▁▁", "<turn>"]
+    spm.SentencePieceTrainer.train(
+        input=str(pathlib.Path(__file__).parents[3] / "README.md"),
+        model_prefix=str(tmp_path / "spm"),
+        model_type="bpe",
+        vocab_size=900,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        user_defined_symbols=own,
+        minloglevel=2,
+    )
+    oracle = spm.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
+    size = oracle.get_piece_size()
+    kinds = [
+        2 if oracle.is_unknown(i) else 3 if oracle.is_control(i) else 6 if oracle.is_byte(i) else 1
+        for i in range(size)
+    ]
+    pieces = [oracle.id_to_piece(i) for i in range(size)]
+    writer = gguf.GGUFWriter(tmp_path / "spm.gguf", "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(pieces)
+    writer.add_token_scores([oracle.get_score(i) for i in range(size)])
+    writer.add_token_types(
+        [4 if piece in own else kind for piece, kind in zip(pieces, kinds, strict=True)]
+    )
+    writer.add_bos_token_id(oracle.bos_id())
+    writer.add_eos_token_id(oracle.eos_id())
+    writer.add_unk_token_id(oracle.unk_id())
+    writer.add_add_space_prefix(prefix)
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    write_tokenizer(GGUF(tmp_path / "spm.gguf"), tmp_path)
+
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = [
+        "What fits a GPU? FP8 training, 8 GPUs of 80 GiB.",
+        " a  b   c    d\n\n\ne",
+        "über 12345 Wörter, 東京 🙂",
+        *([] if prefix else ["x<turn>y z"]),  # with Llama 2 a prefix stands behind it, too
+        *(pathlib.Path(__file__).parents[3] / "CHANGELOG.md").read_text().splitlines()[:200],
+    ]
+    for text in texts:
+        assert tokenizer.encode(text).ids == oracle.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
 def test_gguf_refusals(tmp_path, capsys):
     file = tmp_path / "model.gguf"
 
@@ -145,12 +241,16 @@ def test_gguf_refusals(tmp_path, capsys):
         refused("no whole GGUF file")
     file.unlink()
     refused("cannot be read")
-    write_gguf(file, architecture="gemma3")
-    refused("'gemma3'", "only llama, qwen2, qwen3")
+    write_gguf(file, architecture="phi3")
+    refused("'phi3'", "only llama, qwen2, qwen3")
     write_gguf(file, architecture="qwen3", fields={"qwen3.expert_count": 8})
     refused("qwen3 with experts")
-    write_gguf(file, **{"rope_freqs.weight": np.ones(16, np.float32)})
-    refused("scaled rotary")
+    write_gguf(file, **{"rope_freqs.weight": np.full(16, 2, np.float32)})
+    refused("rope_freqs.weight", "bands")
+    write_gguf(file, **{"rope_freqs.weight": np.ones((2, 8), np.float32)})
+    refused("rope_freqs.weight", "list")
+    write_gguf(file, architecture="qwen3", **{"rope_freqs.weight": np.ones(16, np.float32)})
+    refused("rope_freqs.weight")
     write_gguf(file, **{"model.layers.0.attn_sinks.weight": np.ones(16, np.float32)})
     refused("blk.0.attn_sinks.weight", "no place")
     assert not (tmp_path / "out").exists()
