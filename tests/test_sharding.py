@@ -276,6 +276,7 @@ def test_replay_balance_and_shared_experts(recipe):
         assert result["gradient_error"] < {"f32": 1e-5}.get(recipe, 0.08)
 
 
+_FEW_EXPERTS = {"model.num_experts": 8, "model.moe_intermediate_size": 64}
 _MESHES = [[1, 1, 1], [1, 1, 2], [2, 2, 2], [1, 2, 2]]
 
 
@@ -302,6 +303,23 @@ def test_columns_with_delayed_scaling():
     assert two["cut"] == 8 and two["drift"] == two["train_differing"] == 0
     assert two["gradient_error"] < 0.3
     assert two["health"]["activations"] == first["health"]["activations"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "fields", "cut"),
+    [
+        ("f32", {"lora.base": "f32"}, 8),
+        ("fp8", {"lora.base": "fp8", "learner.remat": "full"}, 15),
+        ("fp8", {"lora.base": "bf16", **_FEW_EXPERTS}, 9),
+    ],
+    ids=["f32", "a base in fp8", "experts"],
+)
+def test_columns_of_adapters(recipe, fields, cut):
+    """B is cut as the weight that it is added to; A is whole, and its gradient the sum of parts."""
+    config = {"lora.rank": 4, "lora.alpha": 8.0, "lora.modules": "*_proj", **fields}
+    meshes = [[1, 1, 1], [1, 1, 2], [2, 2, 2]]
+    _assert_one_device({"recipe": recipe, "config": config, "meshes": meshes}, cut)
 
 
 _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
@@ -354,11 +372,7 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
             id="three devices, layers that stay whole around attention by heads",
         ),
         pytest.param(
-            {
-                "recipe": "fp8",
-                "config": {"model.num_experts": 8, "model.moe_intermediate_size": 64},
-                "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
-            },
+            {"recipe": "fp8", "config": _FEW_EXPERTS, "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]]},
             9,
             id="experts, which stay whole over tensor",
         ),

@@ -269,7 +269,6 @@ PAIRS = (
         "without lora.rank there are no adapters",
         "set lora.rank, or leave the field out",
     ),
-    Pair("adapters", "tensor parallelism", "adapters are not cut by columns", "write 1"),
     Pair(
         "adapters",
         "moments in host memory",

@@ -15,6 +15,7 @@ import time
 import jax
 import numpy as np
 import optax
+from drift_harness import with_adapters
 from jax.sharding import AxisType
 from random_model import initial_params
 
@@ -127,6 +128,8 @@ def main() -> None:
     for layer in params["layers"]["self_attn"].values():
         if "bias" in layer:
             layer["bias"] = rng.standard_normal(layer["bias"].shape).astype(np.float32)
+    if config.lora.rank:
+        params = jax.device_get(with_adapters(params, config.lora.rank, base=config.lora.base))
     advantages = rng.standard_normal(ROWS).astype(np.float32)
     temperature = np.ones(ROWS, np.float32)
     if case.get("by_hand"):

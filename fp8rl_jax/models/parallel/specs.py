@@ -109,8 +109,8 @@ def _weight_spec(weight, cut: bool, storage: int):
     if isinstance(weight, BoundWeight):
         rows = storage if weight.master is not None else 1
         master = jax.tree.map(lambda x: spec(x, cut, rows), weight.master)
-        others = weight.scaling, weight.probe, weight.adapter
-        scaling, probe, adapter = (jax.tree.map(lambda _: WHOLE, x) for x in others)
+        scaling, probe = (jax.tree.map(lambda _: WHOLE, x) for x in (weight.scaling, weight.probe))
+        adapter = weight.adapter and (WHOLE, spec(weight.adapter[1], cut, 1))
         value = _weight_spec(weight.value, cut, rows)
         return BoundWeight(value, master, scaling, probe, adapter)
     if isinstance(weight, QArray):
