@@ -47,7 +47,7 @@ class Packing:
 
 
 @flax.struct.dataclass
-class Teacher:
+class TeacherOutputs:
     """What gives a teacher's probabilities of every token of the vocabulary.
 
     Attributes:
@@ -94,7 +94,7 @@ class Batch:
     ref_logprobs: Array
     routing: dict[str, Array] = flax.struct.field(default_factory=dict)
     packing: Packing | None = None
-    teacher: Teacher | None = None
+    teacher: TeacherOutputs | None = None
 
     @property
     def lengths(self) -> Array:

@@ -1,6 +1,6 @@
 """The teacher of on-policy distillation: a second model that reads the policy's responses.
 
-It gives the learner its hidden states and its output head (`batch.Teacher`), from which the learner
+It gives the learner its hidden states and its output head (`batch.TeacherOutputs`), from which the learner
 computes the exact divergence over the full vocabulary, chunk by chunk: no probabilities of the
 teacher are ever stored. Its forward pass is the library's own, so a teacher that is the policy
 itself gives a divergence of exactly 0.
@@ -54,7 +54,7 @@ def with_teacher_shapes(batch: Batch, resolved: Resolved, layout: Layout) -> Bat
     head = shape((width, resolved.model.vocab_size), recipe.for_head().compute_dtype)
     head = shape(head.shape, head.dtype, sharding=_place_of_head(layout, head))
     hidden = shape((*batch.targets.shape, width), recipe.compute_dtype, sharding=layout.rows)
-    return dataclasses.replace(batch, teacher=batches.Teacher(hidden, head))
+    return dataclasses.replace(batch, teacher=batches.TeacherOutputs(hidden, head))
 
 
 class Teacher:
@@ -105,7 +105,7 @@ class Teacher:
         """Returns a batch that is on the devices with what the teacher says of its responses."""
         plain = dataclasses.replace(batch, routing={})
         hidden = self._hidden(self._weights, plain, self._rope)
-        return dataclasses.replace(batch, teacher=batches.Teacher(hidden, self._head))
+        return dataclasses.replace(batch, teacher=batches.TeacherOutputs(hidden, self._head))
 
 
 def check_teacher(resolved: Resolved) -> None:
