@@ -2,8 +2,8 @@
 
     python docs/scripts/lora_curves.py runs/lora_curves 0 1 2
 
-trains with configs/tiny_arithmetic.py and prints a table of held-out accuracy after the last step. Arms that are
-already trained are not trained again.
+trains with configs/tiny_arithmetic.py and prints a table of held-out accuracy after the last step.
+Arms that are already trained are not trained again.
 """
 
 from __future__ import annotations

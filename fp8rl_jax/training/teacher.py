@@ -1,8 +1,8 @@
 """The teacher of on-policy distillation: a second model that reads the policy's responses.
 
-It gives the learner its hidden states and its output head (`batch.TeacherOutputs`), from which the learner
-computes the exact divergence over the full vocabulary, chunk by chunk: no probabilities of the
-teacher are ever stored. Its forward pass is the library's own, so a teacher that is the policy
+It gives the learner its hidden states and its output head (`batch.TeacherOutputs`), from which the
+learner computes the exact divergence over the full vocabulary, chunk by chunk: no probabilities of
+the teacher are ever stored. Its forward pass is the library's own, so a teacher that is the policy
 itself gives a divergence of exactly 0.
 """
 
