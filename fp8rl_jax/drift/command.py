@@ -12,7 +12,7 @@ from fp8rl_jax.drift.kept_step import KeptStep, analyse_step
 from fp8rl_jax.drift.programs import Programs, affordable
 from fp8rl_jax.policy.load import Note, load_trained
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import as_saved, differences, run_config
+from fp8rl_jax.training.run_directory import as_saved, differences, training_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 
@@ -67,7 +67,7 @@ def _kept_step(runtime: Runtime, checkpoint: str | None) -> KeptStep | None:
     directory, config = pathlib.Path(checkpoint or ""), runtime.config
     if checkpoint is None or not (directory / "config.json").is_file():
         return None
-    ran_with = run_config(directory, named_functions(config))
+    ran_with = training_config(directory, named_functions(config))
     if differences(as_saved(ran_with), as_saved(config)):
         return None
     return KeptStep.load(runtime, directory)

@@ -66,9 +66,9 @@ EFFICIENCY = {
 # Seconds that a kernel takes besides its work: four decode steps took 1.7 to 3.8 us more for each
 # of their launches than their bytes explain.
 LAUNCH = 3e-6
-# Kernels of a layer in a decode step, by the kind of model (latent: assumed), and in a train step's
-# forward and backward of a dense model, in bf16 and in FP8.
-DECODE_LAUNCHES = {"dense": 11, "experts": 43, "latent": 50}
+# Kernels of a layer in a decode step, by the kind of model (sandwich norms: Gemma 3, with windows;
+# latent: assumed), and in a train step's forward and backward of a dense model, in bf16 and in FP8.
+DECODE_LAUNCHES = {"dense": 11, "sandwich norms": 25, "experts": 43, "latent": 50}
 TRAIN_LAUNCHES = {"bf16": 134, "FP8": 256}
 STEP_LAUNCHES = 41  # of a decode step outside its layers
 # Instructions that each of a multiprocessor's four schedulers issues for 64 keys of 128 features,

@@ -253,7 +253,9 @@ def step_transfers(
 
 
 def _kind(model: ModelConfig) -> str:
-    return "latent" if model.latent else "experts" if model.num_experts else "dense"
+    if model.latent or model.num_experts:
+        return "latent" if model.latent else "experts"
+    return "sandwich norms" if model.sandwich_norms else "dense"
 
 
 def layer_features(model: ModelConfig) -> int:

@@ -21,7 +21,7 @@ from fp8rl_jax.models.hf.writer import Unread, check_target, check_type
 from fp8rl_jax.models.lora import trained
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy.load import open_trained
-from fp8rl_jax.training.run_directory import run_config, without_teacher
+from fp8rl_jax.training.run_directory import run_config
 from fp8rl_jax.training.runtime import make_runtime
 
 
@@ -56,7 +56,7 @@ def export_run(
     """
     path, target = pathlib.Path(directory), pathlib.Path(target)
     check_target(target, max_shard_gb)
-    config = without_teacher(run_config(path, permitted))
+    config = run_config(path, permitted)
     config.run.dir, config.mesh = str(path), default_config().mesh
     if average_last is not None:
         config.eval.average_last = average_last
@@ -115,7 +115,7 @@ def export_adapter(
     """
     path, target = pathlib.Path(directory), pathlib.Path(target)
     check_target(target)
-    config = without_teacher(run_config(path, permitted))
+    config = run_config(path, permitted)
     config.run.dir, config.mesh = str(path), default_config().mesh
     if not config.lora.rank:
         raise UserError(

@@ -28,13 +28,7 @@ from fp8rl_jax.rollout import is_fresh
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints, with_checked_base
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import (
-    as_options,
-    as_saved,
-    differences,
-    run_config,
-    without_teacher,
-)
+from fp8rl_jax.training.run_directory import as_options, as_saved, differences, run_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
 _ROUND = 16  # prompt slots are multiples of this, so that fewer programs are compiled
@@ -172,7 +166,7 @@ def open_trained(runtime: Runtime, directory: pathlib.Path, count: int = 1) -> T
         )
     config = runtime.config
     # The functions that the requested configuration names have been permitted already.
-    saved_as = without_teacher(run_config(directory, named_functions(config)))
+    saved_as = run_config(directory, named_functions(config))
     sides = as_saved(saved_as), as_saved(config)
     changed = differences(*({name: c[name] for name in ("model", "data")} for c in sides))
     if changed:

@@ -16,7 +16,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.data.pretrained import read_number, read_object
-from fp8rl_jax.training.run_directory import run_config, without_teacher
+from fp8rl_jax.training.run_directory import run_config
 
 _NEW_TOKENS = 256
 
@@ -36,7 +36,7 @@ def directory_config(
     if released is not None:
         config = _released_config(directory, released)
     elif os.path.lexists(path / "config.json"):
-        config = without_teacher(run_config(path, permitted, needed))
+        config = run_config(path, permitted, needed)
     else:
         raise UserError(
             f"--checkpoint: {directory} holds no config.json: name the directory of a run, or of a "

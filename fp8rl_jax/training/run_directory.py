@@ -202,7 +202,7 @@ def read_saved_config(path: pathlib.Path, sections: bool = True) -> dict:
         ) from None
 
 
-def run_config(
+def training_config(
     directory: pathlib.Path,
     permitted: Collection[str] = (),
     needed: Collection[str] = ("precision",),
@@ -224,9 +224,13 @@ def run_config(
     return config
 
 
-def without_teacher(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-    """Returns a configuration for programs that do not train, which need no teacher."""
-    config = config.copy_and_resolve_references()
+def run_config(
+    directory: pathlib.Path,
+    permitted: Collection[str] = (),
+    needed: Collection[str] = ("precision",),
+) -> ml_collections.ConfigDict:
+    """Returns `training_config` for programs that do not train, which need no teacher."""
+    config = training_config(directory, permitted, needed).copy_and_resolve_references()
     config.algo.teacher = ""
     if config.algo.loss == "none":
         config.algo.loss = "ppo"

@@ -112,7 +112,7 @@ def _weight_spec(weight, cut: bool, storage: int):
         scaling, probe = (jax.tree.map(lambda _: WHOLE, x) for x in (weight.scaling, weight.probe))
         adapter = weight.adapter and (WHOLE, spec(weight.adapter[1], cut, 1))
         value = _weight_spec(weight.value, cut, rows)
-        return BoundWeight(value, master, scaling, probe, adapter)
+        return BoundWeight(value, master, scaling, probe, adapter)  # type: ignore[arg-type]
     if isinstance(weight, QArray):
         one = weight.block_shape[-1] == -1  # one scale for all columns
         scale = spec(weight.scale, cut and not one, storage)
