@@ -160,9 +160,9 @@ _SOURCES = _sources()
 # sinks of attention, Gemma 3, Mistral, GLM-4.5, and PEFT's files; by 600 for gpt-oss,
 # MXFP4, an FP8 base; by 200 for lengths that are kept and attention by blocks of queries; by 600
 # for rows of several sequences; by 400 for prompts that those share, full slots and chosen caps;
-# by 600 for heads in float32 and their study, and teachers; by 150 for Gemma 3's GGUF files and
+# by 600 for heads in float32 and their study, and teachers; by 200 for Gemma 3's GGUF files and
 # SentencePiece.)
-_MOST_LINES = {"library": 46_950, "with users": 54_050, "package": 9_200, "file": 540}
+_MOST_LINES = {"library": 47_000, "with users": 54_100, "package": 9_250, "file": 540}
 
 
 def test_size_stays_within_the_budget():

@@ -26,12 +26,16 @@ _ARMS: dict[str, list[str]] = {
 _METRICS = ("accuracy_sampled", "accuracy_greedy")
 
 
-def _train(directory: pathlib.Path, *options: str) -> None:
-    """Trains a run, or goes on with it; ends the program if that fails."""
-    resume = ["--resume"] if (directory / "config.json").is_file() else []
-    status = run(["train", "--config", _CONFIG, f"--config.run.dir={directory}", *options, *resume])
-    if status:
+def _do(*command: str) -> None:
+    """Runs a command of fp8rl; ends the program if that fails."""
+    if status := run(list(command)):
         sys.exit(status)
+
+
+def _train(directory: pathlib.Path, *options: str) -> None:
+    """Trains a run, or goes on with it."""
+    resume = ["--resume"] if (directory / "config.json").is_file() else []
+    _do("train", "--config", _CONFIG, f"--config.run.dir={directory}", *options, *resume)
 
 
 def _arm(directory: pathlib.Path, seed: str, name: str) -> tuple[list[float], float]:
@@ -39,7 +43,7 @@ def _arm(directory: pathlib.Path, seed: str, name: str) -> tuple[list[float], fl
     start, weights = directory / f"start{seed}", directory / f"weights{seed}"
     if not weights.is_dir():
         _train(start, f"--config.run.seed={seed}", "--config.run.steps=0")
-        run(["convert", str(start), str(weights), "--dtype=bf16"])
+        _do("convert", str(start), str(weights), "--dtype=bf16")
     own = directory / f"{name.replace(' ', '_')}{seed}"
     fields = [f"--config.run.seed={seed}", "--config.sft.steps=0"]
     _train(own, *fields, f"--config.model.checkpoint={weights}", *_ARMS[name])

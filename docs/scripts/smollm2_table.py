@@ -1,4 +1,4 @@
-"""Perplexity of a real model under four recipes, on a fixed text.
+"""Perplexity of a real model under five recipes, on a fixed text.
 
     python docs/scripts/smollm2_table.py checkpoints/SmolLM2-135M-Instruct
 

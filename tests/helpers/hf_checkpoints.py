@@ -342,6 +342,7 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
     writer.add_eos_token_id(0)
     writer.add_chat_template("{{ messages }}")
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
     for name, value in (fields or {}).items():
         add[type(value)](name, value)
     names = {

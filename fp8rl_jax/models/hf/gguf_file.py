@@ -91,6 +91,7 @@ _PASSED_OVER: dict[str, tuple[Any, ...] | None] = {
     "use_parallel_residual": (False,),
     "pooling_type": (0,),
 }
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
 TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 _ARCHITECTURES = {  # {llama.cpp's: Hugging Face's model type}
     "llama": "llama",
@@ -155,10 +156,11 @@ class GGUF:
     def _check_supported(self) -> None:
         """Raises UserError if this library does not support the model."""
         self._kind = kind = self.get("general.architecture")
-        if kind not in _ARCHITECTURES or self.get(f"{kind}.expert_count"):
-            kind = f"{kind} with experts" if kind in _ARCHITECTURES else repr(kind)
+        known = isinstance(kind, str) and kind in _ARCHITECTURES
+        if not known or self.get(f"{kind}.expert_count"):
+            what = f"{kind} with experts" if known else reprlib.repr(kind)
             raise UserError(
-                f"{self.where} is of the architecture {kind}, and only {', '.join(_ARCHITECTURES)} "
+                f"{self.where} is of the architecture {what}, and only {', '.join(_ARCHITECTURES)} "
                 f"without experts are supported: {INSTEAD}"
             )
         parts = self.get("split.count")
@@ -168,7 +170,10 @@ class GGUF:
                 f"llama-gguf-split --merge, or {INSTEAD}"
             )
         if _FREQUENCIES in self._tensors and kind != "llama":
-            raise UserError(f"{self.where} has a tensor {_FREQUENCIES}: {INSTEAD}")
+            raise UserError(
+                f"{self.where}: {_FREQUENCIES} scales the rotary embedding, which is supported in "
+                f"the architecture llama alone: {INSTEAD}"
+            )
         read = {*_SHAPES, *(_GEMMA3_SHAPES if kind == _GEMMA3 else ())}
         if kind == _GEMMA3 and self.get(f"{_SCALING}type") == "linear":
             read.add("rope.scaling.factor")
@@ -189,14 +194,20 @@ class GGUF:
         values: dict[str, Any] = {"model_type": _ARCHITECTURES[str(self._kind)]}
         for theirs, name in {**_SHAPES, **(_GEMMA3_SHAPES if gemma3 else {})}.items():
             value = self.get(f"{self._kind}.{theirs}")
-            if value is not None:
-                values[name] = value
+            if value is None:
+                continue
+            if not isinstance(value, (int, float)):
+                raise UserError(
+                    f"{self.where}: {self._kind}.{theirs} is {reprlib.repr(value)}, and only one "
+                    f"number for all layers is supported: {INSTEAD}"
+                )
+            values[name] = value
         # GGUF stores a float32; the model was published with the shortest decimal for it.
         if isinstance(values.get("rms_norm_eps"), float):
             values["rms_norm_eps"] = float(str(np.float32(values["rms_norm_eps"])))
         for theirs, name in TOKENS.items():
             values[name] = self.get(f"tokenizer.ggml.{theirs}_token_id")
-        turn = self.get("tokenizer.ggml.eot_token_id")
+        turn = self.end_of_turn()
         if turn not in (None, values["eos_token_id"]):  # documents and turns end differently
             ends = (values["eos_token_id"], turn)
             values["eos_token_id"] = [end for end in ends if end is not None]
@@ -211,11 +222,19 @@ class GGUF:
             values["rope_scaling"] = {**_LLAMA3, "factor": factor}
         return Fields(values, str(self.where))
 
+    def end_of_turn(self) -> int | None:
+        """Returns the token that ends a turn: the stated one, else, as llama.cpp, by its text."""
+        stated, tokens = (self.get(f"tokenizer.ggml.{name}") for name in ("eot_token_id", "tokens"))
+        if stated is not None or not isinstance(tokens, list):
+            return stated
+        return next((tokens.index(text) for text in _TURN_ENDS if text in tokens), None)
+
     def _gemma3_fields(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what stands in llama.cpp's code or in several fields."""
         found: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
-        if self.get(f"{_SCALING}type") == "linear":
-            factor = self.get(f"{_SCALING}factor")
+        found["sliding_window"] = values.get("sliding_window", 0)  # absent: no layer has one
+        factor = self.get(f"{_SCALING}factor")
+        if self.get(f"{_SCALING}type") == "linear" and factor:
             found["rope_scaling"] = {"rope_type": "linear", "factor": factor}
         found["query_pre_attn_scalar"] = values.get("head_dim")
         heads, width = values.get("num_attention_heads"), values.get("hidden_size")

@@ -29,12 +29,13 @@ _LLAMA3 = "llama-bpe"
 _CUTS = {
     "smollm": _DIGITS,
     "gpt-2": "",
-    "default": "",
     "qwen2": _QWEN2,
     _LLAMA3: _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
 }
 _SPACE = "▁"  # what SentencePiece writes for a space
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_PLURALS = {str: "texts", int: "whole numbers", float: "numbers"}
+_LONGEST = 1024  # characters of a token; those of published vocabularies have up to 256
 
 
 def write_tokenizer(file: GGUF, directory: pathlib.Path) -> None:
@@ -57,23 +58,36 @@ def write_tokenizer(file: GGUF, directory: pathlib.Path) -> None:
         raise UserError(
             f"{file.where}: tokenizer.ggml.token_type does not fit its tokens: {INSTEAD}"
         )
+    if any(len(token) > _LONGEST for token in tokens):
+        raise UserError(f"{file.where} has a token of more than {_LONGEST} characters: {INSTEAD}")
     tokenizer = (_sentencepiece if kind == "llama" else _byte_level)(file, tokens)
+    named = {theirs.removesuffix("_id"): _token(file, own) for own, theirs in TOKENS.items()}
+    roles = {*named.values(), _of_number(file, "eot", file.end_of_turn())}  # some are typed normal
+    special = [
+        token
+        for token, number in zip(tokens, types, strict=True)
+        if number == _CONTROL or token in roles
+    ]
+    own = [token for token, number in zip(tokens, types, strict=True) if number == _USER_DEFINED]
+    prefixed = kind == "llama" and _prefixed(file)
+    if prefixed and any(character.isspace() or character == _SPACE for character in "".join(own)):
+        raise UserError(
+            f"{file.where} has symbols with spaces and puts a space before texts "
+            f"(tokenizer.ggml.add_space_prefix), which is not supported: {INSTEAD}"
+        )
+    tokenizer.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in special])
     # SentencePiece finds its symbols after spaces were replaced. A prefix would begin them, too.
-    replaced = kind == "llama" and not _prefixed(file)
-    for token, number in zip(tokens, types, strict=True):
-        if number in (_CONTROL, _USER_DEFINED):
-            special = number == _CONTROL
-            added = AddedToken(token, special=special, normalized=replaced and not special)
-            (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([added])
-    begin = _token(file, "bos")
-    adds = file.get("tokenizer.ggml.add_bos_token")
-    if begin is not None and (kind == "llama" if adds is None else adds):
+    replaced = kind == "llama" and not prefixed
+    tokenizer.add_tokens([AddedToken(x, special=False, normalized=replaced) for x in own])
+    begin, adds = _token(file, "bos"), file.get("tokenizer.ggml.add_bos_token")
+    if adds is None:  # as llama.cpp
+        adds = kind == "llama" or file.get("tokenizer.ggml.pre") == _LLAMA3
+    if begin is not None and adds:
         with refused(f"{file.where} has a first token that cannot be used"):
             tokenizer.post_processor = processors.TemplateProcessing(
                 single=[begin, "$A"], special_tokens=[(begin, tokens.index(begin))]
             )
     tokenizer.save(str(directory / "tokenizer.json"))
-    named = {name.removesuffix("_id"): _token(file, kind) for kind, name in TOKENS.items()}
     about = {"tokenizer_class": "PreTrainedTokenizerFast"}
     about |= {name: token for name, token in named.items() if token is not None}
     template = file.get("tokenizer.chat_template")
@@ -86,7 +100,7 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Any:
     """Returns the tokenizer of a vocabulary of kind gpt2, without its added tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    cut = file.get("tokenizer.ggml.pre") or "default"
+    cut = file.get("tokenizer.ggml.pre")
     if not isinstance(cut, str) or cut not in _CUTS:
         raise UserError(
             f"{file.where}: tokenizer.ggml.pre is {cut!r}; only {', '.join(_CUTS)} are supported: "
@@ -151,8 +165,10 @@ def _sentencepiece(file: GGUF, tokens: list[str]) -> Any:
 
 
 def _prefixed(file: GGUF) -> bool:
-    """Returns whether SentencePiece puts a space before a text."""
-    return file.get("tokenizer.ggml.add_space_prefix") in (None, True)
+    """Returns whether SentencePiece puts a space before a text; Gemma's never does, even where a
+    file does not say so."""
+    stated = file.get("tokenizer.ggml.add_space_prefix")
+    return file.get("general.architecture") != "gemma3" if stated is None else bool(stated)
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
@@ -172,13 +188,19 @@ def _list(file: GGUF, name: str, kind: type) -> list[Any]:
     if values is None:
         return []
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        raise UserError(f"{file.where}: tokenizer.ggml.{name} is no such list: {INSTEAD}")
+        raise UserError(
+            f"{file.where}: tokenizer.ggml.{name} is no list of {_PLURALS[kind]}: {INSTEAD}"
+        )
     return values
 
 
 def _token(file: GGUF, kind: str) -> str | None:
     """Returns the token with id tokenizer.ggml.KIND_token_id, or None if that is absent."""
-    number, tokens = file.get(f"tokenizer.ggml.{kind}_token_id"), _list(file, "tokens", str)
+    return _of_number(file, kind, file.get(f"tokenizer.ggml.{kind}_token_id"))
+
+
+def _of_number(file: GGUF, kind: str, number: object) -> str | None:
+    tokens = _list(file, "tokens", str)
     if number is None:
         return None
     if not isinstance(number, int) or not 0 <= number < len(tokens):

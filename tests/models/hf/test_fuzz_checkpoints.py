@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from fuzz import FEW, MANY, fuzz
 from hf_checkpoints import CONFIGS, fp8_tensors, named, params_of, write, write_gguf
@@ -86,6 +87,12 @@ def test_gguf(count, tmp_path):
     for kind in ("F32", "Q8_0"):
         write_gguf(file, kind)
         good.append(file.read_bytes())
+    spm = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 60}
+    write_gguf(file, architecture="gemma3", fields=spm)
+    good.append(file.read_bytes())
+    bands = np.linspace(1, 8, 16, dtype=np.float32)
+    write_gguf(file, **{"rope_freqs.weight": bands})
+    good.append(file.read_bytes())
 
     def read(content: bytes) -> None:
         file.write_bytes(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import struct
 
 import jax
 import numpy as np
@@ -164,10 +165,114 @@ def test_gguf_of_llama3(factor, tmp_path):
     _equal(loaded, jax.tree.map(lambda x: bf16(x).astype(np.float32), params))
 
 
+def _header(path, architecture: str, **fields):
+    """A GGUF file without tensors."""
+    gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
+    writer = gguf.GGUFWriter(path, architecture)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
+    for name, value in fields.items():
+        name = name.replace("__", ".")
+        prefix = "" if name.startswith("general") else "tokenizer.ggml."
+        name = f"{architecture}.{name[3:]}" if name.startswith("of.") else prefix + name
+        add[type(value)](name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUF(path)
+
+
+_SIZES = dict(of__block_count=2, of__embedding_length=96, of__attention__head_count=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"sliding_window": 0, "query_pre_attn_scalar": 32}),
+        ({"of__attention__sliding_window": 512}, {"sliding_window": 512}),
+        ({"of__rope__freq_base_swa": 50.0}, {"rope_local_base_freq": 50.0}),
+        ({"of__block_count": 62}, {"query_pre_attn_scalar": 24}),  # 27B: width / heads
+        ({"of__rope__scaling__type": "linear", "of__rope__scaling__factor": 0.0}, {}),
+        ({"eot_token_id": 1, "eos_token_id": 3}, {"eos_token_id": [3, 1]}),
+        ({"eos_token_id": 0}, {"eos_token_id": [0, 2]}),  # by its text
+    ],
+    ids=str,
+)
+def test_gguf_defaults_of_gemma3(fields, expected, tmp_path):
+    """What a header leaves out is what llama.cpp takes for it."""
+    tokens = ["<eos>", "a", "<end_of_turn>", "b"]
+    sizes = {**_SIZES, "of__attention__key_length": 32, "tokens": tokens}
+    found = _header(tmp_path / "x.gguf", "gemma3", **sizes | fields).fields().values
+    assert {name: found[name] for name in expected} == expected
+    assert "rope_scaling" not in found
+
+
+def test_gguf_of_llama_bpe(tmp_path):
+    """Llama 3's tokenizer: numbers in threes, whole words before merges, no normal form, and a
+    first token unless the file says no."""
+    from tokenizers import Tokenizer
+
+    tokens = [
+        "<|begin_of_text|>",
+        *"0123456789abcé",
+        "Ã",
+        "©",
+        "e",
+        "Ì",
+        "ģ",
+        "12",
+        "abc",
+        "Ġ",
+        "ab",
+    ]
+    fields = dict(model="gpt2", pre="llama-bpe", tokens=tokens, merges=["1 2", "a b"])
+    fields |= dict(token_type=[3] + [1] * (len(tokens) - 1), bos_token_id=0, eos_token_id=1)
+    file = _header(tmp_path / "x.gguf", "llama", **fields)
+    write_tokenizer(file, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    cut = tokenizer.pre_tokenizer.pre_tokenize_str("12345 IT'S e\u0301")
+    assert [piece for piece, _ in cut] == ["123", "45", "ĠIT", "'S", "Ġe", "Ìģ"]
+    assert tokenizer.encode("abc").tokens == ["<|begin_of_text|>", "abc"]  # no merge makes it
+    assert PretrainedTokenizer(tmp_path).bos_id == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tokens": ["a" * 2000]}, ["1024 characters"]),
+        ({"model": "gpt2", "tokens": ["a"]}, ["tokenizer.ggml.pre is None", "llama-bpe"]),
+        ({"model": "t5", "tokens": ["a"]}, ["'t5'", "gpt2 and llama"]),
+        (
+            {"tokens": ["a", "  "], "token_type": [1, 4]},
+            ["symbols with spaces", "add_space_prefix"],
+        ),
+        ({"tokens": ["a"], "scores": ["b"]}, ["tokenizer.ggml.scores is no list of numbers"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_gguf_tokenizers_refused(fields, words, tmp_path):
+    fields = {"model": "llama", "scores": [0.0] * len(fields["tokens"])} | fields
+    with pytest.raises(UserError) as error:
+        write_tokenizer(_header(tmp_path / "x.gguf", "llama", **fields), tmp_path)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_gguf_fields_of_wrong_types(tmp_path):
+    fields = {**_SIZES, "of__attention__head_count": [4, 4]}
+    with pytest.raises(UserError, match=r"head_count is \[4, 4\], and only one number"):
+        _header(tmp_path / "x.gguf", "gemma3", **fields).fields()
+    file, name = tmp_path / "y.gguf", b"general.architecture"
+    kind = struct.pack("<IIQI", 9, 4, 1, 7)  # an array of one number
+    head = struct.pack("<IQQQ", 3, 0, 1, len(name))
+    file.write_bytes(b"GGUF" + head + name + kind)
+    with pytest.raises(UserError, match=r"of the architecture \[7\]"):
+        GGUF(file)
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 def test_gguf_of_sentencepiece(prefix, tmp_path):
     """Texts have the tokens of SentencePiece itself, and decode to what they were."""
-    gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
     spm = pytest.importorskip("sentencepiece", reason="an oracle (the extra 'oracles')")
     own = ["<turn>"] if prefix else ["\n\n", "▁▁▁", "<turn>"]
     spm.SentencePieceTrainer.train(
@@ -191,23 +296,21 @@ def test_gguf_of_sentencepiece(prefix, tmp_path):
         for i in range(size)
     ]
     pieces = [oracle.id_to_piece(i) for i in range(size)]
-    writer = gguf.GGUFWriter(tmp_path / "spm.gguf", "gemma3")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(pieces)
-    writer.add_token_scores([oracle.get_score(i) for i in range(size)])
-    writer.add_token_types(
-        [4 if piece in own else kind for piece, kind in zip(pieces, kinds, strict=True)]
+    file = _header(
+        tmp_path / "spm.gguf",
+        "gemma3",
+        model="llama",
+        # The converter writes symbols with real spaces.
+        tokens=[piece.replace("▁", " ") if piece in own else piece for piece in pieces],
+        scores=[oracle.get_score(i) for i in range(size)],
+        token_type=[4 if piece in own else kind for piece, kind in zip(pieces, kinds, strict=True)],
+        bos_token_id=oracle.bos_id(),
+        eos_token_id=oracle.eos_id(),
+        unknown_token_id=oracle.unk_id(),
+        add_bos_token=True,
+        **({"add_space_prefix": True} if prefix else {}),  # Gemma has none
     )
-    writer.add_bos_token_id(oracle.bos_id())
-    writer.add_eos_token_id(oracle.eos_id())
-    writer.add_unk_token_id(oracle.unk_id())
-    writer.add_add_space_prefix(prefix)
-    writer.add_add_bos_token(False)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    write_tokenizer(GGUF(tmp_path / "spm.gguf"), tmp_path)
+    write_tokenizer(file, tmp_path)
 
     from tokenizers import Tokenizer
 
@@ -220,7 +323,7 @@ def test_gguf_of_sentencepiece(prefix, tmp_path):
         *(pathlib.Path(__file__).parents[3] / "CHANGELOG.md").read_text().splitlines()[:200],
     ]
     for text in texts:
-        assert tokenizer.encode(text).ids == oracle.encode(text), text
+        assert tokenizer.encode(text).ids == [oracle.bos_id(), *oracle.encode(text)], text
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
