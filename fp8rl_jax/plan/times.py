@@ -253,8 +253,10 @@ def step_transfers(
 
 
 def _kind(model: ModelConfig) -> str:
-    if model.latent or model.num_experts:
-        return "latent" if model.latent else "experts"
+    if model.latent:
+        return "latent"
+    if model.num_experts:
+        return "experts"
     return "sandwich norms" if model.sandwich_norms else "dense"
 
 

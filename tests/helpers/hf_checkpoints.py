@@ -310,6 +310,14 @@ def write(
     return directory
 
 
+def add_fields(writer, fields: dict) -> None:
+    """Adds values to the metadata of a GGUFWriter, each in its own type."""
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
+    for name, value in fields.items():
+        add[type(value)](name, value)
+
+
 def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields=None, **tensors):
     """A GGUF file of CONFIGS[architecture], for Llama without scaled rotary embeddings; its
     parameters. `fields` are further ones of its metadata."""
@@ -341,10 +349,7 @@ def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields
     writer.add_token_merges(["a b", "Ġ ab", "1 2"])
     writer.add_eos_token_id(0)
     writer.add_chat_template("{{ messages }}")
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add |= {str: writer.add_string, list: writer.add_array}
-    for name, value in (fields or {}).items():
-        add[type(value)](name, value)
+    add_fields(writer, fields or {})
     names = {
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",

@@ -174,7 +174,8 @@ class GGUF:
                 f"{self.where}: {_FREQUENCIES} scales the rotary embedding, which is supported in "
                 f"the architecture llama alone: {INSTEAD}"
             )
-        read = {*_SHAPES, *(_GEMMA3_SHAPES if kind == _GEMMA3 else ())}
+        self._shapes = {**_SHAPES, **(_GEMMA3_SHAPES if kind == _GEMMA3 else {})}
+        read = set(self._shapes)
         if kind == _GEMMA3 and self.get(f"{_SCALING}type") == "linear":
             read.add("rope.scaling.factor")
         for name, value in self._metadata.items():
@@ -190,9 +191,8 @@ class GGUF:
 
     def fields(self) -> Fields:
         """Returns the metadata as the fields of a config.json."""
-        gemma3 = self._kind == _GEMMA3
         values: dict[str, Any] = {"model_type": _ARCHITECTURES[str(self._kind)]}
-        for theirs, name in {**_SHAPES, **(_GEMMA3_SHAPES if gemma3 else {})}.items():
+        for theirs, name in self._shapes.items():
             value = self.get(f"{self._kind}.{theirs}")
             if value is None:
                 continue
@@ -215,7 +215,7 @@ class GGUF:
         if table is not None and table.shape:
             values["vocab_size"] = table.shape[0]
         values["tie_word_embeddings"] = HEAD not in self._tensors
-        if gemma3:
+        if self._kind == _GEMMA3:
             values |= self._gemma3_fields(values)
         if _FREQUENCIES in self._tensors:
             factor = float(self._divisors().max(initial=1.0))

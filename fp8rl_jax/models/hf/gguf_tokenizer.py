@@ -61,8 +61,11 @@ def write_tokenizer(file: GGUF, directory: pathlib.Path) -> None:
     if any(len(token) > _LONGEST for token in tokens):
         raise UserError(f"{file.where} has a token of more than {_LONGEST} characters: {INSTEAD}")
     tokenizer = (_sentencepiece if kind == "llama" else _byte_level)(file, tokens)
-    named = {theirs.removesuffix("_id"): _token(file, own) for own, theirs in TOKENS.items()}
-    roles = {*named.values(), _of_number(file, "eot", file.end_of_turn())}  # some are typed normal
+    named = {
+        theirs.removesuffix("_id"): _token(file, tokens, role) for role, theirs in TOKENS.items()
+    }
+    turn = _of_number(file, tokens, "eot", file.end_of_turn())
+    roles = {turn, *named.values()}  # some files type these as normal
     special = [
         token
         for token, number in zip(tokens, types, strict=True)
@@ -79,7 +82,7 @@ def write_tokenizer(file: GGUF, directory: pathlib.Path) -> None:
     # SentencePiece finds its symbols after spaces were replaced. A prefix would begin them, too.
     replaced = kind == "llama" and not prefixed
     tokenizer.add_tokens([AddedToken(x, special=False, normalized=replaced) for x in own])
-    begin, adds = _token(file, "bos"), file.get("tokenizer.ggml.add_bos_token")
+    begin, adds = named["bos_token"], file.get("tokenizer.ggml.add_bos_token")
     if adds is None:  # as llama.cpp
         adds = kind == "llama" or file.get("tokenizer.ggml.pre") == _LLAMA3
     if begin is not None and adds:
@@ -114,7 +117,7 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Any:
         model = models.BPE(
             vocabulary,
             [(left, right) for left, right in merges],
-            unk_token=_token(file, "unknown"),
+            unk_token=_token(file, tokens, "unknown"),
             ignore_merges=cut == _LLAMA3,
         )
         tokenizer = Tokenizer(model)
@@ -148,7 +151,7 @@ def _sentencepiece(file: GGUF, tokens: list[str]) -> Any:
         model = models.BPE(
             vocabulary,
             _merges(vocabulary, scores),
-            unk_token=_token(file, "unknown"),
+            unk_token=_token(file, tokens, "unknown"),
             fuse_unk=True,
             byte_fallback="<0x00>" in vocabulary,
         )
@@ -194,18 +197,17 @@ def _list(file: GGUF, name: str, kind: type) -> list[Any]:
     return values
 
 
-def _token(file: GGUF, kind: str) -> str | None:
-    """Returns the token with id tokenizer.ggml.KIND_token_id, or None if that is absent."""
-    return _of_number(file, kind, file.get(f"tokenizer.ggml.{kind}_token_id"))
+def _token(file: GGUF, tokens: list[str], role: str) -> str | None:
+    """Returns the token with id tokenizer.ggml.ROLE_token_id, or None if that is absent."""
+    return _of_number(file, tokens, role, file.get(f"tokenizer.ggml.{role}_token_id"))
 
 
-def _of_number(file: GGUF, kind: str, number: object) -> str | None:
-    tokens = _list(file, "tokens", str)
+def _of_number(file: GGUF, tokens: list[str], role: str, number: object) -> str | None:
     if number is None:
         return None
     if not isinstance(number, int) or not 0 <= number < len(tokens):
         raise UserError(
-            f"{file.where}: tokenizer.ggml.{kind}_token_id is {number!r}, and there are "
+            f"{file.where}: tokenizer.ggml.{role}_token_id is {number!r}, and there are "
             f"{len(tokens)} tokens: {INSTEAD}"
         )
     return tokens[number]

@@ -10,7 +10,16 @@ import struct
 import jax
 import numpy as np
 import pytest
-from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write, write_gguf
+from hf_checkpoints import (
+    CONFIGS,
+    add_fields,
+    bf16,
+    fp8_tensors,
+    named,
+    params_of,
+    write,
+    write_gguf,
+)
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.main import run
@@ -166,16 +175,13 @@ def test_gguf_of_llama3(factor, tmp_path):
 
 
 def _header(path, architecture: str, **fields):
-    """A GGUF file without tensors."""
+    """A GGUF file without tensors: fields of the tokenizer, and those `of__` the architecture."""
     gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
     writer = gguf.GGUFWriter(path, architecture)
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add |= {str: writer.add_string, list: writer.add_array}
     for name, value in fields.items():
-        name = name.replace("__", ".")
-        prefix = "" if name.startswith("general") else "tokenizer.ggml."
-        name = f"{architecture}.{name[3:]}" if name.startswith("of.") else prefix + name
-        add[type(value)](name, value)
+        name = f"tokenizer.ggml.{name.replace('__', '.')}"
+        name = name.replace("tokenizer.ggml.of.", f"{architecture}.")
+        add_fields(writer, {name: value})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
