@@ -174,6 +174,12 @@ def make_batch(
     )
 
 
+def of_sequences(tokens: np.ndarray, lengths: np.ndarray, slots: int = 1) -> Batch:
+    """Returns sequences (B, T) of `lengths` (B,) as a batch without responses, R = `slots`."""
+    nothing = np.zeros((len(tokens), slots), np.int32)
+    return make_batch(tokens, lengths, nothing, nothing > 0, np.ones(len(tokens), np.float32))
+
+
 def slots_of(tokens: int) -> int:
     """Returns how many slots of a row a sequence of `tokens` tokens takes."""
     return PAGE * pages_of(tokens)

@@ -415,7 +415,7 @@ def train_step(
     )
     record |= mismatch_metrics(logp[:rows], samples.logprobs, samples.mask)
     record["reward_mean"] = float(np.nanmean(values))
-    state = engine.calibrate(state, weighed.tokens, weighed.lengths)
+    state = engine.calibrate(state, weighed)
     state = engine.advance(state, step + 1, int(state.data_state))
     return dataclasses.replace(policy, state=state), dict(record)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from fp8rl_jax.base.compilation_cache import without_compilation_cache
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.batch import Batch
+from fp8rl_jax.batch import Batch, of_sequences
 from fp8rl_jax.bench.table import EMULATED, record_table
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.quant import get_recipe
@@ -55,7 +55,7 @@ class Subject:
         prompts = rt.text.prompts(questions)
         self._prompts = Prompts.numbered(*prompts, engine.keys["rollout"], temperature)
         state = engine.new_state(engine.init_params(), optimizer)
-        self._state = engine.calibrate(state, *prompts)
+        self._state = engine.calibrate(state, of_sequences(*prompts))
         self._step = engine.train_step(
             optimizer, LossConfig(), config.learner.gradient_accumulation_steps
         )

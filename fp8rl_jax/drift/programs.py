@@ -17,6 +17,7 @@ import optax
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import of_sequences
 from fp8rl_jax.drift.operations import tapped_values
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
@@ -69,7 +70,7 @@ class Programs:
     def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
         """Returns Programs at a state, after calibrating its KV scales on the questions."""
         engine = runtime.engine
-        state = engine.calibrate(state, *runtime.text.prompts(questions))
+        state = engine.calibrate(state, of_sequences(*runtime.text.prompts(questions)))
         weights = engine.refit(state).weights
         return cls(runtime, state, weights, questions, engine.keys["rollout"])
 

@@ -18,6 +18,7 @@ from flax import traverse_util
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import of_sequences
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.learner import TrainState
@@ -91,7 +92,7 @@ def load_policy(
         state, phase = load_trained(runtime, directory, note, count)
     if not is_fresh(state.kv_scales, int(state.step)):
         few = rows[: config.eval.batch_size]
-        state = runtime.engine.calibrate(state, *pad(runtime, few))
+        state = runtime.engine.calibrate(state, of_sequences(*pad(runtime, few)))
     weights = runtime.engine.refit(state).weights
     return Policy(runtime, weights, rows, phase, int(state.step))
 

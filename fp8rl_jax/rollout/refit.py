@@ -15,6 +15,7 @@ forward pass stores K and V with dynamic scales: it must not depend on the scale
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -22,7 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import Batch
 from fp8rl_jax.kernels import K_BLOCK
+from fp8rl_jax.micro_batches import over_parts, split
 from fp8rl_jax.models import (
     ONE_DEVICE,
     ModelConfig,
@@ -83,31 +86,39 @@ def make_calibrate(
     *,
     margin: float = 1.05,
 ) -> Callable:
-    """Returns ``calibrate(params, scaling_state, tokens, lengths, step, rope)``, jitted.
+    """Returns ``calibrate(params, scaling_state, batch, step, rope)``, jitted.
 
     Args:
       model, recipe, parallel: shapes, the rollout's numerics, and the devices.
       margin: headroom factor, at least 1.
 
-    `calibrate` takes float32 masters and their scaling states; tokens (B, T) int32, right-padded;
-    lengths (B,) int32, without padding; step () int32, stored in the result. It returns `KVScales`.
+    `calibrate` takes float32 masters and their scaling states; a batch, whose sequences it runs;
+    step () int32, stored in the result. It returns `KVScales`, the same bits for any packing.
     """
     recipe = dataclasses.replace(get_recipe(recipe), kv="dynamic", fp8_attention=False)
 
-    def calibrate(params, scaling_state, tokens, lengths, step, rope):
+    def calibrate(params, scaling_state, batch: Batch, step, rope):
         weights = quantize_params(params, recipe, scaling_state)
-        out = forward(
-            weights,
-            tokens,
-            model,
-            recipe,
-            lengths=lengths,
-            parallel=parallel,
-            rope=rope,
-            output="hidden",
-            collect=("kv_amax",),
-        )
-        amax = {name: find_amax(found, 1) for name, found in out.aux["kv_amax"].items()}
+
+        def run(part: Batch):
+            out = forward(
+                weights,
+                part.tokens,
+                model,
+                recipe,
+                **part.places,
+                parallel=parallel,
+                rope=rope,
+                output="hidden",
+                collect=("kv_amax",),
+            )
+            return {name: find_amax(x, 1) for name, x in out.aux["kv_amax"].items()}, ()
+
+        if batch.packing is None:
+            amax = run(batch)[0]
+        else:
+            largest = functools.partial(jax.tree.map, jnp.maximum)
+            amax = over_parts(run, largest, *split(batch, parallel))[0]
         return calibrated_scales(amax, margin, step)
 
     return exact_jit(calibrate)

@@ -22,7 +22,7 @@ from flax import traverse_util
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.batch import Batch
+from fp8rl_jax.batch import Batch, of_sequences
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import response_logprobs
 from fp8rl_jax.models import (
@@ -165,7 +165,7 @@ def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVSc
     scaling, size = init_scaling(params, recipe), _part_size(len(tokens), _ROWS)
     step, rope = np.int32(0), runtime.engine.rope
     parts = [slice(first, first + size) for first in range(0, len(tokens), size)]
-    found = [calibrate(params, scaling, tokens[p], lengths[p], step, rope) for p in parts]
+    found = [calibrate(params, scaling, of_sequences(tokens[p], lengths[p]), step, rope) for p in parts]
     return jax.tree.map(lambda *x: functools.reduce(jnp.maximum, x), *found)
 
 

@@ -149,9 +149,9 @@ class Engine(Protocol):
     def advance(self, state: TrainState, step: int, position: int) -> TrainState:
         """Returns `state` with the numbers of finished steps and batches taken from the stream."""
 
-    def calibrate(self, state: TrainState, tokens, lengths) -> TrainState:
-        """Returns `state` with KV scales calibrated on tokens (B, T) of lengths (B,); unchanged if
-        no recipe asks for them."""
+    def calibrate(self, state: TrainState, batch: Batch) -> TrainState:
+        """Returns `state` with KV scales calibrated on a batch's sequences; unchanged if no recipe
+        asks for them."""
 
     def refit(self, state: TrainState) -> Served:
         """Returns the sampler's weights of a state."""
@@ -234,12 +234,12 @@ class JaxEngine(Engine):
         recipe = self.resolved.rollout_recipe
         return make_calibrate(self.resolved.model, recipe, self.layout.parallel, margin=margin)
 
-    def calibrate(self, state: TrainState, tokens, lengths) -> TrainState:
+    def calibrate(self, state: TrainState, batch: Batch) -> TrainState:
         if not self.layout.calibrated:
             return state
-        tokens, lengths = self.layout.by_rows((tokens, lengths))
+        placed, _ = self.on_devices(dataclasses.replace(batch, routing={}))
         scales = self.compiled_calibrate(
-            state.params, state.scaling_state, tokens, lengths, state.step, self.rope
+            state.params, state.scaling_state, placed, state.step, self.rope
         )
         return dataclasses.replace(state, kv_scales=processes.place(scales, self.layout.replicated))
 

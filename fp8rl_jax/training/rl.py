@@ -31,7 +31,7 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.compiling import compile_seconds
 from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
-from fp8rl_jax.batch import Batch
+from fp8rl_jax.batch import Batch, of_sequences
 from fp8rl_jax.data import Stream
 from fp8rl_jax.learner import TrainState, policy_of
 from fp8rl_jax.models.lora import base_of, with_base
@@ -240,7 +240,7 @@ def _refit(rt: Runtime, state: TrainState, batch: Batch, record: StepRecord):
     """Returns the state with calibrated KV scales, and the sampler's next weights."""
     if rt.layout.calibrated:
         with record.timed("calibrate"):
-            state = rt.engine.calibrate(state, batch.tokens, batch.lengths)
+            state = rt.engine.calibrate(state, batch)
             state = jax.block_until_ready(state)
     with record.timed("refit"):
         served = jax.block_until_ready(rt.engine.refit(state))
@@ -259,7 +259,9 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
         # Padded to the shape of a rollout's sequences, so that one program calibrates on both.
         tokens = np.repeat(prompts, rollout.group_size, axis=0)
         tokens = np.pad(tokens, ((0, 0), (0, rollout.max_new_tokens)))
-        state = rt.engine.calibrate(state, tokens, np.repeat(lengths, rollout.group_size))
+        lengths = np.repeat(lengths, rollout.group_size)
+        seen = of_sequences(tokens, lengths, rollout.max_new_tokens)
+        state = rt.engine.calibrate(state, seen)
     if rt.algorithm.needs_reference:
         reference = Checkpoints(run.directory / "reference", keep=1)
         reference.save(0, policy_of(state), {})

@@ -202,7 +202,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
         run.logs.write("sft", record)
         run.display.step("sft", record)
         if step + 1 in evaluate_at:
-            state = engine.calibrate(state, batch.tokens, batch.lengths)
+            state = engine.calibrate(state, batch)
             run.evaluate(state, engine.refit(state).weights)
         stopping = run.stop() is not None
         if step + 1 < config.sft.steps and (step + 1 in evaluate_at or stopping):

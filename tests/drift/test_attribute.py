@@ -9,6 +9,7 @@ import drift_faults
 import numpy as np
 import pytest
 
+from fp8rl_jax.batch import of_sequences
 from fp8rl_jax.drift import Programs, affordable, analyse, attribute
 from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
@@ -198,7 +199,9 @@ def test_calibrated_scales_and_micro_batches():
         "learner.gradient_accumulation_steps=2",
     )
     runtime = programs.runtime
-    state = runtime.engine.calibrate(programs.state, *runtime.text.prompts(programs.questions))
+    state = runtime.engine.calibrate(
+        programs.state, of_sequences(*runtime.text.prompts(programs.questions))
+    )
     programs.state, programs.weights = state, runtime.engine.refit(state).weights
     result = analyse(programs)
     assert result["verdict"]["culprit"] == "none" and result["first"] is None

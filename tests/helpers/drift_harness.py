@@ -16,7 +16,7 @@ from random_model import initial_params
 
 from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.batch import Batch, make_batch, pack
+from fp8rl_jax.batch import Batch, make_batch, of_sequences, pack
 from fp8rl_jax.data import join
 from fp8rl_jax.models import lora
 from fp8rl_jax.models.taps import ROUTING
@@ -306,10 +306,10 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         kv_scales=missing_scales(case.layers) if calibrated else None,
     )
     calibrate = rollout.make_calibrate(model, recipe)
-    seen = (prompts, lengths)
+    seen = of_sequences(prompts, lengths)
     for update in range(case.updates + 1):
         if calibrated:
-            scales = calibrate(state.params, state.scaling_state, *seen, np.int32(update), rope)
+            scales = calibrate(state.params, state.scaling_state, seen, np.int32(update), rope)
             state = dataclasses.replace(state, kv_scales=scales)
         weights, checksum, _ = refit(state.params, state.scaling_state, state.kv_scales)
         weights = plant(weights) if plant else weights
@@ -317,7 +317,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         out = jax.device_get(sample(weights, prompts, lengths, key, ids, temperature, limits, rope))
         batch = _batch(case, prompts, lengths, out, order)
         before = jax.tree.map(jnp.copy, state)
-        seen = (batch.tokens, batch.prompt_lengths + batch.mask.sum(1).astype(np.int32))
+        seen = of_sequences(batch.tokens, batch.lengths)
         given, slots_of = batch, None
         if case.pack:
             longest = max(case.prompts) + case.new_tokens

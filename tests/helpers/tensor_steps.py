@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 from random_model import initial_params
 
 from fp8rl_jax import sharding
+from fp8rl_jax.batch import of_sequences
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig
@@ -81,7 +82,7 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
     optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-1e-3))  # keeps the gradient
     state = rt.engine.new_state(params, optimizer)
     questions = rt.questions["train"][: ROWS // rt.config.rollout.group_size]
-    state = rt.engine.calibrate(state, *rt.text.prompts(questions))
+    state = rt.engine.calibrate(state, of_sequences(*rt.text.prompts(questions)))
     served = rt.engine.refit(state)
     weights, checksum = served.weights, served.checksum
     stored = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))

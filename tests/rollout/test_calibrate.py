@@ -22,6 +22,7 @@ from marks import slow
 from oracles import decoder_oracle, quant_oracle
 
 from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.batch import of_sequences, pack
 from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, quantize_params
 from fp8rl_jax.models import rope_tables as make_rope
 from fp8rl_jax.models.kv_cache import LayerCache
@@ -56,12 +57,15 @@ def _calibrate(recipe="f32", **options):
     return make_calibrate(_MODEL, recipe, **options)
 
 
-def _scales(recipe="f32", tokens=None, lengths=_LENGTHS, params=None, step=3, **options):
+def _scales(
+    recipe="f32", tokens=None, lengths=_LENGTHS, params=None, step=3, capacity=0, **options
+):
     tokens = _tokens() if tokens is None else tokens
-    program = _calibrate(recipe, **options)
-    return jax.device_get(
-        program(_params() if params is None else params, {}, tokens, lengths, np.int32(step), _ROPE)
-    )
+    program, batch = _calibrate(recipe, **options), of_sequences(tokens, lengths)
+    if capacity:
+        batch, _ = pack(batch, tokens.shape[1], capacity, 1)
+    params = _params() if params is None else params
+    return jax.device_get(program(params, {}, batch, np.int32(step), _ROPE))
 
 
 @functools.cache
@@ -133,6 +137,12 @@ def test_layers_in_bf16():
 
 
 # What must not matter, and what must.
+
+
+@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+def test_packed_rows_have_the_same_scales(recipe):
+    """Rows of two sequences in two micro-batches: bit for bit those of padded rows."""
+    _assert_same(_scales(recipe), _scales(recipe, capacity=128))
 
 
 @pytest.mark.parametrize("recipe", ["f32", "fp8"])
