@@ -9,7 +9,7 @@
 
     sampler.py      one row for each sample until all have ended (read first); `Stream` for chats
     halves.py       the same on a CPU: each half of the batch in its own thread
-    continuous.py   a fixed number of slots; a slot is refilled when its response ends
+    continuous.py   a fixed number of slots; a slot is refilled when its response ends, or pauses
     schedule.py     which request has which slot and pages (page_pool.py), for continuous.py
     cases.py        recipes of `fp8rl plan` and `fp8rl bench`: which parts of a rollout are in FP8
 
@@ -17,10 +17,17 @@ plan/rollout.py computes how many slots and pages fit into a device.
 
 All samplers draw the same tokens with the same log-probabilities, bit for bit.
 
-Not done: speculative decoding, several turns in one request, new requests during a rollout.
+Not done: speculative decoding, new requests during a rollout.
 """
 
-from fp8rl_jax.rollout.continuous import Batching, ContinuousSampler, Progress, Watch
+from fp8rl_jax.rollout.continuous import (
+    Answer,
+    Batching,
+    ContinuousSampler,
+    Extension,
+    Progress,
+    Watch,
+)
 from fp8rl_jax.rollout.halves import HalvedSampler
 from fp8rl_jax.rollout.refit import (
     changed_bytes,

@@ -13,7 +13,9 @@ a token's bits depend on its own sequence alone, and its random bits on its samp
 on other sequences of the batch (tests/rollout/test_continuous.py).
 
 The loop also ends after a given number of turns, so that the host can look at finished responses
-while the next turns run. On a mesh every device has its slots, pool and queue, for its share of the
+while the next turns run. A response of several replies pauses after each: the host puts what the
+environment says behind it (`Extension`), and the request waits for a slot again. It is prefilled
+anew, so its bits are those of a prompt of that length. On a mesh every device has its slots, pool and queue, for its share of the
 prompts. Devices that share experts (`mesh.expert`) take every turn together, because each needs the
 experts of all: the work of all of them decides whether there is another turn, and whether it
 prefills and decodes. Other devices exchange nothing while they run.
@@ -80,6 +82,21 @@ def default_chunk(on_cpu: bool) -> int:
 
 
 @flax.struct.dataclass
+class Replies:
+    """The replies of M responses.
+
+    Attributes:
+      drawn: (M, R) bool, which tokens were drawn, and not written by the environment.
+      counts: (M,) int32, number of complete replies.
+      begins: (M,) int32, response slot with which the latest reply begins.
+    """
+
+    drawn: jax.Array
+    counts: jax.Array
+    begins: jax.Array
+
+
+@flax.struct.dataclass
 class BatchState:
     """The state of a rollout: everything that a turn changes.
 
@@ -88,7 +105,8 @@ class BatchState:
       schedule: which request has which slot and pages.
       tokens: (M, S) int32, each request's prompt, directly followed by its response.
       logprobs: (M, R) float32, of the tokens drawn.
-      finished: (M,) bool, whether a response ended with an end-of-sequence token.
+      finished: (M,) bool, whether the last reply ended with an end-of-sequence token.
+      replies: the replies of each response, or None if every response has one.
       turns, drawn, prefilled: (1,) int32, numbers of turns, tokens drawn and tokens prefilled.
     """
 
@@ -97,6 +115,7 @@ class BatchState:
     tokens: jax.Array
     logprobs: jax.Array
     finished: jax.Array
+    replies: Replies | None
     turns: jax.Array
     drawn: jax.Array
     prefilled: jax.Array
@@ -155,7 +174,10 @@ class ContinuousLoop:
             pages=batching.pages,
             tokens=slots,
         )
-        zero = jnp.zeros((1,), jnp.int32)
+        zero, none = jnp.zeros((1,), jnp.int32), jnp.zeros((count,), jnp.int32)
+        replies = None
+        if loop.sampler.max_turns > 1:
+            replies = Replies(jnp.zeros((count, new), bool), none, none)
         return BatchState(
             pool=init_paged_cache(
                 loop.model, loop.recipe, batching.pages, plan.table, loop.parallel
@@ -164,14 +186,15 @@ class ContinuousLoop:
             tokens=tokens,
             logprobs=jnp.zeros((count, new), jnp.float32),
             finished=jnp.zeros((count,), bool),
+            replies=replies,
             turns=zero,
             drawn=zero,
             prefilled=zero,
         )
 
     def unfinished(self, state: BatchState) -> jax.Array:
-        """Returns the () int32 number of requests that are not done."""
-        return self._of_group((state.schedule.status != schedule.DONE).sum())
+        """Returns the () int32 number of requests that wait or run."""
+        return self._of_group(schedule.unfinished(state.schedule))
 
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
         """Admits requests, prefills, and decodes one token of every slot that can decode."""
@@ -285,8 +308,23 @@ class ContinuousLoop:
         token, logp, _ = loop.draw(prepared, hidden[:, 0], keys, requests.temperature[request])
         index = position + 1 - plan.prompt_lengths[plan.prompt]
         ended = draws & is_end(token, loop.sampler.eos_ids)
-        plan = schedule.decoded(plan, draws)
-        plan = schedule.end(plan, ended | (draws & (index + 1 >= requests.limits[request])))
+        full = draws & (index + 1 >= requests.limits[request])
+        plan, replies = schedule.decoded(plan, draws), state.replies
+        if replies is None:
+            plan = schedule.end(plan, ended | full)
+        else:
+            begins, most = replies.begins[request], loop.sampler.max_turn_tokens
+            complete = ended | full
+            if most:
+                complete = complete | (draws & (index + 1 - begins >= most))
+            counts = replies.counts[request] + complete
+            last = complete & (full | (counts >= loop.sampler.max_turns))
+            plan = schedule.pause(schedule.end(plan, last), complete & ~last)
+            replies = dataclasses.replace(
+                replies,
+                drawn=replies.drawn.at[row, index].set(True, mode="drop"),
+                counts=replies.counts.at[row].set(counts, mode="drop"),
+            )
         return dataclasses.replace(
             state,
             pool=pool,
@@ -294,18 +332,39 @@ class ContinuousLoop:
             tokens=state.tokens.at[row, position + 1].set(token, mode="drop"),
             logprobs=state.logprobs.at[row, index].set(logp, mode="drop"),
             finished=state.finished.at[row].set(ended, mode="drop"),
+            replies=replies,
             drawn=state.drawn + draws.sum(),
         )
 
+    def extend(self, requests: Requests, more: Extension, state: BatchState) -> BatchState:
+        """Puts tokens behind the replies of paused requests, which wait again, and ends others."""
+        assert state.replies is not None
+        start, size = state.schedule.lengths, state.tokens.shape[1]
+        index = jnp.arange(more.tokens.shape[1])
+        column = jnp.where(index < more.counts[:, None], start[:, None] + index, size)
+        row = jnp.arange(len(start))[:, None]
+        first = jnp.repeat(requests.lengths, self.loop.sampler.group_size)
+        begins = jnp.where(more.counts > 0, start + more.counts - first, state.replies.begins)
+        return dataclasses.replace(
+            state,
+            tokens=state.tokens.at[row, column].set(more.tokens, mode="drop"),
+            replies=dataclasses.replace(state.replies, begins=begins),
+            schedule=schedule.extend(state.schedule, more.counts, more.ends),
+        )
+
     def result(self, requests: Requests, state: BatchState) -> Rollout:
-        """Returns the tokens drawn so far, in the form of the static sampler's result."""
+        """Returns the tokens known so far, in the form of the static sampler's result."""
         sampler = self.loop.sampler
-        start = jnp.repeat(requests.lengths, sampler.group_size)[:, None]
+        start = jnp.repeat(requests.lengths, sampler.group_size)
+        lengths = state.schedule.lengths - start
         index = jnp.arange(sampler.max_new_tokens)
-        mask = index < state.schedule.lengths[:, None] - start
-        tokens = jnp.take_along_axis(state.tokens, start + index, axis=1)
-        tokens = jnp.where(mask, tokens, sampler.pad_id)
-        return Rollout(tokens, mask, state.logprobs, state.finished, taps={})
+        known = index < lengths[:, None]
+        tokens = jnp.take_along_axis(state.tokens, start[:, None] + index, axis=1)
+        tokens = jnp.where(known, tokens, sampler.pad_id)
+        of_all = state.logprobs, state.finished, {}
+        if state.replies is None:
+            return Rollout(tokens, known, *of_all)
+        return Rollout(tokens, state.replies.drawn, *of_all, lengths)
 
 
 @flax.struct.dataclass
@@ -315,19 +374,39 @@ class Progress:
     Attributes:
       rollout: the tokens drawn so far.
       done: (M,) bool, whether a response is complete.
+      paused: (M,) bool, whether a response waits for an `Extension`.
+      replies: as in `BatchState`.
       turns, drawn, prefilled, preemptions: (D,) int32, a count per device; see `BatchState` and
         `Schedule`.
     """
 
     rollout: Rollout
     done: jax.Array
+    paused: jax.Array
+    replies: Replies | None
     turns: jax.Array
     drawn: jax.Array
     prefilled: jax.Array
     preemptions: jax.Array
 
 
+@flax.struct.dataclass
+class Extension:
+    """What the environment says to paused responses, on the host.
+
+    Attributes:
+      tokens: (M, E) int32; counts: (M,) int32, how many of them go behind the response; 0 leaves it
+        as it is. A response must have room for them and one more.
+      ends: (M,) bool, responses that are complete.
+    """
+
+    tokens: Any
+    counts: Any
+    ends: Any
+
+
 Watch = Callable[[Progress], None]  # called during a rollout, see `ContinuousSampler`
+Answer = Callable[[Progress], Extension]  # likewise
 _ALL_TURNS = 2**30
 
 
@@ -391,17 +470,20 @@ class ContinuousSampler:
             return state, Progress(
                 rollout=loop.result(requests, state),
                 done=state.schedule.status == schedule.DONE,
+                paused=state.schedule.status == schedule.PAUSED,
+                replies=state.replies,
                 turns=state.turns,
                 drawn=state.drawn,
                 prefilled=state.prefilled,
                 preemptions=state.schedule.preemptions,
             )
 
-        begin, layout = loop.begin, {}
+        begin, extend, layout, self._rows = loop.begin, loop.extend, {}, None
         if mesh is not None:
             rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
+            self._rows = NamedSharding(mesh, rows)
             # The state keeps its shardings from call to call, so one program advances it.
-            layout = {"out_shardings": NamedSharding(mesh, rows)}
+            layout = {"out_shardings": self._rows}
         if mesh is not None and devices > 1:
             specs: Any = (rows, replicated, rows, rows, rows, replicated)
             of_requests = Requests(*specs)
@@ -417,11 +499,13 @@ class ContinuousSampler:
                 return run(weights, *arguments)
 
             begin = by_device(begin, rows, of_requests)
+            extend = by_device(extend, of_requests, rows, rows)
         else:
             advance_all = advance
         self._prepare = static.prepare_once()
         self._begin = exact_jit(begin, **layout)
         self._advance = exact_jit(advance_all, donate_argnums=3, **layout)
+        self._extend = exact_jit(extend, donate_argnums=2, **layout)
 
     def __call__(
         self,
@@ -434,25 +518,34 @@ class ContinuousSampler:
         limits,
         rope,
         watch: Watch | None = None,
+        answer: Answer | None = None,
     ) -> Rollout:
         """Samples responses; takes the arguments of `make_sampler`'s result, and `watch`.
 
         Args:
           watch: function called on the host with a `Progress` after every `part` turns, while the
             device runs the next ones, and at the end.
+          answer: function that gives paused responses more tokens, called like `watch`; it may see
+            a response paused that it has answered, and waits if no other can go on. Needed with
+            `SamplerConfig.max_turns` above 1. Results do not depend on when it answers.
         """
         weights = self._prepare(weights)
         limits = jnp.minimum(limits, self._most)
         requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
         state = self._begin(prompts, requests)
-        turns = jnp.int32(_ALL_TURNS if watch is None else self._part)
+        looks = watch is not None or answer is not None
+        turns = jnp.int32(self._part if looks else _ALL_TURNS)
         state, progress = self._advance(weights, requests, turns, state)
-        while watch is not None:
+        while looks:
             state, following = self._advance(weights, requests, turns, state)
             seen = processes.fetch(progress)
-            watch(seen)
+            if watch is not None:
+                watch(seen)
             if seen.done.all():
                 break
+            if answer is not None:
+                more = processes.place(answer(seen), self._rows)
+                state = self._extend(requests, more, state)
             progress = following
         self.progress = progress
         return progress.rollout

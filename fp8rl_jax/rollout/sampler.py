@@ -61,6 +61,8 @@ class SamplerConfig:
       top_k: number of most likely tokens to draw from; 0 for all tokens.
       top_p: probability mass to draw from; 1.0 for all tokens.
       cache_slots: slots per sequence, rounded up to pages; 0 for prompt slots + R.
+      max_turns: replies of a response at most; above 1 only in rollout/continuous.py.
+      max_turn_tokens: tokens of a reply at most; 0 for what is left of R.
       taps: names of intermediate values to return as well (models/taps.py, and 'logits').
     """
 
@@ -71,6 +73,8 @@ class SamplerConfig:
     top_k: int = 0
     top_p: float = 1.0
     cache_slots: int = 0
+    max_turns: int = 1
+    max_turn_tokens: int = 0
     taps: tuple[str, ...] = ()
 
 
@@ -80,10 +84,12 @@ class Rollout:
 
     Attributes:
       tokens: (B, R) int32, `pad_id` after the end.
-      mask: (B, R) bool, True for response tokens, the end-of-sequence token included.
+      mask: (B, R) bool, True for tokens that were drawn, the end-of-sequence token included.
       logprobs: (B, R) float32, recorded at decode time; 0 where the mask is False.
       finished: (B,) bool, True if the response ended with an end-of-sequence token, False if it was
         truncated.
+      lengths: (B,) int32, tokens of the response with those of the environment between its replies;
+        None for responses of one reply, whose tokens were all drawn.
       taps: {name: (L, B, Tp + R, ...), or (B, Tp + R, ...) outside the layers}, slot == position;
         'logits': (B, R, V) float32. The last token drawn was not run through the model, so it has
         no taps.
@@ -94,6 +100,7 @@ class Rollout:
     logprobs: Any
     finished: Any
     taps: dict[str, jax.Array]
+    lengths: Any = None
 
 
 @flax.struct.dataclass

@@ -17,6 +17,8 @@ program; nothing here knows a model.
   prompt's or request's pages; sequences that still lack one, the highest numbers first, pause until
   a later turn. Tokens do not change, because a token's bits depend on its sequence alone. The
   lowest running request is never preempted, so all requests end, given `models.least_pages`.
+* **Pausing.** A request whose reply has ended may pause: it has neither slot nor pages until
+  `extend` gives it more tokens. Then it waits, as one that was preempted.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import jax.numpy as jnp
 from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.rollout import page_pool
 
-WAITING, RUNNING, DONE = 0, 1, 2
+WAITING, RUNNING, PAUSED, DONE = 0, 1, 2, 3
 _FEW = 8  # slots that decode for each that would be worth a forward pass of prompts
 
 
@@ -44,7 +46,7 @@ class Schedule:
       request: (B,) int32, request of each slot; -1 for an idle slot.
       cached: (B,) int32, number of tokens of a slot's sequence whose keys and values are stored.
       lengths: (M,) int32, number of known tokens of each request: its prompt and tokens drawn.
-      status: (M,) int32: WAITING, RUNNING or DONE.
+      status: (M,) int32: WAITING, RUNNING, PAUSED or DONE.
       prompt_lengths: (Q,) int32, tokens of each prompt.
       prompt_pages: (Q, N) int32, pages that a ready prompt keeps; 0 for no page.
       ready: (Q,) bool, whether a prompt's pages are filled and kept for waiting siblings.
@@ -160,6 +162,25 @@ def _leave(s: Schedule, slots: jax.Array, status: int) -> Schedule:
 def end(s: Schedule, slots: jax.Array) -> Schedule:
     """Ends the requests of slots that are True in `slots` (B,)."""
     return _leave(s, slots, DONE)
+
+
+def pause(s: Schedule, slots: jax.Array) -> Schedule:
+    """Pauses the requests of slots that are True in `slots` (B,)."""
+    return _leave(s, slots, PAUSED)
+
+
+def extend(s: Schedule, counts: jax.Array, ends: jax.Array) -> Schedule:
+    """Lets paused requests wait again, with `counts` (M,) more known tokens where that is not 0;
+    ends those of `ends` (M,) bool."""
+    status = jnp.where(counts > 0, WAITING, s.status)
+    return dataclasses.replace(
+        s, lengths=s.lengths + counts, status=jnp.where(ends, DONE, status).astype(jnp.int32)
+    )
+
+
+def unfinished(s: Schedule) -> jax.Array:
+    """Returns the () int32 number of requests that wait or run."""
+    return (s.status <= RUNNING).sum()
 
 
 def share_prompts(s: Schedule) -> Schedule:
