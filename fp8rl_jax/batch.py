@@ -68,7 +68,8 @@ class Batch:
       prompt_lengths: (B,) int32, tokens of the prompt; None with `packing`.
       targets: (B, R) int32, the response; with `packing` the responses of a row, one after another,
         as in all arrays (B, R).
-      mask: (B, R) float32, 1 for response tokens.
+      mask: (B, R) float32, 1 for response tokens that the policy drew; 0 for what an environment
+        said between them.
       temperature: (B,) float32, temperature of the rollout; (B, R) with `packing`.
       advantages: (B, R) float32.
       weights: (B, R) float32, the aggregation's; 0 for a token that does not count.
@@ -80,6 +81,7 @@ class Batch:
         {} for the learner's own routing.
       packing: where the sequences of a row are, or None.
       teacher: a teacher's hidden states and output head, or None.
+      lengths: (B,) int32, number of tokens of prompt and response together; None with `packing`.
     """
 
     tokens: Array
@@ -95,11 +97,7 @@ class Batch:
     routing: dict[str, Array] = flax.struct.field(default_factory=dict)
     packing: Packing | None = None
     teacher: TeacherOutputs | None = None
-
-    @property
-    def lengths(self) -> Array:
-        """(B,) int32, number of tokens of prompt and response together; not with `packing`."""
-        return self.prompt_lengths + self.mask.sum(1).astype(jnp.int32)
+    lengths: Array = None
 
     @property
     def places(self) -> dict[str, Array]:
@@ -146,7 +144,7 @@ _BY_RESPONSE += ("rollout_weights", "old_logprobs", "ref_logprobs")
 def make_batch(
     tokens, prompt_lengths, targets, mask, temperature, advantages=None, **fields
 ) -> Batch:
-    """Returns a batch on the host.
+    """Returns a batch on the host; all tokens of a response are drawn, unless `lengths` are given.
 
     Args:
       tokens, prompt_lengths, targets, temperature: see `Batch`.
@@ -162,6 +160,7 @@ def make_batch(
         "rollout_weights": ones,
         "old_logprobs": 0 * ones,
         "ref_logprobs": 0 * ones,
+        "lengths": (prompt_lengths + np.asarray(mask).sum(1)).astype(np.int32),
     }
     return Batch(
         tokens,

@@ -28,7 +28,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "rl": set(),
     "data": set(),
     "envs": set(),
-    "rollout": {"kernels", "quant", "models", "sharding"},
+    "rollout": {"kernels", "quant", "models", "sharding", "batch", "micro_batches"},
     "batch": {"models", "rl"},
     "micro_batches": {"models", "batch"},
     "learner": {"kernels", "quant", "models", "rl", "batch", "micro_batches"},
@@ -161,8 +161,8 @@ _SOURCES = _sources()
 # MXFP4, an FP8 base; by 200 for lengths that are kept and attention by blocks of queries; by 600
 # for rows of several sequences; by 400 for prompts that those share, full slots and chosen caps;
 # by 600 for heads in float32 and their study, and teachers; by 200 for Gemma 3's GGUF files and
-# SentencePiece.)
-_MOST_LINES = {"library": 47_000, "with users": 54_100, "package": 9_250, "file": 540}
+# SentencePiece; by 1,700 for conversations with an environment, tools, and tiny tasks of them.)
+_MOST_LINES = {"library": 48_700, "with users": 55_800, "package": 9_250, "file": 540}
 
 
 def test_size_stays_within_the_budget():

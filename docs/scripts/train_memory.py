@@ -42,6 +42,7 @@ def temporary_bytes(name: str) -> int:
         old_logprobs=response,
         rollout_weights=response,
         ref_logprobs=response,
+        lengths=shape((ROWS,), jnp.int32),
     )
     optimizer = optax.sgd(1e-3)
 

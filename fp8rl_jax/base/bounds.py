@@ -130,6 +130,10 @@ BOUNDS: dict[str, Bounds] = {
     "rollout.max_prompt_tokens": _whole(2, _COUNT),
     "rollout.max_new_tokens": _whole(1, _COUNT),
     "rollout.slots": _whole(0, _COUNT),
+    "rollout.part": _whole(1, _COUNT),
+    "rollout.max_turn_tokens": _whole(0, _COUNT),
+    "rollout.max_observation_tokens": _whole(1, _COUNT),
+    "env.max_turns": _whole(1, _COUNT),
     "rollout.pages": _whole(0, 2**24),  # 2^30 slots for tokens, 64 in each page
     "rollout.prefill_chunk": _whole(0, _COUNT),
     "rollout.temperature": Bounds(1e-6, 100),

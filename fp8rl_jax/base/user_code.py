@@ -12,15 +12,30 @@ from fp8rl_jax.base.errors import UserError, raised
 
 
 def load(text: str, what: str, form: str = "") -> Callable:
-    """Imports the function that `text` names; modules may also be in the current directory.
+    """Imports the function that `text` names, as `find`.
 
     Args:
-      text: 'package.module:function'.
-      what: beginning of error messages, such as 'scaling policy'.
+      text, what: as for `find`.
       form: ending of the error for what is no function: ' that ...'.
 
     Raises:
-      UserError: it cannot be imported, whatever the user's module raises, or is no function.
+      UserError: it cannot be imported, or is no function.
+    """
+    function = find(text, what)
+    if not callable(function):
+        raise UserError(f"{what} {text!r} is not a function; name one{form}")
+    return function
+
+
+def find(text: str, what: str) -> Any:
+    """Imports what `text` names; modules may also be in the current directory.
+
+    Args:
+      text: 'package.module:name'.
+      what: beginning of error messages, such as 'scaling policy'.
+
+    Raises:
+      UserError: it cannot be imported, whatever the user's module raises.
     """
     module, _, name = text.partition(":")
     if not module or not name:
@@ -28,7 +43,7 @@ def load(text: str, what: str, form: str = "") -> Callable:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -37,9 +52,6 @@ def load(text: str, what: str, form: str = "") -> Callable:
             "is written 'package.module:function' and that the module is in the current "
             "directory or on PYTHONPATH"
         ) from None
-    if not callable(function):
-        raise UserError(f"{what} {text!r} is not a function; name one{form}")
-    return function
 
 
 def call(text: str, what: str, returns: type) -> Any:

@@ -180,6 +180,14 @@ FEATURES: dict[str, Feature] = {
     "continuous batching": _field("rollout.slots"),
     "all samples at once": _field("rollout.slots", lambda slots: not slots),
     "pages": _field("rollout.pages"),
+    "environment": Feature(
+        lambda r: r.step is not None, lambda r: f"{r.step.said} is set" if r.step else ""
+    ),
+    "no environment": Feature(lambda r: not r.step),
+    "one reply": _field("env.max_turns", lambda most: most == 1),
+    "several replies": _field("env.max_turns", lambda most: most > 1),
+    "length of a reply": _field("rollout.max_turn_tokens"),
+    "credit by turn": _field("algo.credit", lambda how: how == "turn"),
     "groups of one": _field("rollout.group_size", lambda size: size == 1),
     "questions without chat": _field("data.chat", lambda chat: not chat),
     "system prompt": _field("data.system_prompt"),
@@ -375,6 +383,31 @@ PAIRS = (
         "pages are used by continuous batching",
         "set rollout.slots to the sequences that decode at a time, or pages to 0",
     ),
+    Pair(
+        "one reply",
+        "environment",
+        "nothing is answered where {one}",
+        "set env.max_turns to the most replies of a response",
+    ),
+    Pair(
+        "no environment",
+        "several replies",
+        "nothing answers a reply",
+        "set env.step or env.tools, or env.max_turns to 1",
+    ),
+    Pair(
+        "all samples at once",
+        "several replies",
+        "replies are answered in continuous batching",
+        "set rollout.slots to the sequences that decode at a time",
+    ),
+    Pair(
+        "one reply",
+        "length of a reply",
+        "{one}, so a reply is a response",
+        "use rollout.max_new_tokens, or set env.max_turns",
+    ),
+    Pair("one reply", "credit by turn", "{one}", "write 'response', or set env.max_turns"),
     Pair(
         "continuous batching",
         "tensor parallelism",

@@ -210,6 +210,18 @@ FIELDS: dict[str, dict[str, Field]] = {
             "function may take; one that takes longer is not scored",
         ),
         "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any"),
+        "step": Field(
+            "",
+            "with several replies: the environment, 'module:function' of (state, reply, row) that "
+            "returns fp8rl_jax.envs.Step; '' for env.tools",
+        ),
+        "tools": Field(
+            "",
+            "'module:NAME' of a list of functions that the policy may call in its replies; a chat "
+            "template shows them",
+        ),
+        "max_turns": Field(1, "most replies of a response; above 1 with env.step or env.tools"),
+        "observation_role": Field("tool", "with chat: role of what the environment says"),
         "train_questions": Field(
             4096,
             "distinct RL questions to generate (reasoning_gym tasks), in a new order each epoch",
@@ -261,7 +273,13 @@ FIELDS: dict[str, dict[str, Field]] = {
         "prompts_per_step": Field(16, "questions per RL step"),
         "group_size": Field(8, "samples per question"),
         "max_prompt_tokens": Field(24, "most tokens of a prompt"),
-        "max_new_tokens": Field(8, "most tokens of a response"),
+        "max_new_tokens": Field(8, "most tokens of a response, with those of the environment"),
+        "max_turn_tokens": Field(
+            0, "with env.max_turns: most tokens of a reply; 0 for what is left of max_new_tokens"
+        ),
+        "max_observation_tokens": Field(
+            64, "with env.max_turns: most tokens of what the environment says; the rest is cut"
+        ),
         "slots": Field(
             0,
             "sequences that decode at a time, each replaced when it ends (continuous "
@@ -271,6 +289,11 @@ FIELDS: dict[str, dict[str, Field]] = {
             0,
             "with slots: pages of 64 tokens in the KV cache; 0 for as many as the "
             "slots can fill and the device holds (fp8rl plan --rollout)",
+        ),
+        "part": Field(
+            64,
+            "with slots: tokens that each slot draws before finished responses and replies are "
+            "looked at",
         ),
         "prefill_chunk": Field(
             0,
@@ -292,6 +315,12 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "baseline": Field("group_mean", "what is subtracted from a reward", choices=(*BASELINES,)),
         "scale": Field("group_std", "what advantages are divided by", choices=(*SCALES,)),
+        "credit": Field(
+            "response",
+            "what a token's advantage counts: the response's reward, or with turn, of several "
+            "replies, the rewards from its reply on",
+            choices=("response", "turn"),
+        ),
         "loss": Field(
             "ppo",
             "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, none (with a "

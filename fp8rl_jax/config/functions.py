@@ -19,6 +19,8 @@ def named_functions(config: ml_collections.ConfigDict) -> dict[str, str]:
     algo, env = config.algo, config.env
     texts = {
         "env.reward": reward_names(env.reward),
+        "env.step": [env.step],
+        "env.tools": [env.tools],
         "env.task": [env.task],
         "env.eval_task": env.eval_task.split(","),
         "algo.loss": [algo.loss],

@@ -11,8 +11,7 @@ import ml_collections
 from fp8rl_jax.config import checks
 from fp8rl_jax.config.model_source import read_model, read_teacher
 from fp8rl_jax.config.precision import SIDES, reference_recipe, side_recipe
-from fp8rl_jax.config.resolved import Resolved
-from fp8rl_jax.envs import load_rewards
+from fp8rl_jax.config.resolved import Resolved, rewards_of, step_of
 from fp8rl_jax.quant import same_forward
 from fp8rl_jax.rl import algorithm_of
 
@@ -43,7 +42,8 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
         learner,
         reference_recipe(config.precision, learner),
         algorithm_of(algo, config.rollout.max_new_tokens, correction),
-        load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb),
+        rewards_of(env),
+        step_of(env),
         read_teacher(config),
         positions,
     )

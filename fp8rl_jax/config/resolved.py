@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.precision import without_calibration
-from fp8rl_jax.envs import Term, eval_tasks, load_rewards
+from fp8rl_jax.envs import Term, eval_tasks, load_rewards, load_step
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, same_forward
 from fp8rl_jax.rl import Algorithm
@@ -27,6 +28,7 @@ class Resolved:
       algorithm: loss, advantages and corrections that section `algo` chooses.
       rewards: functions that `env.reward` names, with their weights; 'auto' is 'exact_match'
         until `with_tasks`.
+      step: the environment of `env.step` or `env.tools`; None for one reply.
       teacher: shapes of `algo.teacher`; None without one.
       positions: longest sequence that `model.checkpoint` allows, in tokens; None if unknown.
     """
@@ -38,6 +40,7 @@ class Resolved:
     reference_recipe: Recipe
     algorithm: Algorithm
     rewards: tuple[Term, ...]
+    step: Term | None
     teacher: ModelConfig | None
     positions: int | None
 
@@ -88,9 +91,7 @@ class Resolved:
         """Returns a copy with the rewards that 'auto' means for the tasks. Imports reasoning_gym,
         which takes a second, so call it only in programs that ask questions."""
         env = self.config.env
-        tasks = [env.task, *eval_tasks(env)]
-        rewards = load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb, tasks)
-        return dataclasses.replace(self, rewards=rewards)
+        return dataclasses.replace(self, rewards=rewards_of(env, [env.task, *eval_tasks(env)]))
 
     def with_vocabulary(self, size: int) -> Resolved:
         """Returns a copy for a tokenizer of `size` tokens, which is the vocabulary unless the
@@ -110,6 +111,22 @@ class Resolved:
             )
         check_top_k(config, model.vocab_size)
         return dataclasses.replace(self, model=model)
+
+
+def rewards_of(env: ml_collections.ConfigDict, tasks: Sequence[str] = ()) -> tuple[Term, ...]:
+    """Returns the rewards of section `env`, as `load_rewards`; none beside those of `env.step`,
+    unless `env.reward` names them."""
+    if env.step and env.reward == "auto":
+        return ()
+    return load_rewards(env.reward, env.reward_timeout, env.reward_memory_gb, tasks)
+
+
+def step_of(env: ml_collections.ConfigDict) -> Term | None:
+    """Returns the environment of section `env`, or None: `env.step`, else the tools."""
+    for role in ("step", "tools"):
+        if env[role]:
+            return load_step(env[role], role, env.reward_timeout, env.reward_memory_gb)
+    return None
 
 
 def rl_updates(config: ml_collections.ConfigDict) -> int:

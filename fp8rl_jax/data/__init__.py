@@ -6,6 +6,7 @@
                                  |
     question -> batching.encode_prompt, demonstrations -> batching.pad_rows -> sampler, learner
                                  |
+    what an environment says -> turns -> tokens between two replies
     sampled tokens -> Tokenizer.decode, or detokenize piece by piece -> text
 
 `pretrained` reads a Hugging Face directory with its `chat` template, bounded by `chat_limits`. Read
@@ -16,6 +17,7 @@ with a model, SentencePiece's tokenizer.model.
 from fp8rl_jax.data.batching import Stream, encode_prompt, encode_text, join, pad_prompts, pad_rows
 from fp8rl_jax.data.chat import ChatFormat, ChatTemplate, Prompt
 from fp8rl_jax.data.demonstrations import (
+    encode_conversation,
     encode_demonstration,
     merges,
     pad_demonstrations,
@@ -24,3 +26,4 @@ from fp8rl_jax.data.demonstrations import (
 from fp8rl_jax.data.load import load_tokenizer, tokenizer_files, tokenizer_path
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from fp8rl_jax.data.turns import Turns

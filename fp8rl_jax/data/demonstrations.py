@@ -8,11 +8,15 @@ slightly from a rollout's; TRL does the same, and warns, as a run does (`merges`
 
 A demonstration ends with a token at which rollouts stop: in a chat the one that the template writes
 after the assistant's content, else the tokenizer's end of sequence.
+
+A demonstration of several replies is a list of messages, every second of which the environment
+says. Each reply is encoded as if it answered the prompt, what is said between them as in a rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +24,9 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.batching import check_prompts, encode_prompt, pad_rows
 from fp8rl_jax.data.chat import ChatFormat, Prompt
 from fp8rl_jax.data.tokenizer import Tokenizer
+from fp8rl_jax.data.turns import Turns
+
+Answer = str | Sequence[Mapping[str, Any]]  # one reply, or the messages after the prompt
 
 
 def with_turn_end(tokenizer: Tokenizer, chat: ChatFormat) -> Tokenizer:
@@ -56,45 +63,89 @@ def encode_demonstration(
     return whole[: len(prompt)], response
 
 
+def encode_conversation(
+    question: Prompt,
+    answer: Answer,
+    tokenizer: Tokenizer,
+    chat: ChatFormat | None = None,
+    turns: Turns | None = None,
+) -> tuple[list[int], list[int], list[bool]]:
+    """Returns the token ids of the prompt, those of the response, and which of the latter the
+    policy draws.
+
+    Raises:
+      UserError: as `encode_prompt`; several replies without `turns`, or no reply at the end.
+    """
+    if isinstance(answer, str):
+        prompt, response = encode_demonstration(question, answer, tokenizer, chat)
+        return prompt, response, [True] * len(response)
+    if turns is None or len(answer) % 2 == 0:
+        fix = "end it with the policy's" if turns else "set env.step or env.tools"
+        raise UserError(f"a demonstration has {len(answer)} messages: {fix} ({str(answer)[:60]})")
+    response, drawn = list[int](), list[bool]()
+    for index, message in enumerate(answer):
+        if index % 2:
+            said, _ = turns.encode(message["content"], ended=True)
+        else:
+            prompt, said = encode_demonstration(question, message["content"], tokenizer, chat)
+        response += said
+        drawn += [index % 2 == 0] * len(said)
+    return prompt, response, drawn
+
+
+class Padded(NamedTuple):
+    """Demonstrations as arrays.
+
+    Attributes:
+      prompts: (B, Tp) int32; lengths: (B,) int32, tokens of each prompt.
+      targets: (B, R) int32; ends: (B,) int32, tokens of each response.
+      mask: (B, R) bool, which tokens are learnt.
+    """
+
+    prompts: np.ndarray
+    lengths: np.ndarray
+    targets: np.ndarray
+    ends: np.ndarray
+    mask: np.ndarray
+
+
 def pad_demonstrations(
-    examples: Sequence[tuple[Prompt, str]],
+    examples: Sequence[tuple[Prompt, Answer]],
     tokenizer: Tokenizer,
     prompt_slots: int,
     response_slots: int,
     chat: ChatFormat | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    turns: Turns | None = None,
+) -> Padded:
     """Encodes (question, answer) pairs.
-
-    Returns:
-      prompts (B, prompt_slots) int32, their lengths (B,) int32, targets (B, response_slots) int32
-      and their mask bool.
 
     Raises:
       UserError: a prompt, or an answer with its end, needs more slots.
     """
-    pairs = [encode_demonstration(*example, tokenizer, chat) for example in examples]
-    prompts, responses = [prompt for prompt, _ in pairs], [response for _, response in pairs]
+    parts = [encode_conversation(*example, tokenizer, chat, turns) for example in examples]
+    prompts, responses = [part[0] for part in parts], [part[1] for part in parts]
     check_prompts(prompts, [question for question, _ in examples], prompt_slots)
     longest = max(responses, key=len, default=[])
     if len(longest) > response_slots:
         answer = examples[responses.index(longest)][1]
         raise UserError(
             f"a demonstration takes {len(longest)} tokens and rollout.max_new_tokens is "
-            f"{response_slots}: raise it to {len(longest)} ({answer[:60]!r})"
+            f"{response_slots}: raise it to {len(longest)} ({str(answer)[:60]!r})"
         )
     tokens, lengths = pad_rows(prompts, prompt_slots, tokenizer.pad_id)
-    targets, taught = pad_rows(responses, response_slots, tokenizer.pad_id)
-    return tokens, lengths, targets, np.arange(response_slots) < taught[:, None]
+    mask, _ = pad_rows([[*map(int, part[2])] for part in parts], response_slots, 0)
+    return Padded(tokens, lengths, *pad_rows(responses, response_slots, tokenizer.pad_id), mask > 0)
 
 
 def merges(
-    examples: Sequence[tuple[Prompt, str]], tokenizer: Tokenizer, chat: ChatFormat | None = None
+    examples: Sequence[tuple[Prompt, Answer]], tokenizer: Tokenizer, chat: ChatFormat | None = None
 ) -> str:
     """Returns a warning if answers merge with the last token of their prompts, else ''."""
+    firsts = ((q, a if isinstance(a, str) else a[0]["content"]) for q, a in examples)
     changed = sum(
-        encode_demonstration(*example, tokenizer, chat)[0]
-        != encode_prompt(example[0], tokenizer, chat)
-        for example in examples
+        encode_demonstration(question, first, tokenizer, chat)[0]
+        != encode_prompt(question, tokenizer, chat)
+        for question, first in firsts
     )
     if not changed:
         return ""

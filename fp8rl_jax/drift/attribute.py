@@ -86,7 +86,7 @@ def compare_sides(programs: Programs, rollout: Host, batch: Host, logp: np.ndarr
     return {
         "headline": mismatch_metrics(logp, rollout.logprobs, mask),
         "by_slot": compare.by_row("slot", d.T, mask.T),
-        "by_length": compare.by_length(d, mask, batch.prompt_lengths),
+        "by_length": compare.by_length(d, mask, batch.lengths),
         "by_row": compare.by_row("row", d, mask),
         "worst": _worst_tokens(programs, batch, rollout, d),
     }
@@ -218,7 +218,7 @@ def observe(
 
 def _add(seen: Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.ndarray) -> None:
     slots = batch.tokens.shape[1]
-    valid = compare.valid_positions(batch.prompt_lengths, mask, slots)
+    valid = compare.valid_positions(batch.lengths, slots)
     for name in rollout:
         if name == LOGITS:
             seen.rollout_logits = rollout[name]
@@ -256,7 +256,7 @@ def _contributions(
     recipe = programs.runtime.learner_recipe
     noise = _REQUANTISED if recipe.quantized or recipe.kv_quantized else 0.0
     own = jax.device_get(swapped(dict.fromkeys(names, every))[1])
-    valid = compare.valid_positions(batch.prompt_lengths, mask, batch.tokens.shape[1])
+    valid = compare.valid_positions(batch.lengths, batch.tokens.shape[1])
     found = []
     for name in names:
         if not budget.allows(0.0):

@@ -29,9 +29,8 @@ def by_row(name: str, d: np.ndarray, mask: np.ndarray) -> list[dict]:
     return [{name: row, **_spread(d[row, mask[row]])} for row in rows]
 
 
-def by_length(d: np.ndarray, mask: np.ndarray, prompt_lengths: np.ndarray) -> list[dict]:
-    """Groups |dlogp| by the length of prompt and response together, in up to eight equal ranges."""
-    lengths = prompt_lengths + mask.sum(1)
+def by_length(d: np.ndarray, mask: np.ndarray, lengths: np.ndarray) -> list[dict]:
+    """Groups |dlogp| by `lengths`, of prompt and response together, in up to eight equal ranges."""
     edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, 9).astype(int))
     found = []
     for low, high in itertools.pairwise(edges):
@@ -54,11 +53,10 @@ def worst_tokens(d: np.ndarray, mask: np.ndarray) -> list[tuple[int, int]]:
     return [(row, slot) for row, slot in places if size[row, slot] > 0 or np.isnan(d[row, slot])]
 
 
-def valid_positions(prompt_lengths: np.ndarray, mask: np.ndarray, slots: int) -> np.ndarray:
+def valid_positions(lengths: np.ndarray, slots: int) -> np.ndarray:
     """Returns a mask (B, slots) of the tokens that both programs ran; the sampler never runs the
     last token that it draws."""
-    fed = prompt_lengths + mask.sum(1) - 1
-    return np.arange(slots)[None] < fed[:, None]
+    return np.arange(slots) < lengths[:, None] - 1
 
 
 def compare_taps(

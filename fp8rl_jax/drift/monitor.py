@@ -68,7 +68,7 @@ class DriftMonitor:
     def keep(self, state: TrainState, drifted: bool) -> None:
         """Copies the policy before a step's update; `drifted`: whether an earlier step drifted."""
         self._policy = None
-        if not self._runtime.zero_drift or processes.count() > 1:
+        if not self._runtime.zero_drift or processes.count() > 1 or self._runtime.step:
             return
         policy = policy_of(state)
         self._bytes = sum(x.nbytes for x in jax.tree.leaves(policy))
@@ -138,6 +138,8 @@ class DriftMonitor:
     def _why_not(self, step: int) -> str:
         if processes.count() > 1:
             return f"{self._command}, in one process, names the operation"
+        if self._runtime.step:
+            return f"steps of conversations are not analysed; {self._command} samples one reply"
         if self._bytes <= _COPIED_ONCE_DRIFTED:
             return (
                 f"the weights before RL step {step} were not kept, as they are above "

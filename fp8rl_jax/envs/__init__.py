@@ -11,8 +11,11 @@
                    v
     responses -> rewards.scoring -> (B,) rewards, nan where a response is not scored
 
-Read `question`, `load` and `rewards` first. `step` defines the form of an environment with several
-replies; no run calls it yet. Not done: streaming data sets, several turns, images.
+    replies -> step_calls -> Step: what the policy reads next; `step` defines its form, `tools`
+                             makes one of Python functions, whose calls `tool_calls` finds; `tiny`
+                             has examples
+
+Read `question`, `load` and `rewards` first. Not done: streaming data sets, images.
 """
 
 from fp8rl_jax.envs.load import Data, load_questions
@@ -21,5 +24,6 @@ from fp8rl_jax.envs.rewards.scoring import Scoring, Tally, extract_answers
 from fp8rl_jax.envs.rewards.terms import Term, load_rewards, reward_names
 from fp8rl_jax.envs.rows import NO_ANSWER
 from fp8rl_jax.envs.sources import check_source, eval_tasks, is_generated
-from fp8rl_jax.envs.step import Step, StepFunction, one_reply
+from fp8rl_jax.envs.step import Step, StepFunction
+from fp8rl_jax.envs.step_calls import StepCall, load_step, tool_schemas
 from fp8rl_jax.envs.tasks import check_task, make_questions

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fp8rl_jax.base.errors import UserError, visible
@@ -44,7 +44,11 @@ class Data(NamedTuple):
 
 
 def load_questions(
-    env: Any, counts: Mapping[str, int], seed: int, fits: Fits | None = None
+    env: Any,
+    counts: Mapping[str, int],
+    seed: int,
+    fits: Fits | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Data:
     """Loads the questions of a run.
 
@@ -55,18 +59,19 @@ def load_questions(
       seed: seed of generators.
       fits: function (split, question): whether the question is short enough; None if all are. Only
         called if a data set is among the sources.
+      tools: function schemas of questions whose rows have none.
 
     Raises:
       UserError: a source cannot be read, or has too few questions.
     """
-    return _Loader(env, counts, seed, fits or (lambda split, question: True)).load()
+    return _Loader(env, counts, seed, fits or (lambda split, question: True), tools).load()
 
 
 class _Loader:
     """The state of `load_questions`: what it has counted and noted so far."""
 
-    def __init__(self, env: Any, counts: Mapping[str, int], seed: int, fits: Fits):
-        self._env, self._seed, self._fits = env, seed, fits
+    def __init__(self, env: Any, counts: Mapping[str, int], seed: int, fits: Fits, tools: Sequence):
+        self._env, self._seed, self._fits, self._tools = env, seed, fits, tools
         self._counts = {split: counts.get(split, 0) for split in SPLITS}
         self._left_out: collections.Counter[tuple[str, str]] = collections.Counter()
         self._forms: dict[str, list[RowForm]] = {}  # by source
@@ -227,6 +232,8 @@ class _Loader:
         kept = []
         for question in questions:
             filled = with_template(question, self._env.prompt_template)
+            if self._tools and not filled.tools:
+                filled = dataclasses.replace(filled, tools=self._tools)
             if _key(question.text) in held_out:
                 self._left_out[use, "held out too"] += 1
             elif self._forms and not self._fits(split, filled):

@@ -54,8 +54,12 @@ class Question:
         return json.dumps([self.text, self.messages, self.tools], default=repr)
 
     @property
-    def demonstration(self) -> str:
-        """The answer that supervised fine-tuning trains on."""
+    def demonstration(self) -> str | Sequence[Mapping[str, Any]]:
+        """The answer that supervised fine-tuning trains on; messages after the prompt, every second
+        of the environment, if the row has such a 'demonstration'."""
+        shown = self.row.get("demonstration")
+        if isinstance(shown, list) and shown and all(isinstance(m, Mapping) for m in shown):
+            return shown
         return self.solution or self.answer
 
 

@@ -26,7 +26,7 @@ from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, SamplerConfig
 from fp8rl_jax.rollout.cases import CASES
-from fp8rl_jax.rollout.continuous import default_chunk
+from fp8rl_jax.rollout.continuous_loop import default_chunk
 
 _SPARE_PAGES = 4  # page 0, and last pages of prompts whose samples are being admitted
 

@@ -47,14 +47,25 @@ DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob
 
 _LENGTH = "Response length, tokens"
 _UNSCORED = "a response that was not scored"
+_TURNS = "env.max_turns above 1"
 _REWARD = (
     Metric("step", "steps", "number of the RL step, from 1"),
     Metric("reward_mean", "reward", "mean reward of scored responses", "Reward", "reward {:.3f}"),
     Metric("reward_std", "reward", "standard deviation of these rewards"),
-    Metric("reward/NAME", "reward", "mean of one reward, by its NAME", when="several rewards"),
-    Metric("reward_errors", "calls", "calls of rewards that failed"),
+    Metric(
+        "reward/NAME",
+        "reward",
+        "mean of one reward, by its NAME; env: of env.step",
+        when="several rewards",
+    ),
+    Metric("reward_errors", "calls", "calls of rewards and of the environment that failed"),
     Metric("reward_unscored", "responses", "without a reward, which count nowhere", when=_UNSCORED),
-    Metric("response_len_mean", "tokens", "mean length of the responses", _LENGTH),
+    Metric(
+        "turns_mean", "replies", "replies of a response", "Replies", "turns {:.1f}", when=_TURNS
+    ),
+    Metric("env_errors", "calls", "steps of the environment that failed", when=_TURNS),
+    Metric("observations_cut", "texts", "cut at rollout.max_observation_tokens", when=_TURNS),
+    Metric("response_len_mean", "tokens", "mean number of tokens drawn for a response", _LENGTH),
     Metric("response_len_max", "tokens", "longest response", _LENGTH),
     Metric("group_zero_std_frac", "share", "groups of equal rewards, without a gradient", "Shares"),
     Metric("truncated_frac", "share", "responses cut off at rollout.max_new_tokens", "Shares"),

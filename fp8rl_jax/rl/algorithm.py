@@ -35,6 +35,7 @@ class Algorithm:
       overlong_buffer, overlong_factor: arguments of `overlong_penalty`.
       mask_truncated: leave out responses that were cut at the length limit.
       dynamic_sampling: sample more questions instead of groups with equal rewards.
+      credit_by_turn: count for a token the rewards from its reply on, not those of the response.
     """
 
     baseline: Baseline
@@ -51,6 +52,7 @@ class Algorithm:
     overlong_factor: float
     mask_truncated: bool
     dynamic_sampling: bool
+    credit_by_turn: bool = False
 
     @property
     def needs_reference(self) -> bool:
@@ -104,6 +106,7 @@ def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
         overlong_factor=algo.overlong_penalty,
         mask_truncated=algo.mask_truncated,
         dynamic_sampling=algo.dynamic_sampling,
+        credit_by_turn=algo.credit == "turn",
     )
 
 
@@ -132,6 +135,8 @@ def prepare(
     rollout_logprobs: np.ndarray,
     ref_logprobs: np.ndarray,
     keep_groups: np.ndarray | None = None,
+    turns: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
 ) -> Prepared:
     """Computes advantages and weights of a step's responses.
 
@@ -139,21 +144,28 @@ def prepare(
       algorithm: result of `algorithm_of`.
       rewards: (P, G) float, rewards of P questions with G responses each; B = P * G. Responses with
         nan were not scored: their advantage is 0, and their tokens do not count.
-      mask: (B, R) bool, response tokens.
+      mask: (B, R) bool, response tokens that were drawn.
       finished: (B,) bool, False for responses cut at the length limit.
       old_logprobs, rollout_logprobs, ref_logprobs: (B, R) float32 log-probabilities of the learner
         before the update, the sampler, and the reference policy (read if the algorithm needs it).
       keep_groups: (P,) bool, groups that count; None for all.
+      turns: (B, K) float, what the environment gave for each reply, which is part of the rewards;
+        None for responses of one reply.
+      lengths: (B,) tokens of the responses, with those of the environment; None if all were drawn.
     """
     raw = np.asarray(rewards, np.float64)
+    lengths = mask.sum(1) if lengths is None else lengths
     penalty = overlong_penalty(
-        mask.sum(1), algorithm.length, algorithm.overlong_buffer, algorithm.overlong_factor
+        lengths, algorithm.length, algorithm.overlong_buffer, algorithm.overlong_factor
     )
     shaped = raw + penalty.reshape(raw.shape)
     scored = ~np.isnan(raw).reshape(-1, 1)
+    if algorithm.credit_by_turn and turns is not None:
+        advantages = _from_turn_on(algorithm.baseline, shaped, mask, turns)
+    else:
+        advantages = algorithm.baseline(shaped).reshape(-1, 1) * np.ones(mask.shape)
+    advantages = np.where(scored, advantages, 0.0)
     mask = mask & scored
-    of_rows = np.where(scored, algorithm.baseline(shaped).reshape(-1, 1), 0.0)
-    advantages = of_rows * np.ones(mask.shape)
     divergence = np.zeros(mask.shape)
     if algorithm.kl_in_reward and algorithm.kl_coef:
         each = np.where(mask, old_logprobs.astype(np.float64) - ref_logprobs, 0.0)
@@ -186,6 +198,23 @@ def prepare(
     if algorithm.overlong_buffer:
         metrics["overlong_penalty_mean"] = float(penalty.mean())
     return Prepared(advantages.astype(np.float32), weights.astype(np.float32), keep, metrics)
+
+
+def _from_turn_on(
+    baseline: Baseline, rewards: np.ndarray, mask: np.ndarray, turns: np.ndarray
+) -> np.ndarray:
+    """Returns advantages (B, R) of tokens by the rewards from their reply on: a reply is compared
+    with the group's replies of the same number. Arguments are those of `prepare`."""
+    begins = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+    number = np.cumsum(begins, axis=1) - 1  # of each token's reply
+    before = np.cumsum(turns, axis=1) - turns  # what was given before each reply
+    advantages = np.zeros(mask.shape)
+    for turn in range(turns.shape[1]):
+        here = mask & (number == turn)
+        left = np.where(here.any(1), rewards.reshape(-1) - before[:, turn], np.nan)
+        of_rows = baseline(left.reshape(rewards.shape)).reshape(-1, 1)
+        advantages = np.where(here, of_rows, advantages)
+    return advantages
 
 
 def _mean(x: np.ndarray, mask: np.ndarray) -> float:

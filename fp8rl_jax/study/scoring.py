@@ -165,7 +165,8 @@ def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVSc
     scaling, size = init_scaling(params, recipe), _part_size(len(tokens), _ROWS)
     step, rope = np.int32(0), runtime.engine.rope
     parts = [slice(first, first + size) for first in range(0, len(tokens), size)]
-    found = [calibrate(params, scaling, of_sequences(tokens[p], lengths[p]), step, rope) for p in parts]
+    batches = (of_sequences(tokens[p], lengths[p]) for p in parts)
+    found = [calibrate(params, scaling, batch, step, rope) for batch in batches]
     return jax.tree.map(lambda *x: functools.reduce(jnp.maximum, x), *found)
 
 

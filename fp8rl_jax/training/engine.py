@@ -34,6 +34,7 @@ from fp8rl_jax.plan.bytes import device_memory
 from fp8rl_jax.plan.rollout import plan_rollout
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import (
+    Answer,
     Batching,
     ContinuousSampler,
     HalvedSampler,
@@ -115,7 +116,9 @@ class Engine(Protocol):
     def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:
         """The optimiser that `update` applies, and its schedule (update -> learning rate)."""
 
-    def sample(self, weights, prompts: Prompts, watch: Watch | None = None) -> Rollout:
+    def sample(
+        self, weights, prompts: Prompts, watch: Watch | None = None, answer: Answer | None = None
+    ) -> Rollout:
         """Samples responses to prompts; returns the rollout on the host, its taps on the devices.
 
         Args:
@@ -123,6 +126,7 @@ class Engine(Protocol):
           prompts: prompts, P a multiple of the number of devices that share a batch.
           watch: function called with finished responses during a rollout by continuous batching;
             other samplers never call it.
+          answer: function that answers replies, with `env.max_turns` above 1.
         """
 
     def metrics(self) -> dict[str, float]:
@@ -270,11 +274,13 @@ class JaxEngine(Engine):
             top_k=top_k,
             top_p=top_p,
             cache_slots=self.cache_slots,
+            max_turns=1 if taps else self.config.env.max_turns,
+            max_turn_tokens=rollout.max_turn_tokens,
             taps=taps,
         )
         what, mesh = (resolved.model, resolved.rollout_recipe, settings), self.layout.mesh
         if rollout.slots and not taps:
-            return ContinuousSampler(*what, self._batching(), mesh=mesh)
+            return ContinuousSampler(*what, self._batching(), mesh=mesh, part=rollout.part)
         if Loop(*what).on_cpu and mesh.size == 1 and not taps:
             return HalvedSampler(*what)
         return make_sampler(*what, self.layout.parallel)
@@ -308,7 +314,12 @@ class JaxEngine(Engine):
         return self.make_sampler(1 + self.config.eval.samples, 0, self.config.eval.top_p)
 
     def sample(
-        self, weights, prompts: Prompts, watch: Watch | None = None, sampler: Any = None
+        self,
+        weights,
+        prompts: Prompts,
+        watch: Watch | None = None,
+        answer: Answer | None = None,
+        sampler: Any = None,
     ) -> Rollout:
         """See `Engine.sample`; `sampler`: a result of `make_sampler`, by default `self.sampler`."""
         sampler = sampler or self.sampler
@@ -317,8 +328,10 @@ class JaxEngine(Engine):
         tokens, lengths, *rows = self.layout.by_rows(
             (prompts.tokens, prompts.lengths, sample_ids, prompts.temperature, limits)
         )
-        watching = {"watch": watch} if watch and isinstance(sampler, ContinuousSampler) else {}
-        out = sampler(weights, tokens, lengths, prompts.key, *rows, self.rope, **watching)
+        seen = {}
+        if isinstance(sampler, ContinuousSampler):
+            seen = {"watch": watch, "answer": answer}
+        out = sampler(weights, tokens, lengths, prompts.key, *rows, self.rope, **seen)
         rollout = processes.fetch(dataclasses.replace(out, taps={}))
         return dataclasses.replace(rollout, taps=out.taps)
 
@@ -338,6 +351,7 @@ class JaxEngine(Engine):
             advantages=advantages,
             old_logprobs=rollout.logprobs,
             routing={n: jnp.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
+            **({} if rollout.lengths is None else {"lengths": lengths + rollout.lengths}),
         )
 
     # Learner.

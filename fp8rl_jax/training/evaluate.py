@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from fp8rl_jax.base import processes
+from fp8rl_jax.data.turns import transcript
 from fp8rl_jax.envs import Question, Tally, Term, extract_answers
 from fp8rl_jax.training.accuracy import sample_metrics, standard_error
 from fp8rl_jax.training.engine import Prompts
@@ -70,12 +71,12 @@ def _evaluate(
     config, engine = runtime.config, runtime.engine
     start = time.perf_counter()
     size = config.eval.batch_size
-    (reward,), errors = runtime.rewards[:1], tally.errors
+    rewards, errors = runtime.rewards[:1], tally.errors
     group = 1 + config.eval.samples
     temperature = np.full((size, group), config.eval.temperature, np.float32)
     temperature[:, 0] = 0.0
     temperature = temperature.reshape(-1)
-    rewards, texts, rates, length = [], [], [], 0
+    values, texts, rates, length = [], [], [], 0
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
         rows = group * len(part)  # the remaining rows are padding
@@ -84,27 +85,33 @@ def _evaluate(
         prompts = Prompts.numbered(
             *runtime.text.prompts(padded), jax.random.fold_in(key, index), temperature
         )
-        rollout = engine.sample(weights, prompts, sampler=engine.eval_sampler)
-        rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
         of_rows = [q for q in part for _ in range(group)]
         own = processes.own_rows(runtime.layout.rows, size * group)
-        scoring = Rewards(runtime.text.decode, of_rows, [reward], own)
-        scoring.add(rollout, np.ones(size * group, bool))
-        rewards.append(scoring.result(tally)[1][reward.name])
-        texts += runtime.text.decode(rollout.tokens[:rows], rollout.mask[:rows])
+        conversations = runtime.conversations(of_rows, own, tally)
+        rollout = engine.sample(weights, prompts, answer=conversations, sampler=engine.eval_sampler)
+        rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
+        scoring = Rewards(runtime.text.decode, of_rows, rewards, own)
+        if conversations is None:
+            scoring.add(rollout, np.ones(size * group, bool))
+            values.append(scoring.result(tally)[1][rewards[0].name])
+            texts += runtime.text.decode(rollout.tokens[:rows], rollout.mask[:rows])
+        else:
+            _, conversed = conversations.result(rollout)
+            values.append(conversed.scored(scoring, tally)[0])
+            texts += [transcript(said) for said in conversed.said]
         length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
-    found = np.concatenate(rewards).reshape(-1, group)
+    found = np.concatenate(values).reshape(-1, group)
     scored = ~np.isnan(found).any(axis=1)
     if not scored.any():
         tally.check()
         raise tally.nothing_scored(f"no question{(head.get('set') and ' of ' + head['set']) or ''}")
     greedy, sampled = found[scored, 0], found[scored, 1:]
     answers = None
-    if group > 2:  # several samples may have a majority
+    if group > 2 and runtime.step is None:  # several samples may have a majority
         sampled_texts = [
             text for index, text in enumerate(texts) if index % group and scored[index // group]
         ]
-        answers = _answers(reward, sampled_texts, Tally(f"evaluation after {head['phase']}"))
+        answers = _answers(rewards[0], sampled_texts, Tally(f"evaluation after {head['phase']}"))
     # The first batch compiles, so it is left out if there are several.
     tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
     record = {

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import (
     ChatFormat,
     Tokenizer,
-    encode_demonstration,
+    Turns,
+    encode_conversation,
     encode_prompt,
     merges,
     pad_demonstrations,
     pad_prompts,
 )
-from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questions
+from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questions, tool_schemas
 from fp8rl_jax.training.kept_lengths import KeptLengths, Lengths
 
 
-def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
-    """Returns the questions of a run by split.
+def load_data(
+    config, tokenizer: Tokenizer, chat: ChatFormat | None, turns: Turns | None = None
+) -> Data:
+    """Returns the questions of a run by split; in a chat with the tools of `env.tools`, unless
+    their rows have others. `turns`: form of conversations with an environment.
 
     Raises:
       UserError: a source cannot be read, a question does not fit its slots (a data set's questions
@@ -31,9 +36,11 @@ def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
         "train": config.env.train_questions,
         "eval": config.eval.questions,
     }
-    lengths = _Lengths(config, tokenizer, chat)
+    lengths = _Lengths(config, tokenizer, chat, turns)
     drop = config.env.overlong == "drop"
-    data = load_questions(config.env, counts, config.run.seed, lengths.fit if drop else None)
+    tools = tool_schemas(config.env.tools) if chat else ()
+    fits = lengths.fit if drop else None
+    data = load_questions(config.env, counts, config.run.seed, fits, tools)
     lengths.kept.keep()
     demonstrations = [(q.prompt, q.demonstration) for q in data.questions["sft"]]
     if not (data.note and drop):
@@ -42,7 +49,7 @@ def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
         pad_prompts(prompts, tokenizer, slots, chat)
         if demonstrations:
             new = config.rollout.max_new_tokens
-            pad_demonstrations(demonstrations, tokenizer, slots, new, chat)
+            pad_demonstrations(demonstrations, tokenizer, slots, new, chat, turns)
     if data.note:
         _check_counts(config, data, lengths)
     notes = (data.note, merges(demonstrations, tokenizer, chat))
@@ -52,8 +59,9 @@ def load_data(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Data:
 class _Lengths:
     """Checks which questions fit their slots, and collects the lengths of those that do not."""
 
-    def __init__(self, config, tokenizer: Tokenizer, chat: ChatFormat | None):
+    def __init__(self, config, tokenizer: Tokenizer, chat: ChatFormat | None, turns: Turns | None):
         self._rollout, self._tokenizer, self._chat = config.rollout, tokenizer, chat
+        self._turns = turns
         self.kept = KeptLengths(config, chat)
         self.too_long: dict[str, list[int]] = {}
 
@@ -64,11 +72,14 @@ class _Lengths:
         def count() -> Lengths:
             if shown is None:
                 return len(encode_prompt(question.prompt, self._tokenizer, self._chat)), 0
-            example = question.prompt, shown
-            prompt, response = encode_demonstration(*example, self._tokenizer, self._chat)
+            form = self._tokenizer, self._chat, self._turns
+            prompt, response, _ = encode_conversation(question.prompt, shown, *form)
             return len(prompt), len(response)
 
-        prompt, response = self.kept.of([question.prompt, shown], count)
+        about: list[Any] = [question.prompt, shown]
+        if self._turns is not None:
+            about += [self._turns.role, self._turns.most]
+        prompt, response = self.kept.of(about, count)
         for field, length in (("max_prompt_tokens", prompt), ("max_new_tokens", response)):
             if length > self._rollout[field]:
                 self.too_long.setdefault(field, []).append(length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -33,12 +33,26 @@ class Rewards:
         self._left = own_rows[: len(questions)].copy()  # rows not yet submitted
         self._scorings: list[tuple[np.ndarray, Scoring]] = []
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the reward terms."""
+        return [term.name for term in self._rewards]
+
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
         """Submits for scoring those responses `done` (B,) that were not submitted before."""
         rows = np.flatnonzero(done[: len(self._left)] & self._left)
-        texts = self._decode(rollout.tokens[rows], rollout.mask[rows])
+        self._submit(rows, self._decode(rollout.tokens[rows], rollout.mask[rows]))
+
+    def add_conversations(
+        self, replies: Sequence[str], said: Sequence[Sequence[Mapping[str, str]]]
+    ) -> None:
+        """Submits all responses: the last reply of each conversation, and its messages."""
+        rows = np.flatnonzero(self._left).tolist()
+        self._submit(rows, [replies[r] for r in rows], [said[r] for r in rows])
+
+    def _submit(self, rows, texts: Sequence[str], said=None) -> None:
         questions = [self._questions[r] for r in rows]
-        self._scorings.append((rows, Scoring(self._rewards, questions, texts)))
+        self._scorings.append((rows, Scoring(self._rewards, questions, texts, said)))
         self._left[rows] = False
 
     def result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:

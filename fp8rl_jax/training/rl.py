@@ -186,6 +186,8 @@ def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> 
         rollout.logprobs,
         batch.ref_logprobs,
         samples.counts,
+        samples.turns,
+        rollout.lengths,
     )
     record |= prepared.metrics
     parts = np.split(prepared.keep, rt.config.algo.num_minibatches)

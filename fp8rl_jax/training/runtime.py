@@ -10,8 +10,10 @@ import dataclasses
 import functools
 import os
 import pathlib
+from collections.abc import Sequence
 
 import ml_collections
+import numpy as np
 from jax.sharding import Mesh
 
 from fp8rl_jax import sharding
@@ -23,10 +25,11 @@ from fp8rl_jax.batch import slots_of
 from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.config.resolved import Resolved
-from fp8rl_jax.data import ChatFormat, Tokenizer, load_tokenizer, with_turn_end
-from fp8rl_jax.envs import Data, Question
+from fp8rl_jax.data import ChatFormat, Tokenizer, Turns, load_tokenizer, with_turn_end
+from fp8rl_jax.envs import Data, Question, Tally
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.plan.refuse import check_rollout_memory
+from fp8rl_jax.training.conversations import Conversations
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.environment import begun, check_process, environment
 from fp8rl_jax.training.layout import Layout
@@ -69,7 +72,27 @@ class Runtime(Resolved):
     def text(self) -> Text:
         rollout = self.config.rollout
         slots = rollout.max_prompt_tokens, rollout.max_new_tokens
-        return Text(self.tokenizer, self.chat, *slots)
+        return Text(self.tokenizer, self.chat, *slots, self.turns)
+
+    @property
+    def turns(self) -> Turns | None:
+        """The form of conversations with an environment; None for responses of one reply."""
+        return None if self.step is None else turns_of(self.config, self.tokenizer, self.chat)
+
+    def conversations(
+        self, questions: Sequence[Question], own_rows: np.ndarray, tally: Tally
+    ) -> Conversations | None:
+        """Returns the conversations of a rollout; None if responses have one reply.
+
+        Args:
+          questions: the question of each response.
+          own_rows: (B,) bool, as for `Rewards`.
+          tally: tally that counts the calls of the environment's step.
+        """
+        if self.step is None or self.turns is None:
+            return None
+        most = self.config.rollout.max_new_tokens
+        return Conversations(self.turns, self.step, questions, own_rows, most, tally)
 
     def with_slots(self, **slots: int) -> Runtime:
         """Returns the runtime, checked again, with other `max_prompt_tokens` or `max_new_tokens`.
@@ -121,7 +144,11 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         tokenizer = with_turn_end(tokenizer, chat)
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
     check_teacher(resolved)
-    data = load_data(config, tokenizer, chat) if with_questions else Data({})
+    turns = None
+    if resolved.step is not None:
+        turns = turns_of(config, tokenizer, chat)
+        turns.check()
+    data = load_data(config, tokenizer, chat, turns) if with_questions else Data({})
     checks.check_platform(resolved)
     hold_settings()  # the user's modules, imported by now, may have changed them
     return Runtime(
@@ -133,6 +160,12 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         data_note=data.note,
         data_digest=data.digest,
     )
+
+
+def turns_of(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Turns:
+    """Returns the form of a configuration's conversations."""
+    most = config.rollout.max_observation_tokens
+    return Turns(tokenizer, chat, config.env.observation_role, most)
 
 
 def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:

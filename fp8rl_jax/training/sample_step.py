@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,6 @@ from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.step_record import StepRecord
 
-_ROW_FIELDS = ("tokens", "mask", "logprobs", "finished")  # fields of a Rollout with rows
-
 
 @dataclasses.dataclass
 class Samples:
@@ -41,6 +40,8 @@ class Samples:
       rewards: (P, G) float64; nan for a response that was not scored.
       by_name: {name: (P, G)}, each reward without its weight.
       counts: (P,) bool, groups that count.
+      turns: (B, K), what the environment gave for each reply of a response, 0 where there was none;
+        None for responses of one reply.
     """
 
     questions: list[Question]
@@ -50,6 +51,7 @@ class Samples:
     rewards: np.ndarray
     by_name: dict[str, np.ndarray]
     counts: np.ndarray
+    turns: np.ndarray | None = None
 
     def groups(self, chosen: np.ndarray) -> Samples:
         """Returns the groups at the indices `chosen`, in that order."""
@@ -70,6 +72,7 @@ class Samples:
             self.rewards[chosen],
             {name: values[chosen] for name, values in self.by_name.items()},
             self.counts[chosen],
+            None if self.turns is None else self.turns[rows],
         )
 
 
@@ -130,15 +133,25 @@ def _round(
     of_rows = [q for q in questions for _ in range(group)]
     rewards = Rewards(runtime.text.decode, of_rows, runtime.rewards, own)
 
+    conversations = runtime.conversations(of_rows, own, tally)
+
     def watch(progress: Progress) -> None:
-        rewards.add(progress.rollout, np.asarray(progress.done))
+        if conversations is None:
+            rewards.add(progress.rollout, np.asarray(progress.done))
         show(progress)
 
     with record.timed("rollout"):
-        rollout = runtime.engine.sample(served.weights, prompts, watch)
+        rollout = runtime.engine.sample(served.weights, prompts, watch, conversations)
+    turns = None
     with record.timed("reward"):
-        rewards.add(rollout, np.ones(rows, bool))
-        scores, by_name = rewards.result(tally)
+        if conversations is None:
+            rewards.add(rollout, np.ones(rows, bool))
+            scores, by_name = rewards.result(tally)
+        else:
+            rollout, conversed = conversations.result(rollout)
+            scores, by_name = conversed.scored(rewards, tally)
+            turns = conversed.rewards
+            record.add_conversations(conversed)
     record["reward_errors"] = tally.errors
     values = scores.reshape(-1, group)
     counts = np.ones(len(questions), bool)
@@ -146,7 +159,8 @@ def _round(
         counts = informative_groups(values)
     by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
     versions = np.where(rollout.mask, np.int32(served.version), np.int32(-1))
-    return Samples(list(questions), rollout, versions, prompts, values, by_name, counts)
+    found = values, by_name, counts, turns
+    return Samples(list(questions), rollout, versions, prompts, *found)
 
 
 def _joined(rounds: list[Samples]) -> Samples:
@@ -156,18 +170,28 @@ def _joined(rounds: list[Samples]) -> Samples:
     def join(values, names) -> dict[str, np.ndarray]:
         return {name: np.concatenate([getattr(v, name) for v in values]) for name in names}
 
-    arrays = join(rounds, ("versions", "rewards", "counts"))
+    arrays: dict[str, Any] = join(rounds, ("versions", "rewards", "counts"))
+    if turns := [r.turns for r in rounds if r.turns is not None]:
+        most = max(x.shape[1] for x in turns)
+        padded = (np.pad(x, ((0, 0), (0, most - x.shape[1]))) for x in turns)
+        arrays["turns"] = np.concatenate([*padded])
     asked = join([r.prompts for r in rounds], ("tokens", "lengths", "temperature", "first_ids"))
     prompts = Prompts(key=rounds[0].prompts.key, **asked)
     rollouts = [r.rollout for r in rounds]
     taps = {n: jnp.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps}
-    rollout = Rollout(**join(rollouts, _ROW_FIELDS), taps=taps)
+    rollout = Rollout(**join(rollouts, _row_fields(rollouts[0])), taps=taps)
     by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
     questions = [q for r in rounds for q in r.questions]
     return Samples(questions, rollout, prompts=prompts, by_name=by_name, **arrays)
 
 
+def _row_fields(rollout: Rollout) -> tuple[str, ...]:
+    """Returns the names of the fields that have rows."""
+    names = ("tokens", "mask", "logprobs", "finished")
+    return names if rollout.lengths is None else (*names, "lengths")
+
+
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:
     """Returns rows of a rollout whose taps are all (L, B, ...)."""
-    fields = {name: getattr(rollout, name)[rows] for name in _ROW_FIELDS}
+    fields = {name: getattr(rollout, name)[rows] for name in _row_fields(rollout)}
     return Rollout(**fields, taps={name: x[:, rows] for name, x in rollout.taps.items()})

@@ -14,7 +14,7 @@ import numpy as np
 from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.config import FIELDS, override, saved_config
 from fp8rl_jax.config.model_source import read_model
-from fp8rl_jax.data import encode_demonstration, encode_prompt, load_tokenizer
+from fp8rl_jax.data import encode_conversation, encode_prompt, load_tokenizer
 from fp8rl_jax.envs import Question, Scoring, Tally, check_source, load_questions
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 
@@ -111,7 +111,8 @@ def _lengths(found: dict[str, list[Question]], runtime: Runtime) -> dict[str, in
     text, questions = (runtime.tokenizer, runtime.chat), [*found["train"], *found["sft"]]
     prompts, new = [len(encode_prompt(q.prompt, *text)) for q in questions], _NEW_TOKENS
     if found["sft"]:
-        answers = (encode_demonstration(q.prompt, q.demonstration, *text)[1] for q in found["sft"])
+        form = *text, runtime.turns
+        answers = (encode_conversation(q.prompt, q.demonstration, *form)[1] for q in found["sft"])
         new = _rounded([len(answer) for answer in answers], 4)
     return {"max_prompt_tokens": _rounded(prompts, 16), "max_new_tokens": new}
 

@@ -14,6 +14,7 @@ from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Rollout
+from fp8rl_jax.training.conversations import Conversed
 from fp8rl_jax.training.counters import first_layers, load_metrics, loss_metrics
 
 _MEANS = ("loss", "grad_norm", "router_aux_loss")
@@ -62,6 +63,12 @@ class StepRecord(dict[str, Any]):
         if len(by_name) > 1:
             given = {n: v for n, v in by_name.items() if not np.isnan(v).all()}
             self.update({f"reward/{n}": float(np.nanmean(v)) for n, v in given.items()})
+
+    def add_conversations(self, conversed: Conversed) -> None:
+        """Adds how many replies responses had, and what became of the environment's answers."""
+        self["turns_mean"] = float(conversed.counts.mean())
+        self["env_errors"] = int(np.isnan(conversed.rewards).sum())
+        self["observations_cut"] = conversed.cut
 
     def add_updates(
         self, updates: Sequence[dict], tokens: float, model: ModelConfig, learner: Recipe

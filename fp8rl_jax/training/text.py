@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from fp8rl_jax.batch import Batch, make_batch
-from fp8rl_jax.data import ChatFormat, Tokenizer, join, pad_demonstrations, pad_prompts
+from fp8rl_jax.data import ChatFormat, Tokenizer, Turns, join, pad_demonstrations, pad_prompts
 from fp8rl_jax.envs import Question
 
 
@@ -19,12 +19,14 @@ class Text:
       tokenizer: tokenizer of prompts and responses.
       chat: format that makes a question a conversation; None without `data.chat`.
       prompt_slots, response_slots: numbers of slots Tp and R.
+      turns: form of conversations with an environment; None for responses of one reply.
     """
 
     tokenizer: Tokenizer
     chat: ChatFormat | None
     prompt_slots: int
     response_slots: int
+    turns: Turns | None = None
 
     def prompts(self, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
         """Returns prompt tokens (P, Tp) int32 and lengths (P,) int32 of questions."""
@@ -35,11 +37,14 @@ class Text:
         """Returns a batch, on the host, of questions with their demonstrations as responses."""
         pairs = [(question.prompt, question.demonstration) for question in questions]
         slots = self.prompt_slots, self.response_slots
-        padded = pad_demonstrations(pairs, self.tokenizer, *slots, self.chat)
-        prompts, lengths, targets, mask = padded
-        tokens = join(prompts, lengths, targets, self.tokenizer.pad_id)
+        found = pad_demonstrations(pairs, self.tokenizer, *slots, self.chat, self.turns)
+        tokens = join(found.prompts, found.lengths, found.targets, self.tokenizer.pad_id)
         ones = np.ones(len(questions), np.float32)
-        return make_batch(tokens, lengths, targets, mask, ones)
+        given, whole = (
+            (tokens, found.lengths, found.targets, found.mask),
+            found.lengths + found.ends,
+        )
+        return make_batch(*given, ones, lengths=whole)
 
     def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
         """Returns the texts of responses: tokens (B, R) where the mask (B, R) is True."""

@@ -160,7 +160,9 @@ _MODELS = {  # of configs that are not named after their model
     "deepseek_v3_671b": "deepseek_v3",
     "kimi_k2_1t": "kimi_k2",
     "study_scale": "",
-    "tiny_arithmetic": "",
+    **dict.fromkeys(
+        (f"tiny_{n}" for n in ("arithmetic", "calculator", "counting", "guessing")), ""
+    ),
 }
 
 

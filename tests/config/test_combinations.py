@@ -20,6 +20,7 @@ _LATENT = [
     "model.num_key_value_heads=2",
 ]
 _TENSORWISE = ["precision.rollout=fp8_tensorwise", "precision.learner=fp8_tensorwise"]
+_STEP = ["env.step=fp8rl_jax.envs.tiny.guessing:step"]
 # Fields that give a configuration each feature; [] for one that tiny.py has.
 _ON: dict[str, list[str]] = {
     "dense model": [],
@@ -45,6 +46,12 @@ _ON: dict[str, list[str]] = {
     "continuous batching": ["rollout.slots=2"],
     "all samples at once": [],
     "pages": ["rollout.pages=9"],
+    "environment": _STEP,
+    "no environment": [],
+    "one reply": [],
+    "several replies": ["env.max_turns=3"],
+    "length of a reply": ["rollout.max_turn_tokens=3"],
+    "credit by turn": ["algo.credit=turn"],
     "groups of one": ["rollout.group_size=1"],
     "questions without chat": [],
     "system prompt": ["data.system_prompt=Think."],
@@ -77,6 +84,7 @@ _BESIDE = {
         "model.num_experts=4",
     ],
     ("dynamic sampling", "groups of one"): ["algo.baseline=none", "algo.scale=none"],
+    ("all samples at once", "several replies"): _STEP,
     ("continuous batching", "routing replay"): ["model.num_experts=4"],
     ("continuous batching", "scales of a whole batch"): ["precision.zero_drift=report"],
 }

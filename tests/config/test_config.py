@@ -295,7 +295,8 @@ _PUBLISHED = {
     "deepseek_v3_671b": "deepseek_v3",
     "kimi_k2_1t": "kimi_k2",
 }
-_SMALL = ("smollm2_135m", "tiny_arithmetic")
+_TINY = ("tiny_arithmetic", "tiny_calculator", "tiny_counting", "tiny_guessing")
+_SMALL = ("smollm2_135m", *_TINY)
 _SHAPES_ALONE = (
     "--config.model.checkpoint=",
     "--config.data.tokenizer=byte",
@@ -312,7 +313,7 @@ def _resolve(config):
 def _shipped(name: str, case: str):
     """A file of configs/, of published shapes in the place of its checkpoint."""
     overrides = ()
-    if name != "tiny_arithmetic":
+    if name not in _TINY:
         overrides = (*_SHAPES_ALONE, f"--config.model.name={_PUBLISHED.get(name, name)}")
     config = load_config(f"{_ROOT}/configs/{name}.py{case}", overrides)
     config.data.chat_options = type(config.data.chat_options)()  # they go with data.chat

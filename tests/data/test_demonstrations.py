@@ -31,7 +31,9 @@ _PAD, _BOS, _EOS = 256, 257, 258
 
 def test_layout():
     """Prompt, answer and end token; the last two under the mask, padding not."""
-    tokens, lengths, targets, mask = pad_demonstrations([("a", "42"), ("bc", "")], _BYTES, 5, 4)
+    found = pad_demonstrations([("a", "42"), ("bc", "")], _BYTES, 5, 4)
+    tokens, lengths, targets, ends, mask = found
+    np.testing.assert_array_equal(ends, [3, 1])
     assert tokens.dtype == lengths.dtype == targets.dtype == np.int32 and mask.dtype == bool
     np.testing.assert_array_equal(tokens, [[_BOS, 97, 10, _PAD, _PAD], [_BOS, 98, 99, 10, _PAD]])
     np.testing.assert_array_equal(lengths, [3, 4])
@@ -41,8 +43,8 @@ def test_layout():
 
 def test_what_does_not_fit_is_refused():
     """The end token needs a slot too."""
-    *_, targets, mask = pad_demonstrations([("a", "1234")], _BYTES, 3, 5)
-    assert mask.all() and targets[0, -1] == _EOS
+    found = pad_demonstrations([("a", "1234")], _BYTES, 3, 5)
+    assert found.mask.all() and found.targets[0, -1] == _EOS
     with pytest.raises(UserError, match=r"takes 6 tokens .* is 5: raise it to 6 \('12345'\)"):
         pad_demonstrations([("a", "1234"), ("b", "12345")], _BYTES, 3, 5)
     with pytest.raises(UserError, match=r"a prompt takes 4 tokens .* is 3: raise it to 4"):

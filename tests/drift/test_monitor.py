@@ -38,6 +38,7 @@ def _runtime():
     return types.SimpleNamespace(
         config=config,
         step_samples=4,
+        step=None,
         zero_drift=True,
         data_digest="d",
         questions={"train": [Question(str(i), "1") for i in range(5)]},

@@ -53,10 +53,10 @@ def test_sections_are_those_of_the_report():
 
 def test_live_line():
     record = {metric.name: 0.0 for metric in FILES["metrics"]}
-    line = "reward 0.000  accuracy -  drift 0 exactly  rollout 0 tok/s  padding 0%"
+    line = "reward 0.000  accuracy -  turns 0.0  drift 0 exactly  rollout 0 tok/s  padding 0%"
     assert live_line("metrics", record, "-") == line
     record |= {metrics.DRIFT_MAX: 1e-45, "reward_mean": 0.3114, "tokens_per_s_rollout": 47.2}
-    line = "reward 0.311  accuracy 0.2/0.3  drift 1.0e-45  rollout 47 tok/s  padding 0%"
+    line = "reward 0.311  accuracy 0.2/0.3  turns 0.0  drift 1.0e-45  rollout 47 tok/s  padding 0%"
     assert live_line("metrics", record, "0.2/0.3") == line
     assert live_line("sft", {"loss": 0.5}, "-") == "loss 0.500  accuracy -"
     assert live_line("metrics", {"reward_mean": 0.5}, "-") == "reward 0.500  accuracy -"

@@ -34,17 +34,7 @@ PROMPT, NEW, GROUP, SAID = 62, 100, 2, 9
 DENSE = models.ModelConfig(61, 64, 64, 2, 4, 2, 16)
 EXPERTS = dataclasses.replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 LATENT = models.ModelConfig(
-    61,
-    64,
-    64,
-    2,
-    4,
-    4,
-    16,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
+    61, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
 )
 LENGTHS = np.int32([50, 40, 62, 33, 1, 58])
 ROWS = len(LENGTHS) * GROUP

@@ -37,7 +37,7 @@ class _Turn:
 
 @jax.jit
 def _turn(s: schedule.Schedule, targets: jax.Array) -> tuple:
-    """A turn as rollout/continuous.py takes it, with one pass of prompts at most; a request ends
+    """A turn as continuous_loop.py takes it, with one pass of prompts at most; a request ends
     with its target's length."""
     admitted, source, target = schedule.admit(s)
     slots, counts = schedule.to_prefill(admitted, _CHUNK, _TOGETHER)

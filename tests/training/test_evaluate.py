@@ -22,7 +22,7 @@ from fp8rl_jax.training.logs import RunLogs, read_jsonl
 class _Engine(types.SimpleNamespace):
     """A policy that answers 1, 2, 1, 1, ...; it keeps the keys that it was given."""
 
-    def sample(self, weights, prompts, sampler):
+    def sample(self, weights, prompts, answer, sampler):
         self.used.append(jax.random.key_data(prompts.key).tolist())
         rows = len(prompts.temperature)
         tokens = np.where(np.arange(rows) % 4 == 1, 2, 1)[:, None]
@@ -52,6 +52,8 @@ def _runtime(**sets: int) -> types.SimpleNamespace:
         layout=types.SimpleNamespace(rows=batch_sharding(make_mesh(dict.fromkeys(MESH_AXES, 1)))),
         questions={"eval": questions},
         rewards=load_rewards("exact_match, 2*gsm8k"),
+        step=None,
+        conversations=lambda *of_rows: None,
     )
 
 

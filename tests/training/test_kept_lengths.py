@@ -36,7 +36,7 @@ def start(tmp_path, monkeypatch):
         fields["sft"] |= {"steps": 1, "batch_size": 1}
         config = saved_config(fields, "here")
         counted = []
-        for name in ("encode_prompt", "encode_demonstration"):
+        for name in ("encode_prompt", "encode_conversation"):
             plain = getattr(data, name)
             spy = lambda *a, plain=plain: counted.append(a[0]) or plain(*a)
             monkeypatch.setattr(questions, name, spy)

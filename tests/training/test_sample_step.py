@@ -20,7 +20,7 @@ from fp8rl_jax.training.step_record import StepRecord
 class _Engine(types.SimpleNamespace):
     """A policy that answers right in the second of two samples, from its second round on."""
 
-    def sample(self, weights, prompts, watch):
+    def sample(self, weights, prompts, watch, answer):
         rows = len(prompts.temperature)
         tokens = (np.arange(rows) % 2 * (prompts.first_ids[0] > 0))[:, None]
         mask = np.ones((rows, 1), bool)
@@ -49,6 +49,7 @@ def test_terms_over_all_rounds():
         engine=_Engine(),
         text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
         layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
+        conversations=lambda *of_rows: None,
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     record = StepRecord(1)

@@ -3,6 +3,7 @@
     (prompt, response, answer)                                    this project's
     (prompt, response, answer, row)                               with the row of the data set
     (response, answer, tolerance=0.1)                             some of these, in any order
+    (response, messages)                                          with a conversation's messages
     (question, text, gold)                                        three of other names, in order
     (completions, prompts=..., COLUMN=..., **kwargs)              TRL's
     (data_source, solution_str, ground_truth, extra_info=None)    verl's
@@ -26,7 +27,7 @@ from fp8rl_jax.envs.rewards.call import Failure, as_number, attempt
 
 # Arguments of TRL that no data set or response can supply.
 _OF_TRAINERS = {"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
-_OURS = ("prompt", "response", "answer", "row")
+_OURS = ("prompt", "response", "answer", "row", "messages")
 # Known names of the first, second and third parameter; unknown names may have any place.
 _PLACES = (
     {"prompt", "question", "problem", "query"},
@@ -44,12 +45,15 @@ class Response(NamedTuple):
       prompt, response, answer: texts.
       row: all columns of the data set's row, or the item of reasoning_gym; {} for a function that
         does not take it.
+      messages: the messages of a conversation after its prompt, whose last reply is `response`; []
+        for a response of one reply.
     """
 
     prompt: str
     response: str
     answer: str
     row: Mapping[str, Any]
+    messages: Sequence[Mapping[str, str]] = ()
 
 
 class Form(NamedTuple):
@@ -112,7 +116,8 @@ class Form(NamedTuple):
             completion: Any = about.response
             if isinstance(row.get("prompt"), (list, tuple)):  # a conversation
                 prompt = row["prompt"]
-                completion = [{"role": "assistant", "content": about.response}]
+                completion = list(about.messages)
+                completion = completion or [{"role": "assistant", "content": about.response}]
             columns = {k: v for k, v in row.items() if k not in ("prompt", "completion")}
             given = {"answer": about.answer, **columns}
             given |= {"prompts": prompt, "completions": completion}

@@ -77,8 +77,8 @@ class Pool:
 
     def submit(
         self, term: Term, extract: bool, arguments: Sequence[bytes]
-    ) -> list[concurrent.futures.Future[float | str | Failure | None]]:
-        """Queues calls of a reward, or of its `extract`; `arguments` as in `worker.Calls`.
+    ) -> list[concurrent.futures.Future]:
+        """Queues calls of a term, or of its `extract`; `arguments` as in `worker.Calls`.
 
         Returns a future for each call. Its result is the value or a Failure; it raises RewardError
         if no worker can be started, or none can load the reward.
@@ -188,14 +188,14 @@ class _Server(threading.Thread):
         """Sends calls of one task to a worker; returns the worker."""
         term, extract = calls[0].task
         worker = self._loaded(term)
-        worker.begin(Calls(term.name, extract, [call.arguments for call in calls]))
+        worker.begin(Calls(term.role, term.name, extract, [call.arguments for call in calls]))
         return worker
 
     def _loaded(self, term: Term) -> WorkerProcess:
         """Returns a worker that has loaded a reward, a new one if necessary."""
         worker = self._worker
         if worker is not None and not worker.ended and worker.limits == term.limits:
-            found = worker.load(term.name, term.digest)
+            found = worker.load(term)
             if found is None:
                 return worker
         if worker is not None:
@@ -204,20 +204,20 @@ class _Server(threading.Thread):
             self._worker = worker = WorkerProcess(term.limits, self._life)
         except OSError as error:
             raise RewardError(
-                f"no worker process can be started for the reward {term.name!r} ({error}): allow "
-                "more processes or memory"
+                f"no worker process can be started for {term.said} ({error}): allow more "
+                "processes or memory"
             ) from None
-        found = worker.load(term.name, term.digest)
+        found = worker.load(term)
         if found == STALE:
             raise RewardError(
-                f"the module of the reward {term.name!r} has changed since this run read it: "
-                "start again, with --resume"
+                f"the module of {term.said} has changed since this run read it: start again, with "
+                "--resume"
             )
         if isinstance(found, Failure):
             raise RewardError(
-                f"the reward {term.name!r} cannot be loaded in a worker process ({found.text}); "
-                "its module must be one that another program can import, with env.reward_memory_gb "
-                f"of memory\n{found.traceback}".rstrip()
+                f"{term.said} cannot be loaded in a worker process ({found.text}); its module must "
+                "be one that another program can import, with env.reward_memory_gb of memory\n"
+                f"{found.traceback}".rstrip()
             )
         return worker
 
@@ -264,16 +264,16 @@ class WorkerProcess:
                 env=environment,
             )
 
-    def load(self, reward: str, digest: str) -> Failure | str | None:
-        """Makes the worker import a reward.
+    def load(self, term: Term) -> Failure | str | None:
+        """Makes the worker import a term's function.
 
         Returns:
           None on success; `worker.STALE` if the worker has imported another source than that of
-          `digest`; a Failure if the import failed, or the worker ended while it was idle.
+          `term.digest`; a Failure if the import failed, or the worker ended while it was idle.
         """
-        self._file = module_file(reward)
+        self._file = module_file(term.name)
         path = [entry for entry in sys.path if isinstance(entry, str)]
-        self.begin(Load(reward, digest, path, os.getcwd()))
+        self.begin(Load(term.role, term.name, term.digest, path, os.getcwd()))
         return self._answer(_LOAD_SECONDS)
 
     def begin(self, request: Load | Calls) -> None:

@@ -14,7 +14,7 @@ import itertools
 import logging
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -107,17 +107,23 @@ class Scoring:
     """The rewards of responses, in progress; the calls begin when the object is made."""
 
     def __init__(
-        self, terms: Sequence[Term], questions: Sequence[Question], responses: Sequence[str]
+        self,
+        terms: Sequence[Term],
+        questions: Sequence[Question],
+        responses: Sequence[str],
+        said: Sequence[Sequence[Mapping[str, str]]] | None = None,
     ):
-        """Begins the calls; `questions` has one for each response."""
+        """Begins the calls; `questions` has one for each response, `said` the messages of each
+        conversation after its prompt, whose last reply is the response."""
         self._terms, self._calls = terms, list[list[Future]]()
+        messages = said or [()] * len(responses)
         for term in terms:
             with_row = term.form.takes_row
             calls = [
-                Response(question.text, response, question.answer, question.row if with_row else {})
-                for question, response in zip(questions, responses, strict=True)
+                Response(q.text, response, q.answer, q.row if with_row else {}, [*own])
+                for q, response, own in zip(questions, responses, messages, strict=True)
             ]
-            self._calls.append(_begin(term, False, calls))
+            self._calls.append(begin_calls(term, calls))
 
     def result(self, tally: Tally) -> tuple[list[float], dict[str, list[float]]]:
         """Waits for the scores.
@@ -135,7 +141,7 @@ class Scoring:
                 results.append([])
                 for call in calls:
                     results[-1].append(term.checked(call.result()))
-                    tally.value(f"the reward {term.name!r}", results[-1][-1])
+                    tally.value(term.said, results[-1][-1])
         sums = [weighted_sum(self._terms, values) for values in zip(*results, strict=True)]
         by_name = {
             term.name: [value if isinstance(value, float) else math.nan for value in values]
@@ -153,14 +159,15 @@ def extract_answers(term: Term, responses: Sequence[str], tally: Tally) -> list 
     """
     if getattr(term.function, "extract", None) is None:
         return None
-    calls = _begin(term, True, [(response,) for response in responses])
+    calls = begin_calls(term, [(response,) for response in responses], extract=True)
     with _cancelled_by_errors(calls):
-        name = f"extract of the reward {term.name!r}"
+        name = f"extract of {term.said}"
         return [tally.value(name, call.result()) for call in calls]
 
 
-def _begin(term: Term, extract: bool, calls: Sequence[tuple]) -> list[Future]:
-    """Begins calls of a reward (each with a `Response`) or of its `extract`; returns futures."""
+def begin_calls(term: Term, calls: Sequence[tuple], extract: bool = False) -> list[Future]:
+    """Begins calls of a term (each with a `Response` or `StepCall`) or of its `extract`; returns
+    futures."""
     function: Any = term.function
     if term.name in PLAIN:
         function = function.extract if extract else function

@@ -80,23 +80,31 @@ class Limits(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One reward of `env.reward`.
+    """A function that workers call: a reward of `env.reward`, or an environment's step
+    (`envs.step_calls`).
 
     Attributes:
-      name: name of the reward, as written there.
+      name: its name, as written in the field.
       weight: factor of its value in the sum.
-      function: the reward function; called in the run's process only if it is one of `PLAIN`.
-      form: form of the function's arguments.
+      function: the function; called in the run's process only if it is one of `PLAIN`.
+      form: form of the function's arguments; it calls the function.
       limits: limits of calls in workers.
       digest: hash of the source of the function's module.
+      role: 'reward'; 'step' or 'tools' for what `env.step` or `env.tools` names.
     """
 
     name: str
     weight: float
     function: RewardFunction
-    form: Form
+    form: Any
     limits: Limits
     digest: str
+    role: str = "reward"
+
+    @property
+    def said(self) -> str:
+        """What messages call it."""
+        return f"the reward {self.name!r}" if self.role == "reward" else f"env.{self.role}"
 
     def checked(self, value: float | Failure | None) -> float | Failure | None:
         """Returns the value, or a Failure if it or its weighted value is not finite in float32."""

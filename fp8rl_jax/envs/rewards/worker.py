@@ -30,35 +30,40 @@ from typing import IO, Any, NamedTuple
 from fp8rl_jax.envs.rewards.call import Failure, attempt, failure_of
 from fp8rl_jax.envs.rewards.channel import Channel
 from fp8rl_jax.envs.rewards.terms import Term, load_rewards, module_file
+from fp8rl_jax.envs.step_calls import load_step
 
 _TICK = 5.0  # seconds
 
 
 class Load(NamedTuple):
-    """A request to import a reward; the answer is None, STALE or a Failure.
+    """A request to import a term's function; the answer is None, STALE or a Failure.
 
     Attributes:
-      reward: 'module:function', or the name of a built-in reward.
+      role: `Term.role`.
+      name: 'module:function', or the name of a built-in reward.
       digest: hash of its module's source, from `Term`.
       path, directory: `sys.path` and the current directory, to find the module.
     """
 
-    reward: str
+    role: str
+    name: str
     digest: str
     path: list[str]
     directory: str
 
 
 class Calls(NamedTuple):
-    """A request for calls of a reward, or of its `extract`; the worker answers each call.
+    """A request for calls of a term, or of its `extract`; the worker answers each call.
 
     Attributes:
-      reward: the name of a loaded reward.
+      role, name: those of a loaded term.
       extract: whether to call its `extract`.
-      arguments: pickled arguments of each call: a `Response`, or (response,) for `extract`.
+      arguments: pickled arguments of each call: a `Response`, a `StepCall`, or (response,) for
+        `extract`.
     """
 
-    reward: str
+    role: str
+    name: str
     extract: bool
     arguments: list[bytes]
 
@@ -89,7 +94,7 @@ def main(connection_number: int, life: int, dump_number: int, limits: list, toke
     dump = os.fdopen(dump_number, "w")
     faulthandler.enable(dump, all_threads=False)
     threading.Thread(target=_watch, args=(life, seconds, dump), daemon=True).start()
-    terms: dict[str, Term] = {}
+    terms: dict[tuple[str, str], Term] = {}
     while True:
         try:
             request = pickle.loads(channel.receive())
@@ -119,31 +124,34 @@ def _watch(life: int, seconds: float, dump: IO) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answers(request: Load | Calls, terms: dict[str, Term]):
+def _answers(request: Load | Calls, terms: dict[tuple[str, str], Term]):
     if isinstance(request, Load):
         yield _load(request, terms)
         return
     for arguments in request.arguments:
-        yield _call(terms[request.reward], request.extract, arguments)
+        yield _call(terms[request.role, request.name], request.extract, arguments)
 
 
-def _load(request: Load, terms: dict[str, Term]) -> Failure | str | None:
-    name = request.reward
-    if name not in terms:
+def _load(request: Load, terms: dict[tuple[str, str], Term]) -> Failure | str | None:
+    name, key = request.name, (request.role, request.name)
+    if key not in terms:
         try:
             sys.path[:] = request.path
             os.chdir(request.directory)
             importlib.invalidate_caches()
             if name in _LATE_IMPORTS:  # else imported in the first call, within its time limit
                 importlib.import_module(_LATE_IMPORTS[name])
-            (terms[name],) = load_rewards(name)
+            if request.role == "reward":
+                (terms[key],) = load_rewards(name)
+            else:
+                terms[key] = load_step(name, request.role)
         except BaseException as error:
             return failure_of(error, "")
-    return None if terms[name].digest == request.digest else STALE
+    return None if terms[key].digest == request.digest else STALE
 
 
-def _call(term: Term, extract: bool, arguments: bytes) -> float | str | Failure | None:
-    """Calls a reward, or its `extract`; returns the result."""
+def _call(term: Term, extract: bool, arguments: bytes) -> Any:
+    """Calls a term, or its `extract`; returns the result."""
     try:
         found = pickle.loads(arguments)
     except BaseException as error:  # a class of the row is not found here

@@ -71,13 +71,13 @@ def start(tmp_path_factory):
     directory = tmp_path_factory.mktemp("rewards")
     (directory / "foreign_rewards.py").write_text(_SOURCE)
     sys.path.insert(0, str(directory))
-    digest = load_rewards("foreign_rewards:act")[0].digest
+    (term,) = load_rewards("foreign_rewards:act")
     life, writing_end = os.pipe()
     workers = []
 
     def run(seconds: float) -> WorkerProcess:
         workers.append(WorkerProcess(Limits(seconds, 0), life))
-        assert workers[-1].load("foreign_rewards:act", digest) is None
+        assert workers[-1].load(term) is None
         return workers[-1]
 
     yield run
@@ -91,7 +91,7 @@ def start(tmp_path_factory):
 
 def _begin(worker: WorkerProcess, *responses: str) -> None:
     calls = [pickle.dumps(Response("q", response, "a", {})) for response in responses]
-    worker.begin(Calls("foreign_rewards:act", False, calls))
+    worker.begin(Calls("reward", "foreign_rewards:act", False, calls))
 
 
 @pytest.mark.parametrize("what", ["text", "one byte", "a length", "negative", "zeros", "much"])

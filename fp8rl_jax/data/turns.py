@@ -1,0 +1,102 @@
+"""Encodes what an environment says between two replies of the policy, and nothing anew.
+
+Tokens that were drawn are kept as they are: a text that is encoded again may give other tokens, and
+with them other log-probabilities. So an observation is encoded alone, with what the chat template
+writes around it: the end of the reply, the observation in its role, and the beginning of the next
+reply. The template may write the same around any reply; `Turns.check` refuses one that does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.data.chat import ChatFormat
+from fp8rl_jax.data.tokenizer import Tokenizer
+
+_REPLY = "a reply like no other"
+_ASKED: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "?"},)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """The form of a conversation.
+
+    Attributes:
+      tokenizer: tokenizer of prompts and replies.
+      chat: format of conversations; None for plain text, where an observation is a line.
+      role: role of the observations in a chat.
+      most: most tokens of an observation.
+    """
+
+    tokenizer: Tokenizer
+    chat: ChatFormat | None
+    role: str
+    most: int
+
+    @property
+    def slots(self) -> int:
+        """Most tokens that `encode` returns."""
+        return self.most + len(self._encode(self._between("")))
+
+    def encode(self, observation: str, ended: bool) -> tuple[list[int], bool]:
+        """Encodes an observation with what stands between two replies.
+
+        Args:
+          observation: text that the environment says.
+          ended: whether the reply before it ends with an end token, which is not repeated.
+
+        Returns:
+          The tokens, `slots` at most, and whether the observation was cut.
+        """
+        said = self.tokenizer.encode(observation)
+        cut = len(said) > self.most
+        if cut:
+            observation = self.tokenizer.decode(said[: self.most])
+        tokens = self._encode(self._between(observation))
+        while len(tokens) > self.slots:  # a cut text may be encoded otherwise
+            observation = observation[:-1]
+            tokens, cut = self._encode(self._between(observation)), True
+        if ended and tokens and tokens[0] in self.tokenizer.eos_ids:
+            tokens = tokens[1:]
+        return tokens, cut
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def _between(self, observation: str) -> str:
+        """Returns the text between the content of a reply and that of the next."""
+        if self.chat is None:
+            return f"{observation}\n"
+        said = [
+            {"role": "assistant", "content": _REPLY},
+            {"role": self.role, "content": observation},
+        ]
+        return self.chat.render([*_ASKED, *said]).rpartition(_REPLY)[2]
+
+    def check(self) -> None:
+        """Raises UserError if the chat template writes three turns otherwise than one by one."""
+        if self.chat is None:
+            return
+        messages, text = list(_ASKED), self.chat.render(_ASKED)
+        for number in range(3):
+            reply, said = f"{_REPLY} {number}", f"an observation {number}"
+            messages.append({"role": "assistant", "content": reply})
+            messages.append({"role": self.role, "content": said})
+            text += reply + self._between(said)
+        if self.chat.render(messages) != text:
+            raise UserError(
+                f"data.chat: the chat template writes a conversation's earlier turns anew when "
+                f"others follow, with observations in the role {self.role!r}, so kept tokens would "
+                "differ from it: set env.observation_role to 'user', or take another template"
+            )
+
+
+def transcript(said: Sequence[Mapping[str, str]]) -> str:
+    """Returns the messages after a prompt as text for a reader."""
+    lines = [
+        message["content"] if index % 2 == 0 else f"[{message['role']}] {message['content']}"
+        for index, message in enumerate(said)
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""Loads what `env.step` and `env.tools` name, for the workers that call rewards.
+
+A step's state stays pickled outside of the workers: the run's process never makes the user's
+objects.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from fp8rl_jax.base import user_code
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.envs.rewards.call import Failure, as_number, attempt, definition
+from fp8rl_jax.envs.rewards.terms import FLOAT32_MAX, Limits, Term, source_digest
+from fp8rl_jax.envs.step import Step
+from fp8rl_jax.envs.tools import tool_schema, tool_step
+
+_FORM = "a function of (state, reply, row) that returns fp8rl_jax.envs.Step(state, ...)"
+
+
+class StepCall(NamedTuple):
+    """The arguments of a step.
+
+    Attributes:
+      reply: text of the policy's reply.
+      state: the pickled state in hexadecimal digits; '' for None.
+      row: all columns of the data set's row.
+    """
+
+    reply: str
+    state: str
+    row: Mapping[str, Any]
+
+
+class StepForm:
+    """Calls a step function, and checks its result; the counterpart of `rewards.form.Form`."""
+
+    takes_row = True
+
+    def call(self, function: Callable, about: StepCall, file: str) -> Step | Failure:
+        """Returns the step with its state pickled, as in `StepCall`; a Failure if the function
+        raised an exception, or returned no right Step. `file`: as for `Form.call`."""
+        found = self._called(function, about, file)
+        if isinstance(found, Failure) and not found.place:
+            return found._replace(place=definition(function))
+        return found
+
+    def _called(self, function: Callable, about: StepCall, file: str) -> Step | Failure:
+        state = pickle.loads(bytes.fromhex(about.state)) if about.state else None
+        found = attempt(function, (state, about.reply, about.row), {}, file)
+        if isinstance(found, Failure):
+            return found
+        if not isinstance(found, tuple) or len(found) != len(Step._fields):
+            given = type(found).__name__
+            return Failure("no Step", f"it returned {given}, and not Step(state, ...)")
+        step = Step(*found)
+        if not isinstance(step.observation, str):
+            given = type(step.observation).__name__
+            return Failure("no text", f"it returned an observation of type {given}, and not a text")
+        reward = as_number(step.reward)
+        if isinstance(reward, Failure):
+            return reward
+        if not math.isnan(reward) and abs(reward) > FLOAT32_MAX:
+            return Failure("no finite number", f"it returned the reward {reward}")
+        kept = attempt(pickle.dumps, (step.state,), {}, file)
+        if isinstance(kept, Failure):
+            return kept._replace(text=f"its state cannot be pickled: {kept.text}")
+        text = "" if step.state is None else kept.hex()
+        observation = step.observation.encode(errors="replace").decode()
+        return Step(text, observation, reward, bool(step.done))
+
+
+def load_step(name: str, role: str, seconds: float = 30.0, memory_gb: float = 4.0) -> Term:
+    """Loads the step of an environment.
+
+    Args:
+      name: 'module:function' of a step; for the role 'tools', 'module:NAME' of a list of functions,
+        for `tool_step`.
+      role: 'step' or 'tools', the field of `env` that names it.
+      seconds, memory_gb: limits of a call in a worker.
+
+    Raises:
+      UserError: it cannot be imported, or has another form.
+    """
+    function: Any
+    if role == "tools":
+        function = tool_step(_functions(name))
+    else:
+        function = user_code.load(name, "env.step:")
+        try:
+            inspect.signature(function).bind(None, "", {})
+        except (TypeError, ValueError):
+            raise UserError(f"env.step: {name!r} takes other arguments; write {_FORM}") from None
+    limits = Limits(seconds, int(memory_gb * 2**30))
+    return Term(name, 1.0, function, StepForm(), limits, source_digest(name), role)
+
+
+def tool_schemas(tools: str) -> list[dict[str, Any]]:
+    """Returns the schemas of the functions that `env.tools` names, for a chat template."""
+    return [tool_schema(function) for function in _functions(tools)] if tools else []
+
+
+def _functions(tools: str) -> list[Callable]:
+    found = user_code.find(tools, "env.tools:")
+    if not isinstance(found, list | tuple) or not found:
+        raise UserError(
+            f"env.tools: {tools!r} is {type(found).__name__}; name a list of functions, such as "
+            "TOOLS = [search, calculate]"
+        )
+    return list(found)

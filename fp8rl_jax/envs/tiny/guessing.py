@@ -1,0 +1,47 @@
+"""Guessing a number from 0 to 99: a conversation in which every reply tells more.
+
+The policy guesses; the environment says ``<`` if the number is lower, ``>`` if it is higher. Who
+halves what is left finds every number in seven guesses. The demonstrations guess any number that is
+left, and find about half of the numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fp8rl_jax.envs.step import Step
+
+_GAMES, _GUESSES = 8192, 7
+
+
+def questions() -> Iterator[dict[str, Any]]:
+    """Yields rows: 'question', the game's number; 'answer'; 'demonstration', messages of a game."""
+    drawn = random.Random(0)
+    for game in range(_GAMES):
+        number = drawn.randrange(100)
+        shown, low, high = list[dict[str, str]](), 0, 99
+        for _ in range(_GUESSES):
+            guess = drawn.randint(low, high)
+            shown.append({"role": "assistant", "content": str(guess)})
+            said = _said(guess, number)
+            if not said:
+                break
+            shown.append({"role": "tool", "content": said})
+            low, high = (low, guess - 1) if said == "<" else (guess + 1, high)
+        else:
+            shown.pop()  # nobody reads it
+        yield {"question": f"game {game}", "answer": str(number), "demonstration": shown}
+
+
+def step(state: None, reply: str, row: Mapping[str, Any]) -> Step:
+    """Compares a guess with the row's answer: reward 1 and the end if it is right."""
+    if not reply.strip().isdecimal() or len(reply) > 9:
+        return Step(state, "?")
+    said = _said(int(reply), int(row["answer"]))
+    return Step(state, said, reward=float(not said), done=not said)
+
+
+def _said(guess: int, number: int) -> str:
+    return "<" if number < guess else ">" if number > guess else ""

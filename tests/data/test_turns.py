@@ -1,0 +1,115 @@
+"""What an environment says, as tokens between two replies: with the template's marks, none twice,
+and nothing encoded anew."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.data import (
+    ByteTokenizer,
+    ChatFormat,
+    ChatTemplate,
+    Turns,
+    encode_conversation,
+    encode_prompt,
+    pad_demonstrations,
+)
+from fp8rl_jax.data.turns import transcript
+
+_CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\x04\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# As templates of reasoning models: thoughts of all but the last answer are left out.
+_FORGETS = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' and not loop.last %}...{% else %}{{ m.content }}{% endif %}\x04\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_REFUSES = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+_STRICT = _REFUSES + _CHATML
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bytes(ByteTokenizer):
+    """Bytes, of which the fourth ends a reply."""
+
+    eos_id: int = 4
+    eos_ids: tuple[int, ...] = (4,)
+
+    def first_added(self, text: str) -> tuple[int, str] | None:
+        return (4, "\x04") if "\x04" in text else None
+
+
+def _turns(template: str = "", most: int = 20, role: str = "tool") -> Turns:
+    chat = ChatFormat(ChatTemplate(template, {}, "here")) if template else None
+    return Turns(_Bytes() if template else ByteTokenizer(), chat, role, most)
+
+
+def _text(tokens: list[int]) -> str:
+    return bytes(tokens).decode()
+
+
+def test_plain_text_is_a_line():
+    turns = _turns(most=5)
+    assert turns.slots == 6
+    assert turns.encode("<", True) == ([*b"<\n"], False)
+    assert turns.encode("", True) == ([*b"\n"], False)
+    assert turns.encode("123456", False) == ([*b"12345\n"], True)
+
+
+def test_the_template_writes_around_it():
+    """After a reply that drew its end token, that token is not written again."""
+    turns = _turns(_CHATML)
+    tokens, cut = turns.encode("7", ended=False)
+    assert (_text(tokens), cut) == ("\x04\n<|tool|>7\x04\n<|assistant|>", False)
+    assert _text(turns.encode("7", ended=True)[0]) == "\n<|tool|>7\x04\n<|assistant|>"
+    assert turns.slots == 20 + len("\x04\n<|tool|>\x04\n<|assistant|>")
+
+
+def test_long_observations_are_cut():
+    turns = _turns(_CHATML, most=3)
+    tokens, cut = turns.encode("äöü", ended=True)  # half of a character is left
+    assert cut and len(tokens) <= turns.slots
+    assert _text(tokens).startswith("\n<|tool|>ä")
+
+
+def test_a_conversation_is_its_rendering():
+    """Prompt, replies and what is said between them, one after another: the template's text."""
+    turns = _turns(_CHATML)
+    said = [("assistant", "one"), ("tool", "two"), ("assistant", "three"), ("tool", "four")]
+    messages = [{"role": role, "content": text} for role, text in said]
+    prompt, response, drawn = encode_conversation("ask", messages[:3], _Bytes(), turns.chat, turns)
+    assert prompt == encode_prompt("ask", _Bytes(), turns.chat)
+    asked = {"role": "user", "content": "ask"}
+    whole = turns.chat.template.render([asked, *messages[:3]], begin_answer=False)
+    assert _text(prompt + response) == whole.removesuffix("\n")
+    own = [token for token, learnt in zip(response, drawn, strict=True) if learnt]
+    assert _text(own) == "one\x04three\x04"
+    assert transcript(messages) == "one\n[tool] two\nthree\n[tool] four"
+
+
+def test_demonstrations_teach_replies_alone():
+    shown = [{"content": "5"}, {"content": "<"}, {"content": "42"}]
+    found = pad_demonstrations([("a", shown), ("bc", "7")], ByteTokenizer(), 4, 9, turns=_turns())
+    eos, pad = ByteTokenizer().eos_id, ByteTokenizer().pad_id
+    assert found.targets.tolist()[0] == [*b"5", eos, *b"<\n42", eos, pad, pad]
+    assert found.mask.tolist()[0] == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 2
+    assert found.ends.tolist() == [7, 2] and found.lengths.tolist() == [3, 4]
+    with pytest.raises(UserError, match=r"set env\.step or env\.tools"):
+        pad_demonstrations([("a", shown)], ByteTokenizer(), 4, 9)
+    with pytest.raises(UserError, match="end it with the policy's"):
+        pad_demonstrations([("a", shown[:2])], ByteTokenizer(), 4, 9, turns=_turns())
+
+
+def test_templates_that_cannot_go_on():
+    _turns(_CHATML).check()
+    _turns().check()
+    with pytest.raises(UserError, match="writes a conversation's earlier turns anew"):
+        _turns(_FORGETS).check()
+    with pytest.raises(UserError, match="no tools"):
+        _turns(_STRICT).check()
+    _turns(_STRICT, role="user").check()
