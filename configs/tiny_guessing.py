@@ -1,4 +1,4 @@
-"""A conversation on two CPU cores: guessing a number from 0 to 99 in seven replies.
+"""A conversation on two CPU cores: guessing a number from 0 to 31 in five replies.
 
 A 0.85M-parameter decoder learns from 2,048 games of random play which guesses are left, then by
 GRPO which of them tells most. After each reply the sampler waits for the environment's answer, and
@@ -27,13 +27,13 @@ def get_config() -> ml_collections.ConfigDict:
             "env": {
                 "task": "fp8rl_jax.envs.tiny.guessing:questions",
                 "step": "fp8rl_jax.envs.tiny.guessing:step",
-                "max_turns": 7,
+                "max_turns": 5,
             },
             "rollout": {
                 "prompts_per_step": 16,
                 "group_size": 8,
                 "max_prompt_tokens": 12,
-                "max_new_tokens": 48,
+                "max_new_tokens": 36,
                 "max_turn_tokens": 4,
                 "max_observation_tokens": 2,
                 "slots": 64,

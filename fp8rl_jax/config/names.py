@@ -34,6 +34,11 @@ _OTHER_NAMES = {
     "data.chat_options": "chat_template_kwargs",
     "env.task": "dataset dataset_name train_files",
     "env.reward": "reward_funcs",
+    "env.step": "environment_factory rollout_func interaction_config_path env_class",
+    "env.tools": "tool_config_path",
+    "env.max_turns": (
+        "max_assistant_turns max_user_turns max_tool_calling_iterations max_rollout_turns"
+    ),
     "env.question_key": "prompt_key",
     "env.eval_task": "val_files",
     "env.overlong": "filter_overlong_prompts",
@@ -43,6 +48,7 @@ _OTHER_NAMES = {
     ),
     "rollout.group_size": "n num_samples num_generations num_generations_per_prompt",
     "rollout.max_prompt_tokens": "max_prompt_length",
+    "rollout.max_observation_tokens": "max_tool_response_length",
     "rollout.max_new_tokens": "max_tokens max_length max_completion_length max_response_length",
     "algo.preset": "algorithm loss_type adv_estimator",
     "algo.baseline": "use_leave_one_out_baseline",

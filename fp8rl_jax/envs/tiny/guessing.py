@@ -1,8 +1,8 @@
-"""Guessing a number from 0 to 99: a conversation in which every reply tells more.
+"""Guessing a number from 0 to 31: a conversation in which every reply tells more.
 
 The policy guesses; the environment says ``<`` if the number is lower, ``>`` if it is higher. Who
-halves what is left finds every number in seven guesses. The demonstrations guess any number that is
-left, and find about half of the numbers.
+halves what is left finds 31 of 32 numbers in five guesses. The demonstrations guess any number that
+is left, and find about half of them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from fp8rl_jax.envs.step import Step
 
-_GAMES, _GUESSES = 8192, 7
+_GAMES, _NUMBERS, _GUESSES = 8192, 32, 5
 
 
 def questions() -> Iterator[dict[str, Any]]:
     """Yields rows: 'question', the game's number; 'answer'; 'demonstration', messages of a game."""
     drawn = random.Random(0)
     for game in range(_GAMES):
-        number = drawn.randrange(100)
-        shown, low, high = list[dict[str, str]](), 0, 99
+        number = drawn.randrange(_NUMBERS)
+        shown, low, high = list[dict[str, str]](), 0, _NUMBERS - 1
         for _ in range(_GUESSES):
             guess = drawn.randint(low, high)
             shown.append({"role": "assistant", "content": str(guess)})
@@ -37,9 +37,10 @@ def questions() -> Iterator[dict[str, Any]]:
 
 def step(state: None, reply: str, row: Mapping[str, Any]) -> Step:
     """Compares a guess with the row's answer: reward 1 and the end if it is right."""
-    if not reply.strip().isdecimal() or len(reply) > 9:
+    guess = reply.strip()
+    if not guess.isdecimal() or len(guess) > 9:
         return Step(state, "?")
-    said = _said(int(reply), int(row["answer"]))
+    said = _said(int(guess), int(row["answer"]))
     return Step(state, said, reward=float(not said), done=not said)
 
 
