@@ -184,9 +184,10 @@ class ContinuousSampler:
         Args:
           watch: function called on the host with a `Progress` after every `part` turns, while the
             device runs the next ones, and at the end.
-          answer: function that gives paused responses more tokens, called like `watch`; it may see
-            a response paused that it has answered, and waits if no other can go on. Results do not
-            depend on when it answers. Without it a response ends with its first reply.
+          answer: function that gives paused responses more tokens, called like `watch`, and at the
+            end; it may see a response paused that it has answered, and waits if no other can go
+            on. Results do not depend on when it answers. Without it a response ends with its first
+            reply.
         """
         weights = self._prepare(weights)
         limits = jnp.minimum(limits, self._most)
@@ -200,11 +201,11 @@ class ContinuousSampler:
             seen = processes.fetch(progress)
             if watch is not None:
                 watch(seen)
+            more = None if answer is None else answer(seen)
             if (seen.done | (seen.paused & (answer is None))).all():
                 break
-            if answer is not None:
-                more = processes.place(answer(seen), self._rows)
-                state = self._extend(requests, more, state)
+            if more is not None:
+                state = self._extend(requests, processes.place(more, self._rows), state)
             progress = following
         self.progress = progress
         return progress.rollout

@@ -22,7 +22,7 @@ def step(state: str | None, reply: str, row: dict) -> Step:
 
 
 def broken(state: None, reply: str, row: dict) -> Step:
-    """Fails for about half of the replies."""
-    if len(reply.encode()) % 2:
-        raise ValueError("an odd reply")
+    """Fails for about one reply in twenty."""
+    if hashlib.sha256(reply.encode()).digest()[0] < 12:
+        raise ValueError("an unlucky reply")
     return step(state, reply, row)
