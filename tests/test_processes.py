@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import read_part
 from hf_checkpoints import CONFIGS, fields_of, fp8_tensors, named, params_of, write
+from marks import slow
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli
@@ -78,13 +79,28 @@ def _checksums(root: pathlib.Path) -> dict[str, int]:
     return {path.parts[-3]: json.loads(path.read_text())["checksum"] for path in found}
 
 
-def test_two_processes_are_one(tmp_path):
-    """Every record, times aside, and the states: two processes of one device, one of two."""
+_CONVERSATIONS = {
+    "env.step": "echo_env:step",
+    "env.max_turns": 4,
+    "rollout.max_turn_tokens": 9,
+    "rollout.slots": 8,
+    "rollout.part": 6,
+}
+
+
+@pytest.mark.parametrize("more", [{}, slow(_CONVERSATIONS)], ids=["one reply", "conversations"])
+def test_two_processes_are_one(more, tmp_path):
+    """Every record, times aside, and the states: two processes of one device, one of two. What an
+    environment says to one process's responses reaches the other."""
     roots = [tmp_path / "two", tmp_path / "one"]
     for root, (count, devices) in zip(roots, ((2, 1), (1, 2)), strict=True):
         root.mkdir()
-        _finished(_train(root, count, devices))
+        _finished(_train(root, count, devices, **more))
     two, one = map(reproducible, roots)
+    for record in (*two["metrics"], *one["metrics"]):
+        assert record.get("turns_mean", 3.0) >= 3.0
+        for name in [name for name in record if name.startswith("rollout_")]:
+            del record[name]  # depends on time
     assert two == one
     assert all(r["grad_norm"] > 0.1 for r in two["metrics"])  # the reward has a gradient
     assert {r["train_rollout_logprob_abs_diff_max"] for r in two["metrics"]} == {0.0}

@@ -1,5 +1,5 @@
-"""Credit by reply: a token's advantage counts what came from its reply on, beside the group's replies
-of the same number. Against a loop over responses and replies."""
+"""Credit by reply: an advantage counts what came from its reply on, beside the replies of the
+same number in the group. Against a loop over responses and replies."""
 
 from __future__ import annotations
 
