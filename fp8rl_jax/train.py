@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import ml_collections
@@ -108,14 +109,14 @@ def _execute(run: Run, resume: bool) -> Outcome:
         run.interrupted()  # from here on a signal waits for the end of a step
         if (teacher := run.runtime.engine.teacher) is not None:  # loaded now: it may be damaged
             run.display.note(f"teacher: {teacher.directory}")
-        state = _restore(run, resume, monitor)
+        state, meta = _restore(run, resume, monitor)
         _describe(run)
         if run.evaluation_failed:
             run.evaluate(state, run.runtime.engine.refit(state).weights)
         if run.phase == "sft":
             state = _sft(run, state)
         if run.phase == "rl" and not run.stop():
-            state = run_rl(run, state, monitor)
+            state = run_rl(run, state, monitor, meta)
     if run.phase == "rl" and int(state.step) >= config.run.steps:
         monitor.finish()
         return Outcome(True, None, processes.decided(lambda: write_report(run.directory)))
@@ -124,8 +125,8 @@ def _execute(run: Run, resume: bool) -> Outcome:
     return Outcome(False, run.stopped_by, None)
 
 
-def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> TrainState:
-    """Returns the newest checkpoint's state, or the initial state; opens the logs."""
+def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState, dict[str, Any]]:
+    """Returns the newest checkpoint's state and metadata, or the initial state; opens the logs."""
     config, engine = run.runtime.config, run.runtime.engine
     number = run.checkpoints.latest()
     if number is None:
@@ -137,8 +138,8 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> TrainState:
         if run.logs.moved_to:
             run.display.note(f"what was logged before is in {run.logs.moved_to}")
         if not config.sft.steps:
-            return begin_rl(run, params, None)
-        return engine.new_state(params, optimizer_of_phase(config, "sft")[0])
+            return begin_rl(run, params, None), {}
+        return engine.new_state(params, optimizer_of_phase(config, "sft")[0]), {}
     meta = run.checkpoints.read_meta(number)
     run.phase, run.drifted = meta["phase"], meta.get("drifted", False)
     run.evaluation_failed = meta.get("evaluation_failed", False)
@@ -148,7 +149,7 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> TrainState:
     run.open_logs(meta["offsets"])
     monitor.forget_after(meta["step"] if run.phase == "rl" else 0)
     run.display.note(f"resuming after {run.phase} step {meta['step']}")
-    return state
+    return state, meta
 
 
 def _describe(run: Run) -> None:
@@ -165,6 +166,7 @@ def _describe(run: Run) -> None:
         f"learner {rt.learner_recipe.name}; "
         f"{layout()}; seed {rt.config.run.seed}"
     )
+    run.display.note(_exact(rt))
     for axis in ("tensor", "expert"):
         if sharding.between_hosts(rt.mesh, axis, processes.hosts()):
             run.display.note(
@@ -174,6 +176,24 @@ def _describe(run: Run) -> None:
             )
     if rt.config.model.checkpoint:
         run.display.note(f"initial parameters: {rt.config.model.checkpoint}")
+
+
+def _exact(rt: Runtime) -> str:
+    """Returns a line that says what is exact in a run."""
+    config = rt.config
+    every = f"every {config.run.check_every} steps" if config.rollout.ahead else "every step"
+    parts = [
+        f"the learner computes the log-probabilities that the rollout records, compared in {every}"
+        if rt.zero_drift
+        else "nothing between rollout and learner, whose recipes differ or which only report drift"
+    ]
+    if rt.step is not None:
+        parts.append("tokens are kept as drawn through a conversation, whatever its steps take")
+    if ahead := config.rollout.ahead:
+        parts.append(
+            f"which policy, {ahead} step{'s' * (ahead > 1)} older, drew what a step learns"
+        )
+    return f"exact here: {'; '.join(parts)}; a resumed run is the run in one piece"
 
 
 def _sft(run: Run, state: TrainState) -> TrainState:

@@ -131,6 +131,8 @@ BOUNDS: dict[str, Bounds] = {
     "rollout.max_new_tokens": _whole(1, _COUNT),
     "rollout.slots": _whole(0, _COUNT),
     "rollout.part": _whole(1, _COUNT),
+    "rollout.ahead": _whole(0, 64),
+    "run.check_every": _whole(1, _COUNT),
     "rollout.max_turn_tokens": _whole(0, _COUNT),
     "rollout.max_observation_tokens": _whole(1, _COUNT),
     "env.max_turns": _whole(1, _COUNT),

@@ -180,6 +180,7 @@ FEATURES: dict[str, Feature] = {
     "continuous batching": _field("rollout.slots"),
     "all samples at once": _field("rollout.slots", lambda slots: not slots),
     "pages": _field("rollout.pages"),
+    "rollouts ahead": _field("rollout.ahead"),
     "environment": Feature(
         lambda r: r.step is not None, lambda r: f"{r.step.said} is set" if r.step else ""
     ),
@@ -425,6 +426,12 @@ PAIRS = (
         "routing replay",
         "continuous batching does not record routing",
         "set it to 'none', or rollout.slots to 0",
+    ),
+    Pair(
+        "rollouts ahead",
+        "routing replay",
+        "a checkpoint keeps no routing of rollouts that are ahead ({one})",
+        "set it to 'none', or rollout.ahead to 0",
     ),
     Pair(
         "rows without answers",

@@ -82,6 +82,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "checkpoint_every": Field(
             20, "RL steps between checkpoints (supervised fine-tuning saves at each evaluation)"
         ),
+        "check_every": Field(
+            10, "with rollout.ahead: steps between two that wait for a rollout to compute its drift"
+        ),
         "keep_checkpoints": Field(2, "newest checkpoints to keep"),
     },
     "model": {
@@ -279,6 +282,11 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "max_observation_tokens": Field(
             64, "with env.max_turns: most tokens of what the environment says; the rest is cut"
+        ),
+        "ahead": Field(
+            0,
+            "steps that rollouts run ahead: step t learns from what the weights of step t - ahead "
+            "drew, while its own draw for a later step",
         ),
         "slots": Field(
             0,

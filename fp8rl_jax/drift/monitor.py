@@ -138,8 +138,11 @@ class DriftMonitor:
     def _why_not(self, step: int) -> str:
         if processes.count() > 1:
             return f"{self._command}, in one process, names the operation"
-        if self._runtime.step:
-            return f"steps of conversations are not analysed; {self._command} samples one reply"
+        if self._runtime.step or self._runtime.config.rollout.ahead:
+            return (
+                "steps of conversations, and those that learn from an older rollout, are not "
+                f"analysed; {self._command} samples one reply"
+            )
         if self._bytes <= _COPIED_ONCE_DRIFTED:
             return (
                 f"the weights before RL step {step} were not kept, as they are above "

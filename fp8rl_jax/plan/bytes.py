@@ -26,6 +26,7 @@ from fp8rl_jax.models import (
 )
 from fp8rl_jax.models.arrays import EXPERTS, TABLE, array_in
 from fp8rl_jax.models.lora import trained
+from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.models.stacks import RUNS
 from fp8rl_jax.quant import Recipe
 
@@ -174,3 +175,8 @@ def state_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh) -> StateBytes:
         reference += weight_bytes(weights, mesh).stored
     scaling = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
     return StateBytes(masters, trains, on_device, on_host, reference, scaling)
+
+
+def served_bytes(weights, mesh: Mesh | AbstractMesh) -> int:
+    """Returns the bytes of a device's part of rollout weights, or of their shapes."""
+    return sum(part_sizes(weights, sharding.named(mesh, rollout_specs(weights))))

@@ -7,7 +7,8 @@ gathers; and the largest of three phases: the backward pass of the head, that of
 optimiser's update. The estimate is meant to be 1 to 1.6 times what XLA plans for the compiled step,
 and never less (tests/cli/test_plan_compile.py).
 
-The sampler's weights and its KV cache are not counted: a run frees them before the train step.
+The sampler's weights and its KV cache are not counted: a run frees them before the train step. With
+`rollout.ahead` it does not, and the weights are counted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from fp8rl_jax.batch import most_micro_batches
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.parallel.experts import passes_of
-from fp8rl_jax.plan.bytes import learner_weight_bytes, state_bytes, weight_bytes, weight_shapes
+from fp8rl_jax.plan.bytes import (
+    learner_weight_bytes,
+    served_bytes,
+    state_bytes,
+    weight_bytes,
+    weight_shapes,
+)
 from fp8rl_jax.quant import Recipe
 
 HEAD_TOKENS = 4096  # tokens whose gradient of the logits exists at once (kernels/gpu/head.py)
@@ -99,7 +106,8 @@ class LearnerPlan:
       work: work of an update.
       masters: float32 parameters.
       moments: Adam's two moments, unless they are offloaded.
-      others: reference policy, teacher, states of scaling policies, the batch.
+      others: reference policy, teacher, states of scaling policies, the batch; with rollouts beside
+        the step, the sampler's weights.
       gradients: float32 gradients; two copies where micro-batches are added up.
       own_weights: weights in the learner's recipe, sharded as the masters are.
       layer_inputs: activations of every layer that the backward pass reads.
@@ -239,6 +247,9 @@ def plan_learner(
         head += _DIVERGENCE * min(work.response_tokens, _DIVERGENCE_TOKENS) * model.vocab_size
         if mesh.size > 1:  # its pass reads all layers gathered
             batch += gathered.dense + gathered.experts
+    if resolved.config.rollout.ahead:
+        shapes = weight_shapes(model, resolved.rollout_recipe, recipe)
+        batch += served_bytes(shapes, mesh)
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
         work,

@@ -14,14 +14,13 @@ import math
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from fp8rl_jax import sharding
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.combinations import check_planned
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import PAGE, least_pages, pages_of, param_shapes
-from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.models.stacks import RUNS
-from fp8rl_jax.plan.bytes import gib, page_bytes, part_sizes, state_bytes, weight_shapes
+from fp8rl_jax.plan.bytes import gib, page_bytes, served_bytes, state_bytes, weight_shapes
+from fp8rl_jax.plan.learner import plan_learner
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, SamplerConfig
@@ -37,7 +36,8 @@ class RolloutPlan:
 
     Attributes:
       weights: quantised weights of the sampler, their scales, and the converted copies it reads.
-      train_state: masters, optimiser moments, and states of scaling policies.
+      train_state: masters, optimiser moments, and states of scaling policies; with `rollout.ahead`
+        all of a train step, which runs beside the rollout.
       workspace: estimate of the temporary arrays of an iteration of the sampling loop.
       page: one page of 64 tokens, keys and values of all layers.
       memory: bytes of the device that a run may fill; None if unknown.
@@ -103,11 +103,9 @@ def sampler_bytes(loop: Loop, learner_recipe: Recipe, mesh: Mesh | AbstractMesh)
     """Returns the bytes of a device's part of the sampler's weights, in both forms if they are
     converted. The mesh axis `tensor` is 1: continuous batching does not cut layers by columns."""
 
-    def held(tree) -> int:
-        return sum(part_sizes(tree, sharding.named(mesh, rollout_specs(tree))))
-
     stored = weight_shapes(loop.model, loop.recipe, learner_recipe)
-    return held(stored) + (held(jax.eval_shape(loop.prepare, stored)) if loop.converts else 0)
+    made = jax.eval_shape(loop.prepare, stored) if loop.converts else {}
+    return served_bytes(stored, mesh) + served_bytes(made, mesh)
 
 
 def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices: int = 1) -> int:
@@ -158,7 +156,9 @@ def plan_rollout(
     prefill_tokens = rollout.prefill_chunk or default_chunk(loop.on_cpu)
     return RolloutPlan(
         weights=sampler_bytes(loop, resolved.learner_recipe, mesh),
-        train_state=state_bytes(resolved, mesh).on_device,
+        train_state=plan_learner(resolved, mesh).needed
+        if rollout.ahead
+        else state_bytes(resolved, mesh).on_device,
         workspace=workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
         page=page_bytes(model, loop.recipe),
         memory=memory,

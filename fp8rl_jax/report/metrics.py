@@ -104,6 +104,19 @@ _DRIFT = (
     Metric("tis_weight_mean", "1", "mean of exp(D), at most 2 each"),
     Metric("tis_weight_max", "1", "largest exp(D), at most 2"),
     Metric("drift_tokens", "tokens", "response tokens compared"),
+    *_only_with(
+        "rollout.ahead, in place of those above but in every run.check_every-th step",
+        Metric(
+            "staleness_abs_diff",
+            "nats",
+            "mean |D|, where D is a token's log-probability of the train step less that of the "
+            "older policy that drew it",
+            _ABSOLUTE,
+        ),
+        Metric("staleness_abs_diff_max", "nats", "largest of these |D|"),
+        Metric("staleness_kl", "nats", "mean of exp(D) - D - 1"),
+        Metric("staleness_ess", "share", "effective sample size of the weights exp(D)"),
+    ),
     Metric(
         "refit_checksum_ok",
         "boolean",
@@ -174,6 +187,7 @@ _TIME = (
     Metric("time_step", "s", "the step, from its first part to its last"),
     Metric("time_rollout", "s", "sampling", _SECONDS),
     Metric("time_reward", "s", "scoring that was not done during sampling", _SECONDS),
+    Metric("time_wait", "s", "waiting for a rollout that was ahead", when="rollout.ahead"),
     Metric(
         "time_old_logprobs",
         "s",

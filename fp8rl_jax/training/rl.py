@@ -15,13 +15,16 @@ One step, as `rl_step` runs it::
                               |
                             refit                                the sampler's next weights
 
-Each part waits for the one before it.
+Each part waits for the one before it. With `rollout.ahead` the rollout of a later step runs beside
+the update, and the step learns from an older one (ahead.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 import jax
@@ -38,17 +41,26 @@ from fp8rl_jax.models.lora import base_of, with_base
 from fp8rl_jax.plan import gpus
 from fp8rl_jax.plan.times import useful_flops
 from fp8rl_jax.report import summarise, write_report
-from fp8rl_jax.report.metrics import DRIFT_MAX
+from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.rl import mismatch_metrics, prepare
 from fp8rl_jax.rollout import changed_bytes, is_fresh
+from fp8rl_jax.training.ahead import Drawn, Rollouts
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.engine import Served
 from fp8rl_jax.training.optimizer import updates_made
 from fp8rl_jax.training.run import Run, non_finite_message
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.sample_step import Samples, sample_step
+from fp8rl_jax.training.sample_step import Samples
 from fp8rl_jax.training.step_record import StepRecord
+
+# Metrics of a rollout and the policy that learns from it, where that is a later one.
+_STALE = {
+    DRIFT_MEAN: "staleness_abs_diff",
+    DRIFT_MAX: "staleness_abs_diff_max",
+    "mismatch_kl": "staleness_kl",
+    "ess_ratio": "staleness_ess",
+}
 
 
 class Monitor(Protocol):
@@ -84,7 +96,7 @@ def rl_step(
     state: TrainState,
     served: Served,
     reference: TrainState | None,
-    questions: Stream,
+    rollouts: Rollouts,
     monitor: Monitor,
 ) -> StepResult:
     """Runs one step: sample, score, weigh, update, compare, refit.
@@ -94,7 +106,7 @@ def rl_step(
       state: state after the previous step; donated.
       served: result of `refit` on `state`.
       reference: a state with the reference policy; None if the algorithm needs none.
-      questions: stream from which one batch is taken, or several with dynamic sampling.
+      rollouts: rollouts that were begun; the oldest is this step's.
       monitor: monitor that may keep parts of the state before the update.
 
     Raises:
@@ -102,22 +114,25 @@ def rl_step(
       NonFiniteError: loss or gradients are not finite; the last good state is saved.
     """
     rt, engine, step = run.runtime, run.runtime.engine, int(state.step)
-    record, compiled = StepRecord(step + 1), compile_seconds()
+    record, compiled, ahead = StepRecord(step + 1), compile_seconds(), rt.config.rollout.ahead
     with record.timed("step"):
         # 1. Sample a group of responses for each question, and reward them.
         hold_settings()  # before every part, because a user's code may have changed them
         assert is_fresh(state.kv_scales, step)
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
-        rng: Any = np.asarray(state.rng)  # on the host: the engine may sample on other devices
-        key = jax.random.fold_in(jax.random.wrap_key_data(rng, impl="threefry2x32"), step)
-        show = functools.partial(run.display.rollout, step + 1)
-        samples = sample_step(rt, served, questions, key, record, show)
-        record |= engine.metrics()
+        # Keys are on the host: the engine may sample on other devices.
+        rollouts.begin(step, served, np.asarray(state.rng))
+        with record.timed("wait") if ahead else contextlib.nullcontext():
+            drawn = rollouts.oldest()
+        samples = drawn.samples
+        record |= drawn.record
+        if ahead and step % rt.config.run.check_every == 0:
+            record |= _drift_ahead(rt, state, rollouts.drawn_by(step))
 
         # 2. Log-probabilities before the update, and under the reference policy.
         hold_settings()
         rollout = samples.rollout
-        assert (samples.versions[rollout.mask] == step).all()  # drawn by this state's weights
+        assert (samples.versions[rollout.mask] == max(0, step - ahead)).all()
         batch = engine.batch(rollout, samples.prompts)
         with record.timed("old_logprobs"):
             batch = scored(rt, state, reference, batch, run.doubted or run.drifted)
@@ -128,14 +143,16 @@ def rl_step(
 
         # 4. Update; the sampler's weights are freed before it.
         hold_settings()
-        served.release()
-        monitor.keep(state, run.drifted)
-        state, logp, updates = _updates(run, state, batch, record)
+        if not ahead:
+            served.release()
+            monitor.keep(state, run.drifted)
+        state, logp, updates = _updates(run, state, batch, record, rollouts)
         _add_rates(rt, batch, updates, record)
 
         # 5. Compare log-probabilities on the first update's rows, and the weights that both read.
         first = slice(0, len(logp))
-        record |= mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
+        compared = mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
+        record |= {stale: compared[n] for n, stale in _STALE.items()} if ahead else compared
         if rt.same_forward:
             record["refit_checksum_ok"] = bool(
                 updates[0]["checksum"] == np.asarray(served.checksum)
@@ -144,13 +161,25 @@ def rl_step(
 
         # 6. Refit.
         hold_settings()
-        state = engine.advance(state, step + 1, questions.position)
+        state = engine.advance(state, step + 1, drawn.position)
+        rollouts.learnt()
         before = served.sample
         state, served = _refit(rt, state, batch, record)
         if before:
             record["refit_changed_bytes"] = float(changed_bytes(before, served.sample))
         record["time_compile"] = compile_seconds() - compiled
     return StepResult(state, served, samples, logp, record)
+
+
+def _drift_ahead(rt: Runtime, state: TrainState, drawn: Drawn | None) -> dict[str, float]:
+    """Returns the drift of a rollout that `state` has drawn, scored by the learner: the step that
+    learns from it will have another policy. {} without a rollout."""
+    if drawn is None:
+        return {}
+    samples = drawn.samples
+    batch = rt.engine.batch(samples.rollout, samples.prompts)
+    logp = rt.engine.score(state, batch)
+    return mismatch_metrics(logp, samples.rollout.logprobs, batch.mask > 0)
 
 
 def scored(
@@ -200,7 +229,7 @@ def weighed(rt: Runtime, samples: Samples, batch: Batch, record: StepRecord) -> 
 
 
 def _updates(
-    run: Run, state: TrainState, batch: Batch, record: StepRecord
+    run: Run, state: TrainState, batch: Batch, record: StepRecord, rollouts: Rollouts
 ) -> tuple[TrainState, np.ndarray, list[dict]]:
     """Makes all optimiser updates of a step. Returns the state after them, the log-probabilities of
     the first update, and the metrics of all."""
@@ -217,7 +246,7 @@ def _updates(
             state, logp, metrics = rt.engine.update(state, part)
             if not metrics["good"]:
                 if index == 0:  # later the state already contains a part of this step
-                    run.save(state)
+                    run.save(state, **rollouts.kept())
                 raise NonFiniteError(non_finite_message("RL", record["step"], metrics, index == 0))
             updates.append(metrics | {"counts": part.weights != 0})
             first = logp if first is None else first
@@ -288,12 +317,15 @@ def _reference(run: Run, state: TrainState) -> TrainState:
     return dataclasses.replace(state, **with_base(policy, base_of(state.params)))
 
 
-def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
+def run_rl(
+    run: Run, state: TrainState, monitor: Monitor, meta: Mapping[str, Any] = MappingProxyType({})
+) -> TrainState:
     """Runs RL steps from `state.step` to the end, or until the run must stop.
 
     Args:
       run: the run.
       state: state of `begin_rl`, or of a checkpoint.
+      meta: the checkpoint's metadata.
       monitor: monitor of steps that drift though they must not.
 
     Raises:
@@ -303,14 +335,28 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
     rt, config = run.runtime, run.runtime.config
     reference = _reference(run, state) if rt.algorithm.needs_reference else None
     run.display.phase("RL", config.run.steps, int(state.step), run.compile_times)
-    questions, served = _stream(rt, state), rt.engine.refit(state)
+    rollouts, served = Rollouts(rt, _stream(rt, state), run.display.rollout), rt.engine.refit(state)
+    rollouts.restore(int(state.step), meta)
+    with contextlib.closing(rollouts):
+        return _steps(run, state, served, reference, rollouts, monitor)
+
+
+def _steps(
+    run: Run,
+    state: TrainState,
+    served: Served,
+    reference: TrainState | None,
+    rollouts: Rollouts,
+    monitor: Monitor,
+) -> TrainState:
+    rt, config = run.runtime, run.runtime.config
     if not config.sft.steps and int(state.step) == 0:
         run.evaluate(state, served.weights)
     for step in range(int(state.step) + 1, config.run.steps + 1):
         try:
-            result = rl_step(run, state, served, reference, questions, monitor)
+            result = rl_step(run, state, served, reference, rollouts, monitor)
         except RewardError:
-            run.save_for_reward(state)
+            run.save_for_reward(state, **rollouts.kept())
             raise
         state, served, record = result.state, result.served, result.record
         drift = _forbidden_drift(run, record)
@@ -328,7 +374,7 @@ def run_rl(run: Run, state: TrainState, monitor: Monitor) -> TrainState:
         stopping = run.stop() is not None
         broken = drift and config.precision.zero_drift == "required"
         if last or stopping or broken or step % config.run.checkpoint_every == 0:
-            run.save(state)
+            run.save(state, **rollouts.kept())
         if broken:
             _end_for_drift(run, step, drift)
         if stopping:
@@ -340,7 +386,7 @@ def _forbidden_drift(run: Run, record: StepRecord) -> float:
     """Returns a step's largest |dlogp| if the run must have none, else 0, the same in all
     processes. Shows a warning the first time."""
     rt = run.runtime
-    drift = record[DRIFT_MAX]
+    drift = record.get(DRIFT_MAX, 0.0)
     drift = next(filter(None, processes.exchange(drift)), 0.0) if rt.zero_drift else 0.0
     if drift and not run.drifted:
         recompute = ""

@@ -22,7 +22,7 @@ from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Question, Tally
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Progress, Rollout
-from fp8rl_jax.training.engine import Prompts, Served
+from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.step_record import StepRecord
@@ -78,7 +78,8 @@ class Samples:
 
 def sample_step(
     runtime: Runtime,
-    served: Served,
+    weights: Any,
+    version: Any,
     stream: Stream,
     key: jax.Array,
     record: StepRecord,
@@ -88,7 +89,7 @@ def sample_step(
 
     Args:
       runtime: result of `make_runtime`.
-      served: the sampler's weights.
+      weights, version: the sampler's weights, and the step of their state (`Served`).
       stream: stream of questions; each round takes a batch.
       key: random key of this step.
       record: record that gets times and metrics of the samples.
@@ -102,6 +103,7 @@ def sample_step(
     wanted, rounds = config.rollout.prompts_per_step, list[Samples]()
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
+        served = weights, version
         rounds.append(_round(runtime, served, stream.next(), key, len(rounds), record, show, tally))
     tally.check()
     everything = _joined(rounds)
@@ -120,7 +122,7 @@ def sample_step(
 
 
 def _round(
-    runtime: Runtime, served: Served, questions, key, number: int, record, show, tally
+    runtime: Runtime, served: tuple[Any, Any], questions, key, number: int, record, show, tally
 ) -> Samples:
     config = runtime.config
     group = config.rollout.group_size
@@ -141,7 +143,7 @@ def _round(
         show(progress)
 
     with record.timed("rollout"):
-        rollout = runtime.engine.sample(served.weights, prompts, watch, conversations)
+        rollout = runtime.engine.sample(served[0], prompts, watch, conversations)
     turns = None
     with record.timed("reward"):
         if conversations is None:
@@ -158,7 +160,7 @@ def _round(
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
     by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
-    versions = np.where(rollout.mask, np.int32(served.version), np.int32(-1))
+    versions = np.where(rollout.mask, np.int32(served[1]), np.int32(-1))
     found = values, by_name, counts, turns
     return Samples(list(questions), rollout, versions, prompts, *found)
 

@@ -176,7 +176,9 @@ def test_every_config_fits_its_own_mesh(plan, path):
     status, output, _ = plan("--config", str(path), *words, f"--gpu={gpu}")
     assert status == 0
     assert "The train step fits: it needs" in output
-    assert "samples at once" in output and "would do best" not in output
+    slots = load_config(str(path)).rollout.slots
+    assert (f"{slots} decode at a time" if slots else "samples at once") in output
+    assert "would do best" not in output
     _check_times(output)
     (sizes, _) = re.findall(r"mesh: data (\d+), fsdp (\d+), tensor (\d+), expert (\d+)", output)
     config = load_config(str(path)).mesh

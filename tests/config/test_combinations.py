@@ -46,6 +46,7 @@ _ON: dict[str, list[str]] = {
     "continuous batching": ["rollout.slots=2"],
     "all samples at once": [],
     "pages": ["rollout.pages=9"],
+    "rollouts ahead": ["rollout.ahead=1"],
     "environment": _STEP,
     "no environment": [],
     "one reply": [],
@@ -86,6 +87,7 @@ _BESIDE = {
     ("dynamic sampling", "groups of one"): ["algo.baseline=none", "algo.scale=none"],
     ("all samples at once", "several replies"): _STEP,
     ("continuous batching", "routing replay"): ["model.num_experts=4"],
+    ("rollouts ahead", "routing replay"): ["model.num_experts=4"],
     ("continuous batching", "scales of a whole batch"): ["precision.zero_drift=report"],
 }
 

@@ -55,7 +55,8 @@ def test_terms_over_all_rounds():
     record = StepRecord(1)
     samples = sample_step(
         runtime,
-        types.SimpleNamespace(weights=None, version=7),
+        None,
+        7,
         stream,
         jax.random.key(0, impl="threefry2x32"),
         record,

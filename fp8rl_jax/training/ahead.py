@@ -1,0 +1,187 @@
+"""Rollouts that run ahead of the learner by `rollout.ahead` = s steps.
+
+::
+
+    version 0   draws the rollouts of steps 0..s
+    version t   draws the rollout of step t + s, while step t learns from what version t - s drew
+
+Which version draws what follows from numbers alone, so a run is a function of configuration and
+seed: how long rollouts, rewards and updates take changes nothing, nor does a kill. With s = 0 each
+step waits for its own rollout.
+
+In one process rollouts run in a thread. Several processes sample before they learn, in one thread:
+programs that exchange data must be started in one order everywhere.
+
+Not done: devices for rollouts alone, and with them rollouts beside updates of several processes.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fp8rl_jax.base import processes
+from fp8rl_jax.data import Stream
+from fp8rl_jax.rollout import Progress, Rollout
+from fp8rl_jax.training.engine import Prompts, Served
+from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.sample_step import Samples, sample_step
+from fp8rl_jax.training.step_record import StepRecord
+
+Show = Callable[[int, Progress], None]  # shows the progress of a step's rollout
+
+
+def step_key(rng: Any, step: int) -> jax.Array:
+    """Returns the random key of a step's rollout; `rng`: `TrainState.rng`, on the host."""
+    return jax.random.fold_in(jax.random.wrap_key_data(rng, impl="threefry2x32"), step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A finished rollout.
+
+    Attributes:
+      samples: the responses and their rewards.
+      record: the metrics of the rollout.
+      position: position of the stream of questions after it.
+    """
+
+    samples: Samples
+    record: StepRecord
+    position: int
+
+
+class Rollouts:
+    """The rollouts that were begun and not yet learnt from, the oldest first.
+
+    Attributes:
+      questions: the stream of questions.
+    """
+
+    def __init__(self, runtime: Runtime, questions: Stream, show: Show):
+        self.questions = questions
+        self._runtime, self._show = runtime, show
+        self._ahead = runtime.config.rollout.ahead
+        self._begun: collections.deque[concurrent.futures.Future[Drawn]] = collections.deque()
+        self._first = 0  # step of the oldest
+        self._thread: concurrent.futures.Executor | None = None
+        if self._ahead and processes.count() == 1:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
+
+    def begin(self, step: int, served: Served, rng: np.ndarray) -> None:
+        """Begins the rollouts up to that of `step + ahead` that were not begun, with the weights
+        `served` and the keys of `rng`."""
+        if not self._begun:
+            self._first = step
+        last = min(step + self._ahead, self._runtime.config.run.steps - 1)
+        for number in range(self._first + len(self._begun), last + 1):
+            arguments = served.weights, served.version, step_key(rng, number), number
+            if self._thread is not None:
+                self._begun.append(self._thread.submit(self._draw, *arguments))
+            else:
+                done: concurrent.futures.Future[Drawn] = concurrent.futures.Future()
+                done.set_result(self._draw(*arguments))
+                self._begun.append(done)
+
+    def oldest(self) -> Drawn:
+        """Waits for the oldest rollout; it stays until `learnt`."""
+        return self._begun[0].result()
+
+    def drawn_by(self, step: int) -> Drawn | None:
+        """Waits for the newest rollout; returns it if the state of `step` draws it."""
+        newest = self._first + len(self._begun) - 1
+        return self._begun[-1].result() if newest == step + self._ahead else None
+
+    def learnt(self) -> None:
+        """Drops the oldest rollout."""
+        self._begun.popleft()
+        self._first += 1
+
+    def close(self) -> None:
+        """Waits for the rollout that runs; begins no other."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _draw(self, weights: Any, version: Any, key: jax.Array, step: int) -> Drawn:
+        record = StepRecord(step + 1)
+
+        def show(progress: Progress) -> None:
+            if not self._ahead:
+                self._show(step + 1, progress)
+
+        samples = sample_step(self._runtime, weights, version, self.questions, key, record, show)
+        record |= self._runtime.engine.metrics()
+        return Drawn(samples, record, self.questions.position)
+
+    # For a checkpoint.
+
+    def kept(self) -> dict[str, Any]:
+        """Waits for the rollouts; returns those that succeed as a checkpoint's metadata."""
+        if not self._ahead:
+            return {}
+        places = {id(q): i for i, q in enumerate(self._runtime.questions["train"])}
+        found = []
+        for future in self._begun:
+            with contextlib.suppress(Exception):  # raised again where it is read
+                found.append(_as_json(future.result(), places))
+        return {"rollouts": found}
+
+    def restore(self, step: int, meta: Mapping[str, Any]) -> None:
+        """Takes over what `kept` returned at the checkpoint of `step`."""
+        self._first = step
+        for saved in meta.get("rollouts", []):
+            done: concurrent.futures.Future[Drawn] = concurrent.futures.Future()
+            number = step + len(self._begun)
+            done.set_result(_of_json(saved, self._runtime.questions["train"], number))
+            self.questions.position = done.result().position
+            self._begun.append(done)
+
+
+_ROWS = ("tokens", "mask", "logprobs", "finished", "lengths")  # of a Rollout
+_PROMPTS = ("tokens", "lengths", "temperature", "first_ids")  # of Prompts
+_OWN = ("versions", "rewards", "counts", "turns")  # of Samples
+
+
+def _as_json(drawn: Drawn, places: dict[int, int]) -> dict[str, Any]:
+    samples = drawn.samples
+    arrays = {"questions": np.array([places[id(question)] for question in samples.questions])}
+    parts = (("rollout", samples.rollout, _ROWS), ("prompts", samples.prompts, _PROMPTS))
+    for part, source, names in (*parts, ("own", samples, _OWN)):
+        values = {f"{part}/{name}": getattr(source, name) for name in names}
+        arrays |= {name: np.asarray(x) for name, x in values.items() if x is not None}
+    arrays |= {f"by_name/{name}": value for name, value in samples.by_name.items()}
+    arrays["key"] = np.asarray(jax.random.key_data(samples.prompts.key))
+    content = io.BytesIO()
+    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+    text = base64.b64encode(content.getvalue()).decode()
+    return {"record": dict(drawn.record), "position": drawn.position, "arrays": text}
+
+
+def _of_json(saved: dict[str, Any], questions: list, step: int) -> Drawn:
+    with np.load(io.BytesIO(base64.b64decode(saved["arrays"])), allow_pickle=False) as found:
+        arrays = dict(found)
+
+    def part(prefix: str) -> dict[str, np.ndarray]:
+        whole = f"{prefix}/"
+        return {n.removeprefix(whole): x for n, x in arrays.items() if n.startswith(whole)}
+
+    key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32")
+    samples = Samples(
+        [questions[index] for index in arrays["questions"]],
+        Rollout(**part("rollout"), taps={}),
+        prompts=Prompts(key=key, **part("prompts")),
+        by_name=part("by_name"),
+        **part("own"),
+    )
+    record = StepRecord(step + 1)
+    record |= saved["record"]
+    return Drawn(samples, record, saved["position"])

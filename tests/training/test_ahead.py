@@ -1,0 +1,133 @@
+"""Rollouts ahead of the learner: a run is a function of its configuration, whatever takes how long.
+
+What a rollout records is what its own version of the policy computes; a step that learns from an
+older one differs by staleness alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import train_process
+from tiny_run import CONFIG, overrides, reproducible
+
+from fp8rl_jax import train
+from fp8rl_jax.config import load_config
+from fp8rl_jax.training.ahead import Rollouts
+from fp8rl_jax.training.logs import read_jsonl
+
+_DRIFT, _STALE = "train_rollout_logprob_abs_diff_max", "staleness_abs_diff"
+_FIELDS = {
+    "env.reward": "dense_reward:share_at_leisure",
+    "run.steps": 5,
+    "run.check_every": 1,
+    "sft.steps": 0,
+    "eval.every": 5,
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.warmup_steps": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return {"run.cache_dir": tmp_path_factory.mktemp("cache")}
+
+
+def _run(directory, cache, ahead: int, **more) -> list[dict]:
+    """The records of a run's steps."""
+    fields = _FIELDS | cache | {name.replace("__", "."): value for name, value in more.items()}
+    arguments = overrides(directory, **fields, **{"rollout.ahead": ahead})
+    train.train(load_config(str(CONFIG), arguments))
+    return read_jsonl(directory / "run/metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def two_ahead(tmp_path_factory, cache):
+    directory = tmp_path_factory.mktemp("ahead")
+    return directory, _run(directory, cache, 2)
+
+
+def test_a_run_two_steps_ahead(two_ahead):
+    """Rollouts 0 to 2 are of the first policy. Each has drift 0 under the policy that drew it, and
+    differs from the policy that learns from it, but in the first step."""
+    _, records = two_ahead
+    drifts = [record.get(_DRIFT) for record in records]
+    assert drifts == [0.0, 0.0, 0.0, None, None], "the last two steps draw no rollout"
+    stale = [record[_STALE] for record in records]
+    assert stale[0] == 0.0 and min(stale[1:]) > 1e-3
+    assert all(record["ratio_mean"] != 1.0 for record in records[1:])
+    assert all(record["refit_checksum_ok"] for record in records)
+
+
+@pytest.mark.slow
+def test_time_changes_nothing(two_ahead, tmp_path, cache, monkeypatch):
+    """Each reward takes 0.2 s: the same records."""
+    directory, _ = two_ahead
+    monkeypatch.setenv("SOAK_SLOW", os.fspath(CONFIG))
+    _run(tmp_path, cache, 2)
+    assert reproducible(tmp_path) == reproducible(directory)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(two_ahead, tmp_path, cache, monkeypatch):
+    """A checkpoint keeps the rollouts that are ahead: SIGKILL, and the records of one piece."""
+    directory, _ = two_ahead
+    monkeypatch.setenv("SOAK_SLOW", os.fspath(CONFIG))
+    fields = _FIELDS | cache | {"run.checkpoint_every": 1, "rollout.ahead": 2}
+    process = train_process.start(tmp_path, **fields)
+    train_process.kill_after_records(process, tmp_path, "metrics", 2)
+    assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 2
+    train_process.finish(train_process.start(tmp_path, "--resume", **fields))
+    assert reproducible(tmp_path) == reproducible(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8", "f32"])
+def test_without_learning_it_is_the_run_of_today(recipe, tmp_path, cache):
+    """With a learning rate of 0 every ratio is 1, and every record but the times is the same."""
+    fields = {"optimizer__learning_rate": 0.0, "optimizer__weight_decay": 0.0, "run__steps": 3}
+    fields |= {"precision__rollout": recipe, "precision__learner": recipe}
+    now, ahead = (_run(tmp_path / str(s), cache, s, **fields) for s in (0, 1))
+    for one, other in zip(now, ahead, strict=True):
+        assert one["ratio_min"] == one["ratio_max"] == other["ratio_min"] == other["ratio_max"] == 1
+        assert other[_STALE] == 0.0
+        for name in ("reward_mean", "response_len_mean", "loss", "grad_norm", "checksum"):
+            assert one[name] == other[name], name
+
+
+@pytest.mark.slow
+def test_another_run_from_the_second_step_on(two_ahead, tmp_path, cache):
+    _, records = two_ahead
+    now = _run(tmp_path, cache, 0)
+    assert now[0]["reward_mean"] == records[0]["reward_mean"]
+    assert now[1]["reward_mean"] != records[1]["reward_mean"]
+    assert all(record[_DRIFT] == 0.0 and _STALE not in record for record in now)
+
+
+@pytest.mark.slow
+def test_dynamic_sampling_and_conversations(tmp_path, cache):
+    """Rollouts of several rounds, and such as talk to an environment, run ahead as well."""
+    fields = {"algo__dynamic_sampling": True, "env__reward": "dense_reward:an_eighth"}
+    records = _run(tmp_path / "rounds", cache, 1, **fields)
+    assert max(record["dynamic_rounds"] for record in records) > 1
+    assert all(record.get(_DRIFT, 0.0) == 0.0 for record in records)
+    fields = {"env__step": "echo_env:step", "env__max_turns": 4, "rollout__max_turn_tokens": 9}
+    records = _run(tmp_path / "turns", cache, 1, rollout__slots=8, **fields)
+    assert all(record["turns_mean"] > 2 for record in records)
+    assert [record.get(_DRIFT) for record in records] == [0.0] * 4 + [None]
+
+
+@pytest.mark.slow
+def test_a_stale_version_is_seen(tmp_path, cache, monkeypatch):
+    """Rollouts of the first version, which say that they are of the newest: drift."""
+    begin, first = Rollouts.begin, []
+
+    def stale(self, step, served, rng):
+        first.append(served.weights)
+        served.weights = first[0]
+        begin(self, step, served, rng)
+
+    monkeypatch.setattr(Rollouts, "begin", stale)
+    records = _run(tmp_path, cache, 1, precision__zero_drift="report")
+    assert records[0][_DRIFT] == 0.0 < records[1][_DRIFT]
