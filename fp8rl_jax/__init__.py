@@ -12,7 +12,7 @@
 Read first: `learner`, models/transformer.py, training/rl.py. The names of `__all__` are defined in
 `api` and `config`, which are imported, and JAX with them, when a name is first used.
 
-Not done: multi-turn dialogues, tools, asynchronous rollouts.
+Not done: rollouts on devices of their own.
 """
 
 from __future__ import annotations

@@ -410,6 +410,12 @@ PAIRS = (
     ),
     Pair("one reply", "credit by turn", "{one}", "write 'response', or set env.max_turns"),
     Pair(
+        "dynamic sampling",
+        "credit by turn",
+        "dynamic sampling leaves out groups by the rewards of whole responses",
+        "write 'response', or algo.dynamic_sampling=False",
+    ),
+    Pair(
         "continuous batching",
         "tensor parallelism",
         "continuous batching (rollout.slots) does not cut layers by columns",

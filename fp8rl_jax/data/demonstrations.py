@@ -76,21 +76,52 @@ def encode_conversation(
     Raises:
       UserError: as `encode_prompt`; several replies without `turns`, or no reply at the end.
     """
+    if not isinstance(answer, str) and len(answer) == 1:
+        answer = _contents(answer)[0]
     if isinstance(answer, str):
         prompt, response = encode_demonstration(question, answer, tokenizer, chat)
         return prompt, response, [True] * len(response)
-    if turns is None or len(answer) % 2 == 0:
-        fix = "end it with the policy's" if turns else "set env.step or env.tools"
-        raise UserError(f"a demonstration has {len(answer)} messages: {fix} ({str(answer)[:60]})")
+    contents = _contents(answer)
+    if turns is None:
+        raise UserError(
+            f"a demonstration has {len(answer)} messages: set env.step or env.tools, which say "
+            f"every second of them ({str(answer)[:60]})"
+        )
     response, drawn = list[int](), list[bool]()
-    for index, message in enumerate(answer):
+    for index, content in enumerate(contents):
         if index % 2:
-            said, _ = turns.encode(message["content"], ended=True)
+            said, _ = turns.encode(content, ended=True)
         else:
-            prompt, said = encode_demonstration(question, message["content"], tokenizer, chat)
+            prompt, said = encode_demonstration(question, content, tokenizer, chat)
         response += said
         drawn += [index % 2 == 0] * len(said)
     return prompt, response, drawn
+
+
+def _contents(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the contents of a demonstration's messages.
+
+    Raises:
+      UserError: one has no text, or replies and observations do not take turns.
+    """
+    for index, message in enumerate(messages):
+        own = index % 2 == 0
+        if not isinstance(message.get("content"), str):
+            problem = f"message {index + 1} has no text as its content (write tool calls there)"
+        elif (message.get("role") == "assistant") != own:
+            problem = f"message {index + 1} has the role {message.get('role')!r}"
+        else:
+            continue
+        raise UserError(
+            f"a demonstration begins with a reply of the assistant, and every second message is "
+            f"the environment's, but {problem}: {str(messages)[:60]}"
+        )
+    if len(messages) % 2 == 0:
+        raise UserError(
+            f"a demonstration ends with a reply of the assistant, and this one does not: "
+            f"{str(messages)[-60:]}"
+        )
+    return [message["content"] for message in messages]
 
 
 class Padded(NamedTuple):
@@ -141,7 +172,7 @@ def merges(
     examples: Sequence[tuple[Prompt, Answer]], tokenizer: Tokenizer, chat: ChatFormat | None = None
 ) -> str:
     """Returns a warning if answers merge with the last token of their prompts, else ''."""
-    firsts = ((q, a if isinstance(a, str) else a[0]["content"]) for q, a in examples)
+    firsts = ((q, a if isinstance(a, str) else _contents(a)[0]) for q, a in examples)
     changed = sum(
         encode_demonstration(question, first, tokenizer, chat)[0]
         != encode_prompt(question, tokenizer, chat)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.chat import ChatFormat
@@ -28,19 +29,21 @@ class Turns:
       chat: format of conversations; None for plain text, where an observation is a line.
       role: role of the observations in a chat.
       most: most tokens of an observation.
+      tools: function schemas that the template gets, or ().
     """
 
     tokenizer: Tokenizer
     chat: ChatFormat | None
     role: str
     most: int
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @property
     def slots(self) -> int:
         """Most tokens that `encode` returns."""
         return self.most + len(self._encode(self._between("")))
 
-    def encode(self, observation: str, ended: bool) -> tuple[list[int], bool]:
+    def encode(self, observation: str, ended: bool) -> tuple[list[int], str]:
         """Encodes an observation with what stands between two replies.
 
         Args:
@@ -48,19 +51,19 @@ class Turns:
           ended: whether the reply before it ends with an end token, which is not repeated.
 
         Returns:
-          The tokens, `slots` at most, and whether the observation was cut.
+          The tokens, `slots` at most, and the observation, which may have been cut.
         """
         said = self.tokenizer.encode(observation)
-        cut = len(said) > self.most
-        if cut:
+        if len(said) > self.most:
             observation = self.tokenizer.decode(said[: self.most])
         tokens = self._encode(self._between(observation))
         while len(tokens) > self.slots:  # a cut text may be encoded otherwise
             observation = observation[:-1]
-            tokens, cut = self._encode(self._between(observation)), True
-        if ended and tokens and tokens[0] in self.tokenizer.eos_ids:
-            tokens = tokens[1:]
-        return tokens, cut
+            tokens = self._encode(self._between(observation))
+        ends = [i for i, token in enumerate(tokens) if token in self.tokenizer.eos_ids][:1]
+        if ended and ends and not self.tokenizer.decode(tokens[: ends[0]]).strip():
+            tokens = tokens[ends[0] + 1 :]  # the reply has its end already
+        return tokens, observation
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -73,19 +76,23 @@ class Turns:
             {"role": "assistant", "content": _REPLY},
             {"role": self.role, "content": observation},
         ]
-        return self.chat.render([*_ASKED, *said]).rpartition(_REPLY)[2]
+        return self._render([*_ASKED, *said]).rpartition(_REPLY)[2]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        assert self.chat is not None
+        return self.chat.render({"messages": messages, "tools": self.tools or None})
 
     def check(self) -> None:
         """Raises UserError if the chat template writes three turns otherwise than one by one."""
         if self.chat is None:
             return
-        messages, text = list(_ASKED), self.chat.render(_ASKED)
+        messages, text = list(_ASKED), self._render(_ASKED)
         for number in range(3):
             reply, said = f"{_REPLY} {number}", f"an observation {number}"
             messages.append({"role": "assistant", "content": reply})
             messages.append({"role": self.role, "content": said})
             text += reply + self._between(said)
-        if self.chat.render(messages) != text:
+        if self._render(messages) != text:
             raise UserError(
                 f"data.chat: the chat template writes a conversation's earlier turns anew when "
                 f"others follow, with observations in the role {self.role!r}, so kept tokens would "

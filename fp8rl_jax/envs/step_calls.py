@@ -50,7 +50,11 @@ class StepForm:
         return found
 
     def _called(self, function: Callable, about: StepCall, file: str) -> Step | Failure:
-        state = pickle.loads(bytes.fromhex(about.state)) if about.state else None
+        state = None
+        if about.state:
+            state = attempt(pickle.loads, (bytes.fromhex(about.state),), {}, file)
+            if isinstance(state, Failure):
+                return state._replace(text=f"its state cannot be read back: {state.text}")
         found = attempt(function, (state, about.reply, about.row), {}, file)
         if isinstance(found, Failure):
             return found
@@ -61,9 +65,11 @@ class StepForm:
         if not isinstance(step.observation, str):
             given = type(step.observation).__name__
             return Failure("no text", f"it returned an observation of type {given}, and not a text")
-        reward = as_number(step.reward)
+        reward, done = as_number(step.reward), attempt(bool, (step.done,), {}, file)
         if isinstance(reward, Failure):
             return reward
+        if isinstance(done, Failure):
+            return done
         if not math.isnan(reward) and abs(reward) > FLOAT32_MAX:
             return Failure("no finite number", f"it returned the reward {reward}")
         kept = attempt(pickle.dumps, (step.state,), {}, file)
@@ -71,7 +77,7 @@ class StepForm:
             return kept._replace(text=f"its state cannot be pickled: {kept.text}")
         text = "" if step.state is None else kept.hex()
         observation = step.observation.encode(errors="replace").decode()
-        return Step(text, observation, reward, bool(step.done))
+        return Step(text, observation, reward, done)
 
 
 def load_step(name: str, role: str, seconds: float = 30.0, memory_gb: float = 4.0) -> Term:

@@ -249,7 +249,7 @@ def plan_learner(
             batch += gathered.dense + gathered.experts
     if resolved.config.rollout.ahead:
         shapes = weight_shapes(model, resolved.rollout_recipe, recipe)
-        batch += served_bytes(shapes, mesh)
+        batch += resolved.config.rollout.ahead * served_bytes(shapes, mesh)
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
         work,

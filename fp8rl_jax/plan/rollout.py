@@ -43,6 +43,8 @@ class RolloutPlan:
       memory: bytes of the device that a run may fill; None if unknown.
       tokens: most tokens of a sequence, prompt and response.
       slots: number of sequences that decode at a time.
+      sequences: number of sequences that hold pages at a time, if there is room: the slots, or with
+        several replies all of a step, most of which may wait for an environment.
     """
 
     weights: int
@@ -52,11 +54,12 @@ class RolloutPlan:
     memory: int | None
     tokens: int
     slots: int
+    sequences: int
 
     @property
     def wanted(self) -> int:
-        """Pages for a sequence of the greatest length in every slot."""
-        return self.slots * pages_of(self.tokens) + _SPARE_PAGES
+        """Pages for as many sequences of the greatest length as hold pages at a time."""
+        return self.sequences * pages_of(self.tokens) + _SPARE_PAGES
 
     @property
     def fitting(self) -> int | None:
@@ -164,6 +167,7 @@ def plan_rollout(
         memory=memory,
         tokens=resolved.sequence_tokens,
         slots=slots,
+        sequences=resolved.step_samples // mesh.size if resolved.step else slots,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp8rl_jax.base.by_name import choose
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.rl.advantages import BASELINES, SCALES, Baseline, Scale, token_std
+from fp8rl_jax.rl.advantages import BASELINES, SCALES, Baseline, Scale, no_scale, token_std
 from fp8rl_jax.rl.aggregation import AGGREGATIONS, Aggregation
 from fp8rl_jax.rl.corrections import CORRECTIONS, Correction, effective_sample_size
 from fp8rl_jax.rl.kl import ESTIMATORS, Estimator
@@ -160,8 +160,11 @@ def prepare(
     )
     shaped = raw + penalty.reshape(raw.shape)
     scored = ~np.isnan(raw).reshape(-1, 1)
+    scale = algorithm.scale
     if algorithm.credit_by_turn and turns is not None:
-        advantages = _from_turn_on(algorithm.baseline, shaped, mask, turns)
+        of_turn = no_scale if scale is token_std else scale
+        advantages = _from_turn_on(algorithm.baseline, of_turn, shaped, mask & scored, turns)
+        scale = token_std if scale is token_std else no_scale
     else:
         advantages = algorithm.baseline(shaped).reshape(-1, 1) * np.ones(mask.shape)
     advantages = np.where(scored, advantages, 0.0)
@@ -170,10 +173,10 @@ def prepare(
     if algorithm.kl_in_reward and algorithm.kl_coef:
         each = np.where(mask, old_logprobs.astype(np.float64) - ref_logprobs, 0.0)
         divergence = algorithm.kl_coef * np.cumsum(each[:, ::-1], axis=1)[:, ::-1]  # from t on
-    if algorithm.scale is token_std:  # REINFORCE++ subtracts the divergence, then normalises
-        advantages = algorithm.scale(advantages - divergence, shaped, mask)
+    if scale is token_std:  # REINFORCE++ subtracts the divergence, then normalises
+        advantages = scale(advantages - divergence, shaped, mask)
     else:
-        advantages = algorithm.scale(advantages, shaped, mask) - np.where(mask, divergence, 0.0)
+        advantages = scale(advantages, shaped, mask) - np.where(mask, divergence, 0.0)
 
     keep = mask.copy()
     if algorithm.mask_truncated:
@@ -201,10 +204,11 @@ def prepare(
 
 
 def _from_turn_on(
-    baseline: Baseline, rewards: np.ndarray, mask: np.ndarray, turns: np.ndarray
+    baseline: Baseline, scale: Scale, rewards: np.ndarray, mask: np.ndarray, turns: np.ndarray
 ) -> np.ndarray:
     """Returns advantages (B, R) of tokens by the rewards from their reply on: a reply is compared
-    with the group's replies of the same number. Arguments are those of `prepare`."""
+    with the group's replies of the same number, in baseline and scale. Arguments are those of
+    `prepare`."""
     begins = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
     number = np.cumsum(begins, axis=1) - 1  # of each token's reply
     before = np.cumsum(turns, axis=1) - turns  # what was given before each reply
@@ -212,8 +216,9 @@ def _from_turn_on(
     for turn in range(turns.shape[1]):
         here = mask & (number == turn)
         left = np.where(here.any(1), rewards.reshape(-1) - before[:, turn], np.nan)
-        of_rows = baseline(left.reshape(rewards.shape)).reshape(-1, 1)
-        advantages = np.where(here, of_rows, advantages)
+        left = left.reshape(rewards.shape)
+        of_rows = np.where(here, baseline(left).reshape(-1, 1), 0.0)
+        advantages = np.where(here, scale(of_rows, left, here), advantages)
     return advantages
 
 

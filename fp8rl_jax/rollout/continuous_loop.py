@@ -168,6 +168,7 @@ class ContinuousLoop:
             slots=batching.slots,
             pages=batching.pages,
             tokens=slots,
+            pauses=loop.sampler.max_turns > 1,
         )
         zero, none = jnp.zeros((1,), jnp.int32), jnp.zeros((count,), jnp.int32)
         replies = None

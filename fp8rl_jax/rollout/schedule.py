@@ -17,8 +17,10 @@ program; nothing here knows a model.
   prompt's or request's pages; sequences that still lack one, the highest numbers first, pause until
   a later turn. Tokens do not change, because a token's bits depend on its sequence alone. The
   lowest running request is never preempted, so all requests end, given `models.least_pages`.
-* **Pausing.** A request whose reply has ended may pause: it has neither slot nor pages until
-  `extend` gives it more tokens. Then it waits, as one that was preempted.
+* **Pausing.** A request whose reply has ended may pause: it has no slot until `extend` gives it
+  more tokens and it waits again. Meanwhile it keeps its pages (`Parked`), unless one that runs or
+  comes back needs them: those of the highest number are given up first, before a request is
+  preempted. A request without pages waits until some are free, or nothing else can run.
 """
 
 from __future__ import annotations
@@ -37,6 +39,18 @@ _FEW = 8  # slots that decode for each that would be worth a forward pass of pro
 
 
 @flax.struct.dataclass
+class Parked:
+    """The pages that requests without a slot keep.
+
+    Attributes:
+      table: (M, N) int32, as `Schedule.table`, of requests; cached: (M,) int32, 0 for none.
+    """
+
+    table: jax.Array
+    cached: jax.Array
+
+
+@flax.struct.dataclass
 class Schedule:
     """The state of B slots, M = Q * G requests of Q prompts, and P pages, at most N per sequence.
 
@@ -51,6 +65,7 @@ class Schedule:
       prompt_pages: (Q, N) int32, pages that a ready prompt keeps; 0 for no page.
       ready: (Q,) bool, whether a prompt's pages are filled and kept for waiting siblings.
       preemptions: (1,) int32, number of preemptions of running requests.
+      parked: pages of requests that pause or wait after a pause; None where none pauses.
     """
 
     refs: jax.Array
@@ -63,6 +78,7 @@ class Schedule:
     prompt_pages: jax.Array
     ready: jax.Array
     preemptions: jax.Array
+    parked: Parked | None = None
 
     @property
     def group_size(self) -> int:
@@ -99,10 +115,18 @@ class Schedule:
 
 
 def new_schedule(
-    prompt_lengths: jax.Array, done: jax.Array, *, slots: int, pages: int, tokens: int
+    prompt_lengths: jax.Array,
+    done: jax.Array,
+    *,
+    slots: int,
+    pages: int,
+    tokens: int,
+    pauses: bool = False,
 ) -> Schedule:
-    """Returns a schedule of waiting requests; those of `done` (M,) bool are done from the start."""
+    """Returns a schedule of waiting requests; those of `done` (M,) bool are done from the start.
+    `pauses`: whether requests may pause."""
     (prompts,), (requests,), width = prompt_lengths.shape, done.shape, pages_of(tokens)
+    none = jnp.zeros((requests,), jnp.int32)
     return Schedule(
         refs=jnp.zeros((pages,), jnp.int32).at[0].set(1),  # page 0 is not given away
         table=jnp.zeros((slots, width), jnp.int32),
@@ -114,6 +138,7 @@ def new_schedule(
         prompt_pages=jnp.zeros((prompts, width), jnp.int32),
         ready=jnp.zeros((prompts,), bool),
         preemptions=jnp.zeros((1,), jnp.int32),
+        parked=Parked(jnp.zeros((requests, width), jnp.int32), none) if pauses else None,
     )
 
 
@@ -147,11 +172,19 @@ def _evict(s: Schedule, prompts: jax.Array) -> Schedule:
 
 
 def _leave(s: Schedule, slots: jax.Array, status: int) -> Schedule:
-    """Frees the slots (and pages) that are True in `slots` (B,); sets their requests' status."""
-    pages = jnp.where(slots[:, None], s.table, 0)
+    """Frees the slots that are True in `slots` (B,), and their pages unless they are parked; sets
+    their requests' status."""
+    if status == PAUSED:
+        assert s.parked is not None
+        row = s.rows(slots)
+        table = s.parked.table.at[row].set(s.table, mode="drop")
+        cached = s.parked.cached.at[row].set(s.cached, mode="drop")
+        s = dataclasses.replace(s, parked=Parked(table, cached))
+    else:
+        pages = jnp.where(slots[:, None], s.table, 0)
+        s = dataclasses.replace(s, refs=page_pool.release(s.refs, pages))
     return dataclasses.replace(
         s,
-        refs=page_pool.release(s.refs, pages),
         status=s.status.at[s.rows(slots)].set(status, mode="drop"),
         table=jnp.where(slots[:, None], 0, s.table),
         request=jnp.where(slots, -1, s.request),
@@ -165,14 +198,32 @@ def end(s: Schedule, slots: jax.Array) -> Schedule:
 
 
 def pause(s: Schedule, slots: jax.Array) -> Schedule:
-    """Pauses the requests of slots that are True in `slots` (B,)."""
+    """Pauses the requests of slots that are True in `slots` (B,); they keep their pages."""
     return _leave(s, slots, PAUSED)
+
+
+def _give_up(s: Schedule, requests: jax.Array) -> Schedule:
+    """Releases the parked pages of requests that are True in `requests` (M,)."""
+    if s.parked is None:
+        return s
+    pages = jnp.where(requests[:, None], s.parked.table, 0)
+    parked = Parked(s.parked.table - pages, jnp.where(requests, 0, s.parked.cached))
+    return dataclasses.replace(s, refs=page_pool.release(s.refs, pages), parked=parked)
+
+
+def _last_parked(s: Schedule) -> jax.Array:
+    """Returns (M,) bool, True for the highest request that has parked pages; all False if none."""
+    if s.parked is None:
+        return jnp.zeros(s.status.shape, bool)
+    has, number = s.parked.cached > 0, jnp.arange(s.status.shape[0])
+    return has & (number == jnp.max(jnp.where(has, number, -1)))
 
 
 def extend(s: Schedule, counts: jax.Array, ends: jax.Array) -> Schedule:
     """Lets paused requests wait again, with `counts` (M,) more known tokens where that is not 0;
     ends those of `ends` (M,) bool."""
     status = jnp.where(counts > 0, WAITING, s.status)
+    s = _give_up(s, ends)
     return dataclasses.replace(
         s, lengths=s.lengths + counts, status=jnp.where(ends, DONE, status).astype(jnp.int32)
     )
@@ -229,11 +280,19 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     prompt = candidate // s.group_size
     filling = s.occupied & (s.cached < s.prompt_lengths[s.prompt] - 1)
     busy = _mark(s.prompt, filling, prompts)
-    shares = s.ready[prompt]
-    eligible = real & (shares | (~busy[prompt] & _first(prompt, real)))
-
+    ready = s.ready[prompt]
+    cached = jnp.where(ready, s.prompt_lengths[prompt] - 1, 0)
+    held = jnp.where(ready[:, None], s.prompt_pages[prompt], 0)
     full, all_shared = _prompt_pages(s.prompt_lengths[prompt])
-    first_own = jnp.where(shares, full, 0)
+    first_own, returns = jnp.where(ready, full, 0), jnp.zeros_like(ready)
+    if s.parked is not None:
+        returns = real & (s.parked.cached[candidate] > 0)
+        cached = jnp.where(returns, s.parked.cached[candidate], cached)
+        held = jnp.where(returns[:, None], s.parked.table[candidate], held)
+        first_own = jnp.where(returns, pages_of(s.parked.cached[candidate]), first_own)
+    shares = ready & ~returns
+    eligible = real & (shares | returns | (~busy[prompt] & _first(prompt, real & ~returns)))
+
     needed = (s.lengths[candidate] - 1) // PAGE + 1 - first_own
     grows = first_own + needed < width
     taken = jnp.cumsum(jnp.where(eligible, needed + grows, 0)) - grows
@@ -243,9 +302,9 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     page = jnp.arange(width)
     own = (page >= first_own[:, None]) & (page < (first_own + needed)[:, None])
     refs, pages = page_pool.allocate(s.refs, own & chosen[:, None])
-    shared = jnp.where(page < first_own[:, None], s.prompt_pages[prompt], 0)
-    shared = jnp.where(chosen[:, None], shared, 0)
-    row = pages + shared
+    begun = jnp.where((page < first_own[:, None]) & chosen[:, None], held, 0)
+    shared = jnp.where(returns[:, None], 0, begun)  # else its own already
+    row = pages + begun
     partial = chosen & shares & (full < all_shared)
 
     def last_page(pages: jax.Array) -> jax.Array:
@@ -257,9 +316,18 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
         refs=page_pool.hold(refs, shared),
         table=jnp.where(chosen[:, None], row, s.table),
         request=jnp.where(chosen, candidate, s.request),
-        cached=jnp.where(chosen, jnp.where(shares, s.prompt_lengths[prompt] - 1, 0), s.cached),
+        cached=jnp.where(chosen, cached, s.cached),
         status=jnp.where(_mark(candidate, chosen, count), RUNNING, s.status),
     )
+    if s.parked is not None:
+        back = _mark(candidate, chosen & returns, count)
+        parked = s.parked
+        parked = Parked(
+            jnp.where(back[:, None], 0, parked.table), jnp.where(back, 0, parked.cached)
+        )
+        admitted = dataclasses.replace(admitted, parked=parked)
+        short = (eligible & returns & ~chosen).any()
+        admitted = _give_up(admitted, _last_parked(admitted) & (short | stuck))
     admitted = _evict(admitted, admitted.ready & stuck)
     return admitted, last_page(s.prompt_pages[prompt]), last_page(row)
 
@@ -272,11 +340,13 @@ def _needs(s: Schedule) -> jax.Array:
 
 def _free_some(s: Schedule, short: jax.Array) -> Schedule:
     """If `short` () bool, frees the pages of a prompt that no sequence reads; if there is none,
-    those of the running request with the highest number."""
+    those of the highest parked request, else of the highest running one."""
     unread = s.ready & ~_mark(s.prompt, s.occupied, s.ready.shape[0])
     number = jnp.arange(s.ready.shape[0])
     evicted = short & (number == jnp.max(jnp.where(unread, number, -1)))
-    victim = short & ~unread.any() & s.occupied & (s.request == s.request.max())
+    spare = _last_parked(s)
+    victim = short & ~unread.any() & ~spare.any() & s.occupied & (s.request == s.request.max())
+    s = _give_up(s, spare & short & ~unread.any())
     s = _leave(_evict(s, evicted), victim, WAITING)
     return dataclasses.replace(s, preemptions=s.preemptions + victim.any())
 

@@ -9,10 +9,10 @@ Which version draws what follows from numbers alone, so a run is a function of c
 seed: how long rollouts, rewards and updates take changes nothing, nor does a kill. With s = 0 each
 step waits for its own rollout.
 
-In one process rollouts run in a thread. Several processes sample before they learn, in one thread:
-programs that exchange data must be started in one order everywhere.
+On one device rollouts run in a thread. On several, sampling comes before learning, in one thread:
+programs that exchange data must be started in one order on all devices.
 
-Not done: devices for rollouts alone, and with them rollouts beside updates of several processes.
+Not done: devices for rollouts alone, and with them rollouts beside updates on several devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import base64
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import io
 from collections.abc import Callable, Mapping
@@ -29,7 +28,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax.base import processes
 from fp8rl_jax.data import Stream
 from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training.engine import Prompts, Served
@@ -74,7 +72,7 @@ class Rollouts:
         self._begun: collections.deque[concurrent.futures.Future[Drawn]] = collections.deque()
         self._first = 0  # step of the oldest
         self._thread: concurrent.futures.Executor | None = None
-        if self._ahead and processes.count() == 1:
+        if self._ahead and runtime.mesh.size == 1:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
 
     def begin(self, step: int, served: Served, rng: np.ndarray) -> None:
@@ -84,7 +82,8 @@ class Rollouts:
             self._first = step
         last = min(step + self._ahead, self._runtime.config.run.steps - 1)
         for number in range(self._first + len(self._begun), last + 1):
-            arguments = served.weights, served.version, step_key(rng, number), number
+            # Numbers of the host: the update gives away the state's arrays.
+            arguments = served.weights, int(served.version), step_key(rng, number), number
             if self._thread is not None:
                 self._begun.append(self._thread.submit(self._draw, *arguments))
             else:
@@ -101,6 +100,10 @@ class Rollouts:
         newest = self._first + len(self._begun) - 1
         return self._begun[-1].result() if newest == step + self._ahead else None
 
+    def wait(self) -> None:
+        """Waits until no rollout runs: an evaluation needs the memory of one."""
+        concurrent.futures.wait(self._begun)
+
     def learnt(self) -> None:
         """Drops the oldest rollout."""
         self._begun.popleft()
@@ -111,7 +114,7 @@ class Rollouts:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _draw(self, weights: Any, version: Any, key: jax.Array, step: int) -> Drawn:
+    def _draw(self, weights: Any, version: int, key: jax.Array, step: int) -> Drawn:
         record = StepRecord(step + 1)
 
         def show(progress: Progress) -> None:
@@ -125,14 +128,17 @@ class Rollouts:
     # For a checkpoint.
 
     def kept(self) -> dict[str, Any]:
-        """Waits for the rollouts; returns those that succeed as a checkpoint's metadata."""
+        """Waits for the rollouts; returns those before the first that fails, as a checkpoint's
+        metadata. Its error is raised where it is read; a resumed run draws it with newer weights.
+        """
         if not self._ahead:
             return {}
         places = {id(q): i for i, q in enumerate(self._runtime.questions["train"])}
         found = []
         for future in self._begun:
-            with contextlib.suppress(Exception):  # raised again where it is read
-                found.append(_as_json(future.result(), places))
+            if future.exception() is not None:
+                break
+            found.append(_as_json(future.result(), places))
         return {"rollouts": found}
 
     def restore(self, step: int, meta: Mapping[str, Any]) -> None:

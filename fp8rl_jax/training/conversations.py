@@ -50,7 +50,7 @@ class _Episode:
       call: the step that was called last, until its result is read.
       finished: True if the environment ended it, False if there was no room for another reply; None
         otherwise.
-      cut: number of observations that were cut.
+      cut: number of observations that were cut; errors: of steps that failed.
     """
 
     question: Question
@@ -60,6 +60,17 @@ class _Episode:
     call: concurrent.futures.Future | None = None
     finished: bool | None = None
     cut: int = 0
+    errors: int = 0
+
+
+class _End(NamedTuple):
+    """What all processes learn of an `_Episode`."""
+
+    said: list[dict[str, str]]
+    rewards: list[float]
+    finished: bool | None
+    cut: int
+    errors: int
 
 
 class Conversations:
@@ -142,12 +153,12 @@ class Conversations:
             episode.finished = True
             return _Answer(row, [])
         ended = int(rollout.tokens[row, length - 1]) in self._turns.tokenizer.eos_ids
-        tokens, cut = self._turns.encode(step.observation, ended)
+        tokens, observation = self._turns.encode(step.observation, ended)
         if length + len(tokens) >= self._most:  # no room for a reply
             episode.finished = False
             return _Answer(row, [])
-        episode.cut += cut
-        episode.said.append({"role": self._turns.role, "content": step.observation})
+        episode.cut += observation != step.observation
+        episode.said.append({"role": self._turns.role, "content": observation})
         return _Answer(row, tokens)
 
     def _result(self, row: int) -> Step | None:
@@ -157,6 +168,7 @@ class Conversations:
         step = self._tally.value(self._term.said, episode.call.result())
         episode.call = None
         episode.rewards.append(np.nan if step is None else step.reward)
+        episode.errors += step is None
         if step is not None:
             episode.state = step.state
         return step
@@ -170,19 +182,25 @@ class Conversations:
         ends = {row: end for part in parts for row, end in part.items()}
         said = [ends[row].said for row in range(self._count)]
         rewards = np.zeros((self._count, max(1, *(len(end.rewards) for end in ends.values()))))
-        finished, cut = np.array(rollout.finished), sum(end.cut for end in ends.values())
+        finished = np.array(rollout.finished)
         for row, end in ends.items():
             rewards[row, : len(end.rewards)] = end.rewards
             finished[row] = finished[row] if end.finished is None else end.finished
-        return dataclasses.replace(rollout, finished=finished), Conversed(said, rewards, cut)
+        cut, errors = (sum(getattr(end, n) for end in ends.values()) for n in ("cut", "errors"))
+        return dataclasses.replace(rollout, finished=finished), Conversed(
+            said, rewards, cut, errors
+        )
 
-    def _own_result(self) -> dict[int, _Episode]:
+    def _own_result(self) -> dict[int, _End]:
         for row, episode in self._episodes.items():
             if episode.call is not None:
                 step = self._result(row)
                 if step is not None and step.done:
                     episode.finished = True
-        return self._episodes
+        return {
+            row: _End(e.said, e.rewards, e.finished, e.cut, e.errors)
+            for row, e in self._episodes.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,17 +211,13 @@ class Conversed:
       said: the messages after each response's prompt.
       rewards: (B, K), what the environment gave for each reply; 0 where there was none, nan where
         its step failed.
-      cut: number of observations that were cut.
+      cut: number of observations that were cut; errors: of steps that failed.
     """
 
     said: list[list[dict[str, str]]]
     rewards: np.ndarray
     cut: int
-
-    @property
-    def counts(self) -> np.ndarray:
-        """(B,), replies of each response."""
-        return np.array([sum(m["role"] == "assistant" for m in said) for said in self.said])
+    errors: int
 
     def scored(self, rewards: Rewards, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Adds the rewards of the conversations, whose responses are the last replies, to what the

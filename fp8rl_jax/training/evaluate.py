@@ -97,7 +97,8 @@ def _evaluate(
             texts += runtime.text.decode(rollout.tokens[:rows], rollout.mask[:rows])
         else:
             _, conversed = conversations.result(rollout)
-            values.append(conversed.scored(scoring, tally)[0])
+            by_name = conversed.scored(scoring, tally)[1]
+            values.append(np.sum([by_name[name] for name in ("env", *scoring.names)], axis=0))
             texts += [transcript(said) for said in conversed.said]
         length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
     found = np.concatenate(values).reshape(-1, group)

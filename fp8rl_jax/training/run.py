@@ -99,8 +99,11 @@ class Run:
         at = f"{self.phase} step {int(state.step)}"
         self.display.note(f"the state after {at} is saved; --resume goes on from there")
 
-    def evaluate(self, state: TrainState, weights) -> None:
-        """Evaluates the weights of a state, and logs the results.
+    def evaluate(
+        self, state: TrainState, weights, kept: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        """Evaluates the weights of a state, and logs the results. `kept`: further metadata of a
+        checkpoint, if one is saved.
 
         Raises:
           RewardError: every call of the reward failed; the resumed run evaluates again.
@@ -109,7 +112,7 @@ class Run:
         try:
             evaluations = evaluate(self.runtime, weights, self.phase, int(state.step))
         except RewardError:
-            self.save_for_reward(state, evaluation_failed=True)
+            self.save_for_reward(state, evaluation_failed=True, **kept())
             raise
         self.logs.write_evaluations(evaluations)
         self.display.evaluations([evaluation.record for evaluation in evaluations])

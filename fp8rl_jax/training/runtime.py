@@ -26,7 +26,7 @@ from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ChatFormat, Tokenizer, Turns, load_tokenizer, with_turn_end
-from fp8rl_jax.envs import Data, Question, Tally
+from fp8rl_jax.envs import Data, Question, Tally, tool_schemas
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.plan.refuse import check_rollout_memory
 from fp8rl_jax.training.conversations import Conversations
@@ -74,7 +74,7 @@ class Runtime(Resolved):
         slots = rollout.max_prompt_tokens, rollout.max_new_tokens
         return Text(self.tokenizer, self.chat, *slots, self.turns)
 
-    @property
+    @functools.cached_property
     def turns(self) -> Turns | None:
         """The form of conversations with an environment; None for responses of one reply."""
         return None if self.step is None else turns_of(self.config, self.tokenizer, self.chat)
@@ -148,6 +148,12 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     if resolved.step is not None:
         turns = turns_of(config, tokenizer, chat)
         turns.check()
+        least, room = turns.slots - turns.most + 3, config.rollout.max_new_tokens
+        if room < least:
+            raise UserError(
+                f"rollout.max_new_tokens is {room}, and two replies with what stands between them "
+                f"take {least} at least: raise it to what whole conversations take"
+            )
     data = load_data(config, tokenizer, chat, turns) if with_questions else Data({})
     checks.check_platform(resolved)
     hold_settings()  # the user's modules, imported by now, may have changed them
@@ -165,7 +171,8 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
 def turns_of(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Turns:
     """Returns the form of a configuration's conversations."""
     most = config.rollout.max_observation_tokens
-    return Turns(tokenizer, chat, config.env.observation_role, most)
+    tools = tool_schemas(config.env.tools) if chat is not None else ()
+    return Turns(tokenizer, chat, config.env.observation_role, most, tools)
 
 
 def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:

@@ -79,7 +79,7 @@ class Samples:
 def sample_step(
     runtime: Runtime,
     weights: Any,
-    version: Any,
+    version: int,
     stream: Stream,
     key: jax.Array,
     record: StepRecord,
@@ -110,6 +110,8 @@ def sample_step(
     if np.isnan(everything.rewards).all():
         raise tally.nothing_scored("no response")
     record.add_rollout(everything.rollout, everything.rewards, everything.by_name)
+    if runtime.step is not None:
+        record.add_turns(everything.rollout.mask)
     if not config.algo.dynamic_sampling:
         return everything
     # Groups that count come first, each kind in the order of sampling.
@@ -122,7 +124,7 @@ def sample_step(
 
 
 def _round(
-    runtime: Runtime, served: tuple[Any, Any], questions, key, number: int, record, show, tally
+    runtime: Runtime, served: tuple[Any, int], questions, key, number: int, record, show, tally
 ) -> Samples:
     config = runtime.config
     group = config.rollout.group_size

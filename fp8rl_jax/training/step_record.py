@@ -65,10 +65,14 @@ class StepRecord(dict[str, Any]):
             self.update({f"reward/{n}": float(np.nanmean(v)) for n, v in given.items()})
 
     def add_conversations(self, conversed: Conversed) -> None:
-        """Adds how many replies responses had, and what became of the environment's answers."""
-        self["turns_mean"] = float(conversed.counts.mean())
-        self["env_errors"] = int(np.isnan(conversed.rewards).sum())
-        self["observations_cut"] = conversed.cut
+        """Counts what became of the environment's answers in a rollout."""
+        self["env_errors"] = self.get("env_errors", 0) + conversed.errors
+        self["observations_cut"] = self.get("observations_cut", 0) + conversed.cut
+
+    def add_turns(self, mask: np.ndarray) -> None:
+        """Adds the mean number of replies of responses whose drawn tokens are in `mask` (B, R)."""
+        before = np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+        self["turns_mean"] = float((mask & ~before).sum(1).mean())
 
     def add_updates(
         self, updates: Sequence[dict], tokens: float, model: ModelConfig, learner: Recipe

@@ -86,6 +86,7 @@ _BESIDE = {
     ],
     ("dynamic sampling", "groups of one"): ["algo.baseline=none", "algo.scale=none"],
     ("all samples at once", "several replies"): _STEP,
+    ("dynamic sampling", "credit by turn"): [*_STEP, "env.max_turns=3", "rollout.slots=2"],
     ("continuous batching", "routing replay"): ["model.num_experts=4"],
     ("rollouts ahead", "routing replay"): ["model.num_experts=4"],
     ("continuous batching", "scales of a whole batch"): ["precision.zero_drift=report"],

@@ -56,25 +56,43 @@ def _text(tokens: list[int]) -> str:
 def test_plain_text_is_a_line():
     turns = _turns(most=5)
     assert turns.slots == 6
-    assert turns.encode("<", True) == ([*b"<\n"], False)
-    assert turns.encode("", True) == ([*b"\n"], False)
-    assert turns.encode("123456", False) == ([*b"12345\n"], True)
+    assert turns.encode("<", True) == ([*b"<\n"], "<")
+    assert turns.encode("", True) == ([*b"\n"], "")
+    assert turns.encode("123456", False) == ([*b"12345\n"], "12345")
 
 
 def test_the_template_writes_around_it():
     """After a reply that drew its end token, that token is not written again."""
     turns = _turns(_CHATML)
-    tokens, cut = turns.encode("7", ended=False)
-    assert (_text(tokens), cut) == ("\x04\n<|tool|>7\x04\n<|assistant|>", False)
+    tokens, said = turns.encode("7", ended=False)
+    assert (_text(tokens), said) == ("\x04\n<|tool|>7\x04\n<|assistant|>", "7")
     assert _text(turns.encode("7", ended=True)[0]) == "\n<|tool|>7\x04\n<|assistant|>"
     assert turns.slots == 20 + len("\x04\n<|tool|>\x04\n<|assistant|>")
 
 
 def test_long_observations_are_cut():
     turns = _turns(_CHATML, most=3)
-    tokens, cut = turns.encode("äöü", ended=True)  # half of a character is left
-    assert cut and len(tokens) <= turns.slots
-    assert _text(tokens).startswith("\n<|tool|>ä")
+    tokens, said = turns.encode("äöü", ended=True)  # half of a character is left
+    assert said == "ä" and len(tokens) <= turns.slots
+    assert _text(tokens).startswith("\n<|tool|>ä\x04")
+
+
+def test_an_end_behind_white_space_is_not_repeated():
+    """As templates of Llama 2 write it."""
+    turns = _turns(_CHATML.replace("\x04", " \x04"))
+    assert _text(turns.encode("7", ended=True)[0]) == "\n<|tool|>7 \x04\n<|assistant|>"
+    assert _text(turns.encode("7", ended=False)[0]).startswith(" \x04\n<|tool|>")
+
+
+def test_the_template_gets_the_tools():
+    shown = "{% if tools %}[{{ tools | length }} tools]{% endif %}"
+    turns = _turns(_CHATML.replace("{% for", shown + "{% for").replace("<|tool|>", "<|t|>"))
+    template = (
+        "{% for m in messages %}<{{ m.role if tools else 'none' }}>{{ m.content }}{% endfor %}"
+    )
+    with_tools = dataclasses.replace(_turns(template), tools=[{"name": "f"}])
+    assert _text(with_tools.encode("7", True)[0]) == "<tool>7"
+    assert turns.slots == dataclasses.replace(turns, tools=[{}]).slots
 
 
 def test_a_conversation_is_its_rendering():
@@ -93,7 +111,10 @@ def test_a_conversation_is_its_rendering():
 
 
 def test_demonstrations_teach_replies_alone():
-    shown = [{"content": "5"}, {"content": "<"}, {"content": "42"}]
+    shown = [
+        {"role": role, "content": text}
+        for role, text in (("assistant", "5"), ("tool", "<"), ("assistant", "42"))
+    ]
     found = pad_demonstrations([("a", shown), ("bc", "7")], ByteTokenizer(), 4, 9, turns=_turns())
     eos, pad = ByteTokenizer().eos_id, ByteTokenizer().pad_id
     assert found.targets.tolist()[0] == [*b"5", eos, *b"<\n42", eos, pad, pad]
@@ -101,8 +122,15 @@ def test_demonstrations_teach_replies_alone():
     assert found.ends.tolist() == [7, 2] and found.lengths.tolist() == [3, 4]
     with pytest.raises(UserError, match=r"set env\.step or env\.tools"):
         pad_demonstrations([("a", shown)], ByteTokenizer(), 4, 9)
-    with pytest.raises(UserError, match="end it with the policy's"):
-        pad_demonstrations([("a", shown[:2])], ByteTokenizer(), 4, 9, turns=_turns())
+    for wrong, said in (
+        (shown[:2], "ends with a reply of the assistant"),
+        (shown[1:], "message 1 has the role 'tool'"),
+        ([*shown[:2], {"role": "assistant", "content": None}], "message 3 has no text"),
+    ):
+        with pytest.raises(UserError, match=said):
+            pad_demonstrations([("a", wrong)], ByteTokenizer(), 4, 9, turns=_turns())
+    one = pad_demonstrations([("a", shown[:1])], ByteTokenizer(), 4, 9)
+    assert one.targets.tolist()[0][:2] == [*b"5", eos], "one reply needs no environment"
 
 
 def test_templates_that_cannot_go_on():

@@ -35,6 +35,7 @@ def infinite(state, reply, row): return Step(None, "", math.inf)
 def worth(state, reply, row): return Step(None, "", "1")
 def holds(state, reply, row): return Step(lambda: 0, "")
 def sleeps(state, reply, row): time.sleep(30)
+def many(state, reply, row): return Step(None, "", 0.0, __import__("numpy").zeros(2))
 def two(state, reply): return Step(state)
 def half(state, reply, row): return Step(None, "\\ud800")
 
@@ -92,6 +93,7 @@ def test_results_of_every_form():
         ("infinite", "no finite number", "the reward inf"),
         ("worth", "no number", "a value of type str"),
         ("holds", "AttributeError", "its state cannot be pickled"),
+        ("many", "ValueError", "truth value of an array"),
         ("sleeps", "time limit", "longer than env.reward_timeout = 0.5 s"),
     ],
 )

@@ -16,6 +16,13 @@ def share_at_leisure(prompt: str, response: str, answer: str) -> float:
     return share_of_even_bytes(prompt, response, answer)
 
 
+def share_or_failure(prompt: str, response: str, answer: str) -> float:
+    """`share_of_even_bytes`; fails while the file that $SOAK_FAILS names is there."""
+    if os.path.exists(os.environ.get("SOAK_FAILS", "")):
+        raise OSError("the server is down")
+    return share_of_even_bytes(prompt, response, answer)
+
+
 def an_eighth(prompt: str, response: str, answer: str) -> float:
     """1 for about one response in eight, so that most groups of four have equal rewards."""
     return float(sum(response.encode()) % 8 == 0)

@@ -141,6 +141,7 @@ def _plan(**changes) -> RolloutPlan:
         memory=None,
         tokens=200,
         slots=8,
+        sequences=8,
     )
     return RolloutPlan(**{**sizes, **changes})
 

@@ -31,7 +31,10 @@ def test_what_only_some_runs_write_is_computed_somewhere():
     """Every part of such a name, around its placeholders, is in a text of the sources."""
     package = pathlib.Path(metrics.__file__).parents[1]
     text = "".join(p.read_text() for room in _SOURCES for p in (package / room).glob("*.py"))
-    names = {m.name for rows in FILES.values() for m in rows if m.when} - {"time_calibrate", "time_wait"}
+    names = {m.name for rows in FILES.values() for m in rows if m.when} - {
+        "time_calibrate",
+        "time_wait",
+    }
     parts = {part for name in names for part in re.split("[A-Z]+", name) if part not in "/_"}
     assert not {part for part in parts if not re.search(rf"\W{part}\W|{part}=", text)}
     assert 'timed("calibrate")' in text, "time_calibrate"

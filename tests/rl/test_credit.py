@@ -89,3 +89,13 @@ def test_the_length_counts_what_the_environment_said():
     algorithm = dataclasses.replace(_algorithm(), length=3, overlong_buffer=2, overlong_factor=1.0)
     found = _prepared(algorithm, mask, turns, turns.sum(1) + last, 4)
     assert found.metrics["overlong_penalty_mean"] == -1.0
+
+
+def test_a_group_is_scaled_by_its_replies_of_the_same_number():
+    """Not by the deviation of whole responses, which may be 0 where their replies differ."""
+    turns = np.array([[0.5, 0.5], [0.0, 1.0]])
+    mask = np.zeros((2, _SLOTS), bool)
+    mask[:, [0, 3]] = True
+    found = _prepared(_algorithm(scale="group_std"), mask, turns, turns.sum(1), 2)
+    np.testing.assert_allclose(found.advantages[:, 3], [-1, 1], atol=1e-3)
+    np.testing.assert_allclose(found.advantages[:, 0], 0.0)

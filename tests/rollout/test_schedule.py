@@ -16,7 +16,7 @@ import pytest
 
 from fp8rl_jax.models import PAGE, least_pages, pages_of
 from fp8rl_jax.rollout import page_pool, schedule
-from fp8rl_jax.rollout.schedule import DONE, RUNNING
+from fp8rl_jax.rollout.schedule import DONE, PAUSED, RUNNING, WAITING
 
 _CHUNK, _TOGETHER = 48, 3
 
@@ -35,18 +35,28 @@ class _Turn:
     drew: np.ndarray
 
 
+_NEVER = 2**30
+
+
 @jax.jit
-def _turn(s: schedule.Schedule, targets: jax.Array) -> tuple:
+def _turn(s: schedule.Schedule, targets: jax.Array, stops: jax.Array | int = _NEVER) -> tuple:
     """A turn as continuous_loop.py takes it, with one pass of prompts at most; a request ends
-    with its target's length."""
+    with its target's length, and pauses with the length of its stop."""
     admitted, source, target = schedule.admit(s)
     slots, counts = schedule.to_prefill(admitted, _CHUNK, _TOGETHER)
     counts *= schedule.wants_prefill(schedule.prefill_counts(admitted), _TOGETHER)
     filled = schedule.prefilled(admitted, slots, counts)
     roomy, draws = schedule.make_room(filled)
     after = schedule.decoded(roomy, draws)
-    ended = draws & (after.known >= targets[jnp.maximum(after.request, 0)])
+    request = jnp.maximum(after.request, 0)
+    ended = draws & (after.known >= targets[request])
+    if s.parked is not None:
+        after = schedule.pause(after, draws & ~ended & (after.known >= stops[request]))
+        ended &= after.occupied
     return admitted, source, target, slots, counts, roomy, schedule.end(after, ended), draws
+
+
+_extend = jax.jit(schedule.extend)
 
 
 class _Memory:
@@ -84,6 +94,13 @@ class _Memory:
         """Every slot reads its own sequence; every reference is counted; nobody shares its own."""
         counts = np.bincount(s.table.ravel(), minlength=len(self.names))
         counts += np.bincount(s.prompt_pages.ravel(), minlength=len(self.names))
+        if s.parked is not None:
+            counts += np.bincount(s.parked.table.ravel(), minlength=len(self.names))
+            for request in np.flatnonzero(s.parked.cached):
+                own, cached = s.parked.table[request], s.parked.cached[request]
+                found = self.names[own].reshape(-1)[:cached]
+                np.testing.assert_array_equal(found, self.expected(request, cached))
+                assert s.status[request] in (PAUSED, WAITING)
         counts[0] = 1
         np.testing.assert_array_equal(s.refs, counts)
         busy = s.request >= 0
@@ -95,25 +112,42 @@ class _Memory:
         assert (s.status == RUNNING).sum() == busy.sum() == len(set(s.request[busy]))
 
 
-def _run(requests: int, group: int, slots: int, pages: int, seed: int = 0, most: int = 200) -> dict:
-    """Random prompts and responses through the schedule until all are done."""
+def _run(
+    requests: int,
+    group: int,
+    slots: int,
+    pages: int,
+    seed: int = 0,
+    most: int = 200,
+    pauses: bool = False,
+) -> dict:
+    """Random prompts and responses through the schedule until all are done; with `pauses` they are
+    extended now and then, by up to 70 tokens that were not drawn."""
     rng = np.random.default_rng(seed)
     prompts = requests // group
     lengths = rng.choice([1, 2, 30, 63, 64, 65, 66, 128, 129, 150], prompts).astype(np.int32)
     new = np.where(rng.random(requests) < 0.06, rng.integers(1, most, requests), 1)
-    new = np.maximum(new, rng.integers(1, 5, requests)).astype(np.int32)
+    new = np.maximum(new, rng.integers(1, 120 if pauses else 5, requests)).astype(np.int32)
     targets = np.repeat(lengths, group) + new
     tokens = 150 + most
     never = rng.random(requests) < 0.01
     s = schedule.new_schedule(
-        jnp.asarray(lengths), jnp.asarray(never), slots=slots, pages=pages, tokens=tokens
+        jnp.asarray(lengths),
+        jnp.asarray(never),
+        slots=slots,
+        pages=pages,
+        tokens=tokens,
+        pauses=pauses,
     )
+    starts = np.repeat(lengths, group)
+    stops = starts + rng.integers(1, 20, requests) if pauses else np.full(requests, _NEVER)
+    paused = kept = 0
     memory = _Memory(pages, lengths, group)
     turns = admissions = 0
     shared = False
     before = jax.device_get(s)
     while (before.status != DONE).any():
-        turn = _Turn(*jax.device_get(_turn(s, targets)))
+        turn = _Turn(*jax.device_get(_turn(s, targets, np.int32(stops))))
         s = turn.after
         memory.follow(turn)
         memory.check(turn.after)
@@ -124,9 +158,21 @@ def _run(requests: int, group: int, slots: int, pages: int, seed: int = 0, most:
             or turn.drew.any()
             or (before.request != s.request).any()
             or (before.ready != s.ready).any()
+            or (pauses and (before.parked.cached != s.parked.cached).any())
         )
         assert progressed, "a turn admits, prefills, draws, preempts, shares or evicts"
-        before, turns = turn.after, turns + 1
+        waits = np.flatnonzero(s.status == PAUSED)
+        if len(waits) and (rng.random() < 0.2 or not (s.status <= RUNNING).any()):
+            chosen, more = rng.choice(waits, 1 + len(waits) // 2), np.zeros(requests, np.int32)
+            more[chosen] = rng.integers(1, 70, len(chosen))
+            more = np.minimum(more, np.maximum(targets - s.lengths - 1, 0)).astype(np.int32)
+            ends = np.isin(np.arange(requests), chosen) & (more == 0)
+            targets = np.where(ends, s.lengths, targets)
+            paused, kept = paused + len(chosen), kept + np.count_nonzero(s.parked.cached[chosen])
+            s = jax.device_get(_extend(s, more, ends))
+            stops = np.where(more > 0, s.lengths + rng.integers(1, 20, requests), stops)
+            memory.check(s)
+        before, turns = s, turns + 1
         assert turns < 100 * requests, "no request may wait for ever"
     lengths_now = np.where(never, np.repeat(lengths, group), targets)
     np.testing.assert_array_equal(before.lengths, lengths_now)
@@ -137,6 +183,8 @@ def _run(requests: int, group: int, slots: int, pages: int, seed: int = 0, most:
         "wanted": int((~never).sum()),
         "shared": shared,
         "preemptions": int(before.preemptions[0]),
+        "paused": paused,
+        "kept": kept,
     }
 
 
@@ -162,6 +210,25 @@ def test_shapes(group, slots, pages):
     found = _run(requests=120, group=group, slots=slots, pages=pages, seed=group)
     roomy = pages >= slots * pages_of(350)
     assert roomy <= (found["preemptions"] == 0), "nothing is preempted where all have room"
+
+
+@pytest.mark.parametrize(
+    ("slots", "pages"),
+    [
+        pytest.param(5, least_pages(350) + 3, id="few pages"),
+        pytest.param(16, 700, id="room for all", marks=pytest.mark.slow),
+        pytest.param(1, least_pages(350), id="one slot", marks=pytest.mark.slow),
+    ],
+)
+def test_pauses(slots, pages):
+    """Requests that pause keep their pages where there is room, and lose them where others need
+    them; either way each has its own tokens, and all end."""
+    found = _run(requests=120, group=3, slots=slots, pages=pages, seed=slots, pauses=True)
+    assert found["paused"] > 100
+    if pages == 700:
+        assert found["kept"] == found["paused"] and found["preemptions"] == 0
+    else:
+        assert 0 < found["kept"] < found["paused"]
 
 
 def test_a_prompt_is_stored_once():

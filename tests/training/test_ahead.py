@@ -13,6 +13,7 @@ import train_process
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import train
+from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.training.ahead import Rollouts
 from fp8rl_jax.training.logs import read_jsonl
@@ -60,13 +61,36 @@ def test_a_run_two_steps_ahead(two_ahead):
     assert all(record["refit_checksum_ok"] for record in records)
 
 
+def _without_checks(directory) -> dict[str, list[dict]]:
+    """The records without drift, which only steps that wait for their rollouts have."""
+    names = (
+        "train_rollout",
+        "logprob_equal",
+        "token_mult",
+        "mismatch",
+        "chi2",
+        "ess",
+        "tis",
+        "drift",
+    )
+    return {
+        log: [{k: v for k, v in row.items() if not k.startswith(names)} for row in rows]
+        for log, rows in reproducible(directory).items()
+    }
+
+
 @pytest.mark.slow
-def test_time_changes_nothing(two_ahead, tmp_path, cache, monkeypatch):
-    """Each reward takes 0.2 s: the same records."""
-    directory, _ = two_ahead
+@pytest.mark.parametrize("recipe", ["fp8", "f32"])
+def test_time_changes_nothing(recipe, tmp_path, cache, monkeypatch):
+    """Each reward takes 0.2 s, so that the learner updates while a rollout runs; without that, and
+    with a rollout that each step waits for: the same records."""
+    fields = {"precision__rollout": recipe, "precision__learner": recipe}
+    _run(tmp_path / "waits", cache, 2, **fields)
     monkeypatch.setenv("SOAK_SLOW", os.fspath(CONFIG))
-    _run(tmp_path, cache, 2)
-    assert reproducible(tmp_path) == reproducible(directory)
+    _run(tmp_path / "beside", cache, 2, run__check_every=99, **fields)
+    assert _without_checks(tmp_path / "beside") == _without_checks(tmp_path / "waits")
+    waited = [r["time_wait"] for r in read_jsonl(tmp_path / "beside/run/metrics.jsonl")]
+    assert max(waited[1:]) > 0.1, "rewards end after the update"
 
 
 @pytest.mark.slow
@@ -75,11 +99,12 @@ def test_killed_and_resumed(two_ahead, tmp_path, cache, monkeypatch):
     directory, _ = two_ahead
     monkeypatch.setenv("SOAK_SLOW", os.fspath(CONFIG))
     fields = _FIELDS | cache | {"run.checkpoint_every": 1, "rollout.ahead": 2}
+    fields["run.check_every"] = 99
     process = train_process.start(tmp_path, **fields)
     train_process.kill_after_records(process, tmp_path, "metrics", 2)
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 2
     train_process.finish(train_process.start(tmp_path, "--resume", **fields))
-    assert reproducible(tmp_path) == reproducible(directory)
+    assert _without_checks(tmp_path) == _without_checks(directory)
 
 
 @pytest.mark.slow
@@ -116,6 +141,20 @@ def test_dynamic_sampling_and_conversations(tmp_path, cache):
     records = _run(tmp_path / "turns", cache, 1, rollout__slots=8, **fields)
     assert all(record["turns_mean"] > 2 for record in records)
     assert [record.get(_DRIFT) for record in records] == [0.0] * 4 + [None]
+
+
+@pytest.mark.slow
+def test_rewards_that_fail_and_a_longer_run(tmp_path, cache, monkeypatch):
+    """A rollout whose rewards fail stops the run; mended and resumed, it ends, and may go on."""
+    monkeypatch.setenv("SOAK_FAILS", os.fspath(CONFIG))
+    with pytest.raises(RewardError):
+        _run(tmp_path, cache, 2, env__reward="dense_reward:share_or_failure")
+    monkeypatch.delenv("SOAK_FAILS")
+    fields = _FIELDS | cache | {"env.reward": "dense_reward:share_or_failure", "rollout.ahead": 2}
+    for steps in (5, 7):
+        fields["run.steps"] = steps
+        assert train.train(load_config(str(CONFIG), overrides(tmp_path, **fields)), True).finished
+    assert [r["step"] for r in read_jsonl(tmp_path / "run/metrics.jsonl")] == [*range(1, 8)]
 
 
 @pytest.mark.slow

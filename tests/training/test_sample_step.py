@@ -49,6 +49,7 @@ def test_terms_over_all_rounds():
         engine=_Engine(),
         text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
         layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
+        step=None,
         conversations=lambda *of_rows: None,
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
