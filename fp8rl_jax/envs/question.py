@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+DEMONSTRATION = "demonstration"  # column with the messages of a demonstration
 SPLITS = ("sft", "train", "eval")  # demonstrations, questions of RL, held-out questions
 _SFT_SHARE = 0.3  # of all questions
 
@@ -56,8 +57,8 @@ class Question:
     @property
     def demonstration(self) -> str | Sequence[Mapping[str, Any]]:
         """The answer that supervised fine-tuning trains on; messages after the prompt, every second
-        of the environment, if the row has such a 'demonstration'."""
-        shown = self.row.get("demonstration")
+        of the environment, if the row has such a column `DEMONSTRATION`."""
+        shown = self.row.get(DEMONSTRATION)
         if isinstance(shown, list) and shown and all(isinstance(m, Mapping) for m in shown):
             return shown
         return self.solution or self.answer

@@ -19,7 +19,7 @@ from typing import Any
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import parse_json
 from fp8rl_jax.envs.answers import answer_text, has_value, text_of_json
-from fp8rl_jax.envs.question import Question, joined
+from fp8rl_jax.envs.question import DEMONSTRATION, Question, joined
 from fp8rl_jax.envs.rewards.written_number import whole_number
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (place of a row for error messages, row)
@@ -130,6 +130,7 @@ class RowForm:
             and key not in self._used
             and has_value(value)
             and not (key == _TOOLS and _tools(row))
+            and key != DEMONSTRATION
         ]
         answer = _find(row, self.answer_key)
         if _is_conversation(answer):
