@@ -25,6 +25,7 @@ from fp8rl_jax.kernels.arrays import (
     EXP_LANES,
     K_BLOCK,
     KV_CHUNK,
+    KV_STEP,
     fp8_max,
     prevent_fma,
     round_bf16,

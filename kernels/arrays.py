@@ -10,6 +10,7 @@ from jax import lax
 
 K_BLOCK = 128  # entries of a contraction, and columns of a weight, that share a scale
 KV_CHUNK = 64  # cache slots that attention reads at a time: a page
+KV_STEP = 4 * KV_CHUNK  # cache slots that a step of decoding reads on a CPU
 EXP_LANES = 16  # XLA:CPU's exp uses only vector code if the last axis is a multiple of this
 _BELOW_ALL = -3.4e38
 _LARGEST = {

@@ -36,6 +36,7 @@ from fp8rl_jax.kernels.reference.ways import EXACT, Way
 IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton")
 
 
+_DECODED = 8  # most queries for which a CPU reads a layer's keys in the arrays of all layers
 _LONG = 256  # with so many keys or more a CPU takes attention's gradients by blocks
 
 
@@ -154,7 +155,8 @@ def attention(
 
     Arguments and result are those of the reference. Only the reference takes `keys_by_feature`.
     With `layer` () int32 keys and values are those of several layers, one after another along the
-    first axis, or with a table, then (L, B, N), anywhere. `quantisation` is for the kernels alone.
+    first axis, or with a table, then (L, B, N), anywhere; for the reference also (L, B, S, ...).
+    `quantisation` is for the kernels alone.
     """
 
     def kernel(arrays, layer, keywords):
@@ -166,7 +168,9 @@ def attention(
     def plain(arrays, layer, keywords):
         assert quantisation is None
         q, k, v, positions = arrays
-        if layer is not None:
+        if layer is not None and v.ndim == 5 and q.shape[1] <= _DECODED:
+            keywords = keywords | {"layer": layer}
+        elif layer is not None:
             k, v, keywords = _of_layer((k, v, keywords), layer, q.shape[0])
         keywords = keywords | {"keys_by_feature": keys_by_feature, "way": _way(implementation)}
         found = reference.attention.attention(q, k, v, positions, scale=scale, **keywords)
@@ -182,6 +186,8 @@ def _of_layer(cached, layer: jax.Array, batch: int):
         return k, v, keywords | {"table": lax.dynamic_index_in_dim(table, layer, keepdims=False)}
 
     def own(x: jax.Array) -> jax.Array:
+        if v.ndim == 5:
+            return lax.dynamic_index_in_dim(x, layer, keepdims=False) if x.ndim else x
         return lax.dynamic_slice_in_dim(x, layer * batch, batch) if x.ndim else x
 
     names = ("k_scale", "v_scale", "k_rope")

@@ -9,6 +9,7 @@ has one definition and equal bits (tests/rollout/test_paged_cache.py).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -133,18 +134,16 @@ class LayerCache:
 
     def as_read(self, implementation: str) -> LayerCache:
         """Returns the cache as attention by `implementation` reads it: arrays of FP8 and bf16, not
-        of bits. Kernels read a layer in the arrays of all, (L * B, S, ...) or pages, by its index;
-        other arrays are those of this layer alone, with its own table."""
-        if self.layer is None or resolve(implementation) != "reference":
-            stored = self.merged if self.layer is not None else self.stored
-            return dataclasses.replace(self, stored=jax.tree.map(_numbers, stored))
+        of bits. A layer is read in the arrays of all by its index, by kernels in (L * B, S, ...) or
+        pages, elsewhere in (L, B, S, ...); pages have the layer's own table there."""
+        numbers = functools.partial(jax.tree.map, _numbers)
+        if self.layer is None:
+            return dataclasses.replace(self, stored=numbers(self.stored))
+        if resolve(implementation) != "reference":
+            return dataclasses.replace(self, stored=numbers(self.merged))
         if self.table is not None:
-            return LayerCache(jax.tree.map(_numbers, self.stored), table=self._table_of_layer())
-
-        def own(x: jax.Array) -> jax.Array:
-            return _numbers(lax.dynamic_index_in_dim(x, self.layer, keepdims=False))
-
-        return LayerCache(jax.tree.map(own, self.stored))
+            return LayerCache(numbers(self.stored), table=self._table_of_layer())
+        return dataclasses.replace(self, stored=numbers(self.stored))
 
     @property
     def merged(self) -> Stored:

@@ -53,8 +53,8 @@ def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: floa
     cache = cache.as_read(recipe.kernels)
     stored = cache.stored
     assert isinstance(stored, StoredLatent)
-    latent = stored.latent[:, :, None]
-    latent_scale = None if stored.scale is None else stored.scale[:, :, None]
+    latent = stored.latent[..., None, :]
+    latent_scale = None if stored.scale is None else stored.scale[..., None]
     return kernels.attention(
         q,
         latent,
@@ -66,7 +66,7 @@ def _attend(recipe: Recipe, q, q_rope, cache: LayerCache, positions, scale: floa
         k_scale=latent_scale,
         v_scale=latent_scale,
         q_rope=q_rope,
-        k_rope=stored.rope[:, :, None],
+        k_rope=stored.rope[..., None, :],
         implementation=recipe.kernels,
     )
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.kernels import backend, resolve
+from fp8rl_jax.kernels import KV_STEP, backend, resolve
 from fp8rl_jax.models import (
     ONE_DEVICE,
     PAGE,
@@ -243,6 +243,7 @@ class Loop:
                 f"{slots_new}; give at least {prompt_slots + slots_new}"
             )
         slots = PAGE * pages_of(slots)
+        slots += -slots % (KV_STEP if slots > KV_STEP else PAGE)  # else a CPU copies it, to pad
         batch = prompts.shape[0] * sampler.group_size
         cache = init_cache(self.model, recipe, prompts.shape[0], prompt_slots, self.parallel)
         prefill = forward(

@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import EXP_LANES, K_BLOCK, KV_CHUNK, pad_to, prevent_fma, varying_as
+from fp8rl_jax.kernels.arrays import (
+    EXP_LANES,
+    K_BLOCK,
+    KV_CHUNK,
+    KV_STEP,
+    pad_to,
+    prevent_fma,
+    varying_as,
+)
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes, in_bits, scan_in_bits
 from fp8rl_jax.kernels.reference.e4m3 import widened
 from fp8rl_jax.kernels.reference.matmul import small_product
@@ -25,7 +33,9 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import FLOAT32_SIZE, Way
 
-_UNROLL_KV = 4  # most chunks of keys in one step; 4 chunks of 128 features are FLOAT32_SIZE numbers
+_UNROLL_KV = (
+    KV_STEP // KV_CHUNK
+)  # most chunks of keys in one step; 4 chunks of 128 features are FLOAT32_SIZE numbers
 _FEW_QUERIES = 256  # most rows of a kv head for steps of _UNROLL_KV chunks: scores take memory
 _MANY_QUERIES, _BLOCK = 512, 256  # from so many on, blocks of at most so many are computed
 
@@ -91,6 +101,7 @@ def _reader(
     table: jax.Array | None,
     positions: jax.Array,
     by_feature: bool = False,
+    layer: jax.Array | None = None,
 ) -> Callable[[int | jax.Array], jax.Array]:
     """Makes the function that reads the slots of a step, `at_once` chunks.
 
@@ -98,7 +109,7 @@ def _reader(
       x: (B, S, Hkv, ...), or with a table pages (P, KV_CHUNK, Hkv, ...); with `by_feature`
         (B, Hkv, Dh, S), or (P, Hkv, Dh, KV_CHUNK). Scales end with Hkv, or are ().
       at_once: number of chunks in a step.
-      table, positions: as for `attention`.
+      table, positions, layer: as for `attention`.
       by_feature: whether slots are the last axis.
 
     Returns:
@@ -110,13 +121,21 @@ def _reader(
     axis, width, numbers = 3 if by_feature else 2, at_once * KV_CHUNK, as_bytes(x)
     if table is not None:
         table, last = pad_to(table, 1, at_once), positions.max(axis=1)
+    elif layer is not None:
+        numbers = pad_to(numbers, 4 if by_feature else 2, width)
     elif by_feature:
         numbers = pad_to(numbers, axis, width)
     else:
         numbers = jnp.moveaxis(pad_to(numbers, 1, width), 1, axis)
 
     def read(step: int | jax.Array) -> jax.Array:
-        if table is None:
+        if layer is not None:  # one slice: a layer alone, or all its slots, would be copies
+            slots = 4 if by_feature else 2
+            starts, sizes = [layer] + [0] * (x.ndim - 1), [1, *x.shape[1:]]
+            starts[slots], sizes[slots] = step * width, width
+            part = lax.dynamic_slice(numbers, starts, sizes)[0]
+            part = part if by_feature else jnp.moveaxis(part, 1, axis)
+        elif table is None:
             part = lax.dynamic_slice_in_dim(numbers, step * width, width, axis)
         else:
             chunks = [step * at_once + i for i in range(at_once)]
@@ -168,6 +187,7 @@ def attention(
     window: jax.Array | None = None,
     sinks: jax.Array | None = None,
     keys_by_feature: bool = False,
+    layer: jax.Array | None = None,
     way: Way | None = None,
 ) -> jax.Array:
     """Computes causal grouped-query attention; bits do not depend on batch, cache or query count.
@@ -196,6 +216,8 @@ def attention(
         alone counts it (attention sinks, Xiao et al., arXiv:2309.17453). None for none.
       keys_by_feature: whether k is (B, Hkv, Dh, S), or (P, Hkv, Dh, 64) with a table: the layout
         of the products. In the other layout decoding transposes all keys for every token.
+      layer: () int32, the layer to read of arrays of all, (L, B, S, ...), without a table; for few
+        queries. None for arrays of one layer.
       way: way of multiplying (ways.py); None for this machine's.
 
     Returns:
@@ -212,6 +234,7 @@ def attention(
         window=window,
         sinks=sinks,
         keys_by_feature=keys_by_feature,
+        layer=layer,
         way=way or cpu_way(),
     )
     (batch, queries), of_queries = positions.shape, (q, positions, q_scale, q_rope)
@@ -270,11 +293,12 @@ def _of_block(
     window: jax.Array | None,
     sinks: jax.Array | None,
     keys_by_feature: bool,
+    layer: jax.Array | None,
     way: Way,
 ) -> jax.Array:
     """Computes `attention` of all given queries at once."""
     queries, heads = q.shape[1:3]
-    slots, kv_heads = v.shape[1:3]
+    slots, kv_heads = v.shape[-3:-1]
     groups = heads // kv_heads
     rows = queries * groups
     chunks = -(-slots // KV_CHUNK) if table is None else table.shape[1]
@@ -282,7 +306,7 @@ def _of_block(
     steps, width = -(-chunks // at_once), at_once * KV_CHUNK
     cached = {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale, "k_rope": k_rope}
     read = {
-        name: _reader(x, at_once, table, positions, keys_by_feature and name == "k")
+        name: _reader(x, at_once, table, positions, keys_by_feature and name == "k", layer)
         for name, x in cached.items()
         if x is not None
     }
