@@ -13,7 +13,6 @@ import train_process
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import train
-from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.training.ahead import Rollouts
 from fp8rl_jax.training.logs import read_jsonl
@@ -86,8 +85,11 @@ def test_time_changes_nothing(recipe, tmp_path, cache, monkeypatch):
     with a rollout that each step waits for: the same records."""
     fields = {"precision__rollout": recipe, "precision__learner": recipe}
     _run(tmp_path / "waits", cache, 2, **fields)
-    monkeypatch.setenv("SOAK_SLOW", os.fspath(CONFIG))
-    _run(tmp_path / "beside", cache, 2, run__check_every=99, **fields)
+    monkeypatch.setenv("SOAK_SLOW", os.fspath(CONFIG))  # of workers that start now
+    given = _FIELDS | cache | {"rollout.ahead": 2, "run.check_every": 99}
+    given["run.checkpoint_every"] = 99  # a checkpoint waits for rollouts
+    given |= {name.replace("__", "."): value for name, value in fields.items()}
+    train_process.finish(train_process.start(tmp_path / "beside", **given))
     assert _without_checks(tmp_path / "beside") == _without_checks(tmp_path / "waits")
     waited = [r["time_wait"] for r in read_jsonl(tmp_path / "beside/run/metrics.jsonl")]
     assert max(waited[1:]) > 0.1, "rewards end after the update"
@@ -146,14 +148,14 @@ def test_dynamic_sampling_and_conversations(tmp_path, cache):
 @pytest.mark.slow
 def test_rewards_that_fail_and_a_longer_run(tmp_path, cache, monkeypatch):
     """A rollout whose rewards fail stops the run; mended and resumed, it ends, and may go on."""
-    monkeypatch.setenv("SOAK_FAILS", os.fspath(CONFIG))
-    with pytest.raises(RewardError):
-        _run(tmp_path, cache, 2, env__reward="dense_reward:share_or_failure")
-    monkeypatch.delenv("SOAK_FAILS")
     fields = _FIELDS | cache | {"env.reward": "dense_reward:share_or_failure", "rollout.ahead": 2}
+    monkeypatch.setenv("SOAK_FAILS", os.fspath(CONFIG))
+    output = train_process.finish(train_process.start(tmp_path, **fields), 2)
+    assert "share_or_failure' failed; correct it" in output
+    monkeypatch.delenv("SOAK_FAILS")
     for steps in (5, 7):
         fields["run.steps"] = steps
-        assert train.train(load_config(str(CONFIG), overrides(tmp_path, **fields)), True).finished
+        train_process.finish(train_process.start(tmp_path, "--resume", **fields))
     assert [r["step"] for r in read_jsonl(tmp_path / "run/metrics.jsonl")] == [*range(1, 8)]
 
 

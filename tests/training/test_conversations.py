@@ -76,8 +76,9 @@ def test_a_run_with_an_environment(whole):
 @pytest.mark.slow
 def test_neither_slots_nor_time_matter(whole, tmp_path, cache, monkeypatch):
     """Few slots, least pages, other looks; the environment takes up to 0.15 s for a step."""
-    monkeypatch.setenv("ECHO_SLOW", os.fspath(CONFIG))
-    _run(tmp_path, cache, rollout__slots=3, rollout__pages=4, rollout__part=1)
+    monkeypatch.setenv("ECHO_SLOW", os.fspath(CONFIG))  # of workers that start now
+    fields = _FIELDS | cache | {"rollout.slots": 3, "rollout.pages": 4, "rollout.part": 1}
+    train_process.finish(train_process.start(tmp_path, **fields))
     assert _said(tmp_path) == _said(whole)
 
 
