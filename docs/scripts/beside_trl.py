@@ -13,14 +13,14 @@ TRL generates with Hugging Face transformers, in float32 and in bf16 (autocast).
 the faster of the two.
 
 With --tail responses have up to 512 tokens and end at each with a probability of 1/128: 125 tokens
-in the mean. Here 64 of the 8,192 tokens end a response, there one with a bias on its logit; the
-learner here computes rows of several sequences, there padded ones (TRL's GRPO has no others).
+in the mean. There one token has a bias on its logit; here the lengths are drawn (of the random
+models, whose embeddings are tied here, one repeats itself), slots are filled again when a response
+ends, and the learner computes rows of several sequences. TRL's GRPO has padded ones alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import subprocess
@@ -29,6 +29,7 @@ import time
 
 PROMPTS, GROUP, PROMPT = 4, 8, 64
 _ENDS = 64  # tokens that end a response with --tail
+_SLOTS = 16  # of continuous batching, with --tail
 _ROW = 1024  # slots of a packed row
 SHAPE = dict(
     vocab_size=8192,
@@ -137,20 +138,22 @@ def _ours(recipe: str, tail: bool):
     from fp8rl_jax.bench import rollout as bench
     from fp8rl_jax.data import join
     from fp8rl_jax.learner import LossConfig, make_train_step, new_state
-    from fp8rl_jax.models import ModelConfig, init_params
+    from fp8rl_jax.models import ModelConfig, init_params, pages_of
     from fp8rl_jax.rl.advantages import group_mean, group_std
-    from fp8rl_jax.rollout import HalvedSampler, make_refit
+    from fp8rl_jax.rollout import Batching, ContinuousSampler, HalvedSampler, make_refit
     from fp8rl_jax.training.optimizer import make_optimizer
 
     model, rows = ModelConfig(**SHAPE), PROMPTS * GROUP
     new = _new(tail)
     cell = bench.Cell(rows, PROMPT, new, GROUP)
-    ends = tuple(range(1, 1 + _ENDS)) if tail else cell.settings.eos_ids
-    settings = dataclasses.replace(cell.settings, eos_ids=ends)
     optimizer, _ = make_optimizer(1e-4, 0, 0.9, 0.999, 0.0, 1.0)
     key = jax.random.key(0, impl="threefry2x32")
     state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), recipe)
-    sample = HalvedSampler(model, recipe, settings)
+    if tail:
+        pages = Batching(_SLOTS, 1 + _SLOTS * pages_of(PROMPT + new))
+        sample = ContinuousSampler(model, recipe, cell.settings, pages)
+    else:
+        sample = HalvedSampler(model, recipe, cell.settings)
     refit, train_step = make_refit(recipe), make_train_step(model, recipe, optimizer, LossConfig())
     weights = refit(state.params)[0]
     limits = np.full(rows, new, np.int32)
@@ -158,9 +161,12 @@ def _ours(recipe: str, tail: bool):
         model, weights, cell, rows, limits
     )
     repeated, starts = np.repeat(prompts, GROUP, axis=0), np.repeat(lengths, GROUP)
+    rng = np.random.default_rng(0)
 
     def step() -> tuple[float, float, int]:
-        nonlocal state, weights, key
+        nonlocal state, weights, key, limits
+        if tail:
+            limits = np.minimum(rng.geometric(1 / 128, rows), new).astype(np.int32)
         start = time.perf_counter(), time.process_time()
         key = jax.random.fold_in(key, 0)
         rollout = jax.device_get(
