@@ -59,6 +59,7 @@ def test_every_row_local_recipe(recipe):
     )
 
 
+@pytest.mark.slow
 def test_a_head_in_float32():
     """A tied one: both sides multiply by the masters, and look rows up as bf16."""
     recipe = dataclasses.replace(get_recipe("fp8"), head="float32")

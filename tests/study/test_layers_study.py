@@ -84,6 +84,7 @@ def _study(path) -> dict:
     return frame.run(layers.STUDY, Plan([_subject()], Size(sequences=2), path), Cells(path, True))
 
 
+@pytest.mark.slow
 def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
     """Planted: gradients in E5M2. The errors of dgrad and wgrad grow, those of fprop stay."""
     recipes = layers.recipes()
