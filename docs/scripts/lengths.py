@@ -1,7 +1,8 @@
 """Measures what a train step costs when responses are shorter than the longest: CPU seconds of
 whole steps, with the optimiser, over those of full lengths, in padded rows and in rows of several
 sequences. Lengths are the quantiles of an exponential distribution. Then what it costs to compute a
-prompt of four times its responses' length once for eight of them. Cases take turns.
+prompt of four times its responses' length once for eight of them. Cases take turns. Last, how long
+the static sampler takes with more room in its cache than the sequences need.
 
     JAX_PLATFORMS=cpu python docs/scripts/lengths.py fp8
 """
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fp8rl_jax import learner, models
+from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.batch import Batch, make_batch, pack
 
 _TIMES = 5
@@ -79,6 +80,32 @@ def _table(recipe: str, cases: dict[str, Case], base: str, longest: int) -> None
         print(f"| {name} | {case.computed / case.tokens:.2f} | {ratio:.2f} |")
 
 
+def _caches(recipe: str) -> None:
+    """Prints the CPU seconds of a rollout by the slots of its cache, over the smallest."""
+    rows, prompt, new = 8, 16, 496
+    params = models.init_params(_MODEL, jax.random.key(0, impl="threefry2x32"))
+    weights, *_ = rollout.make_refit(recipe)(params)
+    key, full = jax.random.key(1, impl="threefry2x32"), np.full(rows, new, np.int32)
+    arguments = np.ones((rows, prompt), np.int32), np.full(rows, prompt, np.int32), key
+    of_rows = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32), full
+    rope = tuple(map(jnp.asarray, models.rope_tables(_MODEL, prompt + new)))
+    times: dict[int, list[float]] = {512: [], 2048: [], 4096: []}
+    samplers = {
+        slots: rollout.make_sampler(
+            _MODEL, recipe, rollout.SamplerConfig(new, 1, (), 0, cache_slots=slots)
+        )
+        for slots in times
+    }
+    for _ in range(1 + _TIMES):
+        for slots, sample in samplers.items():
+            start = time.process_time()
+            jax.block_until_ready(sample(weights, *arguments, *of_rows, rope))
+            times[slots].append(time.process_time() - start)
+    print("| slots of the cache | CPU seconds over 512 |\n|---|---|")
+    for slots, found in times.items():
+        print(f"| {slots} | {np.median(np.array(found[1:]) / np.array(times[512][1:])):.2f} |")
+
+
 def main() -> None:
     recipe = sys.argv[1] if len(sys.argv) > 1 else "fp8"
     rng = np.random.default_rng(0)
@@ -102,6 +129,7 @@ def main() -> None:
         "the same with shared prompts": Case.packed(batch, capacity, True),
     }
     _table(recipe, cases, "padded rows", _PROMPTS + _RESPONSES)
+    _caches(recipe)
 
 
 if __name__ == "__main__":
