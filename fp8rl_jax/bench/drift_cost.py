@@ -68,9 +68,14 @@ def naive_attention(
     window: jax.Array | None = None,
     sinks: jax.Array | None = None,
     keys_by_feature: bool = False,
+    layer: jax.Array | None = None,
     way: None = None,
 ) -> jax.Array:
     """Computes `reference.attention.attention` as one softmax, up to the order of its sums."""
+    if layer is not None:
+        k, v = k[layer], v[layer]
+        others = k_scale, v_scale, k_rope
+        k_scale, v_scale, k_rope = (x if x is None or not x.ndim else x[layer] for x in others)
 
     def cached(x: jax.Array, s: jax.Array | None) -> jax.Array:
         x = dequantized(x, s)

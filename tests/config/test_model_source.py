@@ -194,7 +194,7 @@ def test_questions_as_conversations(checkpoint, tmp_path):
 def only_begin(monkeypatch):
     """Runs end where the RL steps would begin; gives their states."""
     states = []
-    monkeypatch.setattr(train, "run_rl", lambda run, state, _: states.append(state) or state)
+    monkeypatch.setattr(train, "run_rl", lambda run, state, *_: states.append(state) or state)
     monkeypatch.setattr(train, "write_report", lambda directory: None)
     return states
 

@@ -125,7 +125,7 @@ def test_taps_that_change_the_bits_are_left_out(disturbing):
     programs = _Disturbed(set(disturbing), "o_proj/output")
     rollout = programs.rollout()
     batch = types.SimpleNamespace(
-        tokens=np.zeros((2, 4), np.int32), prompt_lengths=np.array([1, 1], np.int32)
+        tokens=np.zeros((2, 4), np.int32), lengths=np.array([4, 4], np.int32)
     )
     said: list[str] = []
     seen = attribute.observe(programs, rollout, batch, programs.logp, said.append)

@@ -208,8 +208,9 @@ def test_scale_of_parts_is_the_largest(runtime, monkeypatch):
     rows, seen = 12, []
     tokens = np.random.default_rng(0).permutation(rows * 3).reshape(rows, 3)
 
-    def calibrate(params, scaling, tokens, lengths, step, rope):
-        seen.append((tokens, lengths))
+    def calibrate(params, scaling, batch, step, rope):
+        tokens = batch.tokens
+        seen.append((tokens, batch.lengths))
         return {"k": np.float32(tokens.max()), "v": np.float32(tokens[:, 0].max())}
 
     monkeypatch.setattr(scoring, "make_calibrate", lambda *_, margin: calibrate)

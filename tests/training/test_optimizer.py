@@ -108,6 +108,6 @@ def test_the_logged_rate_is_that_of_the_update(skipped, monkeypatch):
     batch = make_batch(ones, ones[:, 0], ones[:, :2], ones[:, :2], np.ones(2, np.float32))
     for step in range(len(counts)):
         record = StepRecord(step + 1)
-        state, *_ = rl._updates(run, state, batch, record)
+        state, *_ = rl._updates(run, state, batch, record, None)
         rates.append(record["lr"])
     np.testing.assert_allclose(rates, [0.1 / 8] + (1 + skipped) * [0.2 / 8], rtol=1e-6)
