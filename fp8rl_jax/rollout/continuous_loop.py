@@ -10,8 +10,8 @@ A prompt is cached without its last token, once for all samples of its group; ea
 decode step takes the last token. Log-probabilities equal those of the static sampler, bit for bit:
 a token's bits depend on its own sequence alone, and its random bits on its sample and position, not
 on other sequences of the batch (tests/rollout/test_continuous.py). So a response of several replies
-has them too, which waits for the environment after each and is prefilled anew
-(tests/rollout/test_replies.py).
+has them too, which waits for the environment after each, and continues with the keys and values
+that it kept or that are computed anew (tests/rollout/test_replies.py).
 
 Not done: taps; layers sharded by columns (mesh.tensor).
 """
