@@ -15,15 +15,6 @@ def get_config() -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(
         {
             "run": {"dir": "runs/tiny_calculator", "steps": 60, "checkpoint_every": 20},
-            "model": {
-                "hidden_size": 128,
-                "intermediate_size": 384,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-            },
-            "precision": {"rollout": "fp8", "learner": "fp8"},
             "env": {
                 "task": "fp8rl_jax.envs.tiny.calculator:questions",
                 "tools": "fp8rl_jax.envs.tiny.calculator:TOOLS",

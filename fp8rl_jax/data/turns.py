@@ -9,6 +9,7 @@ reply. The template may write the same around any reply; `Turns.check` refuses o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,10 +39,10 @@ class Turns:
     most: int
     tools: Sequence[Mapping[str, Any]] = ()
 
-    @property
+    @functools.cached_property
     def slots(self) -> int:
         """Most tokens that `encode` returns."""
-        return self.most + len(self._encode(self._between("")))
+        return self.most + len(self.tokenizer.encode(self._between("")))
 
     def encode(self, observation: str, ended: bool) -> tuple[list[int], str]:
         """Encodes an observation with what stands between two replies.
@@ -56,17 +57,14 @@ class Turns:
         said = self.tokenizer.encode(observation)
         if len(said) > self.most:
             observation = self.tokenizer.decode(said[: self.most])
-        tokens = self._encode(self._between(observation))
+        tokens = self.tokenizer.encode(self._between(observation))
         while len(tokens) > self.slots:  # a cut text may be encoded otherwise
             observation = observation[:-1]
-            tokens = self._encode(self._between(observation))
+            tokens = self.tokenizer.encode(self._between(observation))
         ends = [i for i, token in enumerate(tokens) if token in self.tokenizer.eos_ids][:1]
         if ended and ends and not self.tokenizer.decode(tokens[: ends[0]]).strip():
             tokens = tokens[ends[0] + 1 :]  # the reply has its end already
         return tokens, observation
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
 
     def _between(self, observation: str) -> str:
         """Returns the text between the content of a reply and that of the next."""

@@ -65,10 +65,15 @@ class DriftMonitor:
         self._largest, self._bytes = 0.0, 0
         self._command = f"`fp8rl drift --checkpoint {directory}`"
 
+    @property
+    def _not_analysed(self) -> bool:
+        """Whether steps hold conversations, or learn from an older rollout."""
+        return self._runtime.step is not None or self._runtime.config.rollout.ahead > 0
+
     def keep(self, state: TrainState, drifted: bool) -> None:
         """Copies the policy before a step's update; `drifted`: whether an earlier step drifted."""
         self._policy = None
-        if not self._runtime.zero_drift or processes.count() > 1 or self._runtime.step:
+        if not self._runtime.zero_drift or processes.count() > 1 or self._not_analysed:
             return
         policy = policy_of(state)
         self._bytes = sum(x.nbytes for x in jax.tree.leaves(policy))
@@ -138,7 +143,7 @@ class DriftMonitor:
     def _why_not(self, step: int) -> str:
         if processes.count() > 1:
             return f"{self._command}, in one process, names the operation"
-        if self._runtime.step or self._runtime.config.rollout.ahead:
+        if self._not_analysed:
             return (
                 "steps of conversations, and those that learn from an older rollout, are not "
                 f"analysed; {self._command} samples one reply"

@@ -162,9 +162,8 @@ def prepare(
     scored = ~np.isnan(raw).reshape(-1, 1)
     scale = algorithm.scale
     if algorithm.credit_by_turn and turns is not None:
-        of_turn = no_scale if scale is token_std else scale
+        of_turn, scale = (no_scale, scale) if scale is token_std else (scale, no_scale)
         advantages = _from_turn_on(algorithm.baseline, of_turn, shaped, mask & scored, turns)
-        scale = token_std if scale is token_std else no_scale
     else:
         advantages = algorithm.baseline(shaped).reshape(-1, 1) * np.ones(mask.shape)
     advantages = np.where(scored, advantages, 0.0)
@@ -203,14 +202,20 @@ def prepare(
     return Prepared(advantages.astype(np.float32), weights.astype(np.float32), keep, metrics)
 
 
+def reply_numbers(mask: np.ndarray) -> np.ndarray:
+    """Returns (B, R) int, the number from 0 on of each drawn token's reply; `mask` (B, R) bool
+    marks the drawn tokens. -1 before a response's first."""
+    begins = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+    return np.cumsum(begins, axis=1) - 1
+
+
 def _from_turn_on(
     baseline: Baseline, scale: Scale, rewards: np.ndarray, mask: np.ndarray, turns: np.ndarray
 ) -> np.ndarray:
     """Returns advantages (B, R) of tokens by the rewards from their reply on: a reply is compared
     with the group's replies of the same number, in baseline and scale. Arguments are those of
     `prepare`."""
-    begins = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
-    number = np.cumsum(begins, axis=1) - 1  # of each token's reply
+    number = reply_numbers(mask)
     before = np.cumsum(turns, axis=1) - turns  # what was given before each reply
     advantages = np.zeros(mask.shape)
     for turn in range(turns.shape[1]):

@@ -202,13 +202,18 @@ def pause(s: Schedule, slots: jax.Array) -> Schedule:
     return _leave(s, slots, PAUSED)
 
 
+def _without(parked: Parked, requests: jax.Array) -> Parked:
+    """Forgets the pages of requests that are True in `requests` (M,)."""
+    table = jnp.where(requests[:, None], 0, parked.table)
+    return Parked(table, jnp.where(requests, 0, parked.cached))
+
+
 def _give_up(s: Schedule, requests: jax.Array) -> Schedule:
     """Releases the parked pages of requests that are True in `requests` (M,)."""
     if s.parked is None:
         return s
-    pages = jnp.where(requests[:, None], s.parked.table, 0)
-    parked = Parked(s.parked.table - pages, jnp.where(requests, 0, s.parked.cached))
-    return dataclasses.replace(s, refs=page_pool.release(s.refs, pages), parked=parked)
+    refs = page_pool.release(s.refs, jnp.where(requests[:, None], s.parked.table, 0))
+    return dataclasses.replace(s, refs=refs, parked=_without(s.parked, requests))
 
 
 def _last_parked(s: Schedule) -> jax.Array:
@@ -321,11 +326,7 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     )
     if s.parked is not None:
         back = _mark(candidate, chosen & returns, count)
-        parked = s.parked
-        parked = Parked(
-            jnp.where(back[:, None], 0, parked.table), jnp.where(back, 0, parked.cached)
-        )
-        admitted = dataclasses.replace(admitted, parked=parked)
+        admitted = dataclasses.replace(admitted, parked=_without(s.parked, back))
         short = (eligible & returns & ~chosen).any()
         admitted = _give_up(admitted, _last_parked(admitted) & (short | stuck))
     admitted = _evict(admitted, admitted.ready & stuck)

@@ -58,6 +58,12 @@ class Drawn:
     position: int
 
 
+def _done(drawn: Drawn) -> concurrent.futures.Future[Drawn]:
+    future: concurrent.futures.Future[Drawn] = concurrent.futures.Future()
+    future.set_result(drawn)
+    return future
+
+
 class Rollouts:
     """The rollouts that were begun and not yet learnt from, the oldest first.
 
@@ -87,9 +93,7 @@ class Rollouts:
             if self._thread is not None:
                 self._begun.append(self._thread.submit(self._draw, *arguments))
             else:
-                done: concurrent.futures.Future[Drawn] = concurrent.futures.Future()
-                done.set_result(self._draw(*arguments))
-                self._begun.append(done)
+                self._begun.append(_done(self._draw(*arguments)))
 
     def oldest(self) -> Drawn:
         """Waits for the oldest rollout; it stays until `learnt`."""
@@ -145,11 +149,10 @@ class Rollouts:
         """Takes over what `kept` returned at the checkpoint of `step`."""
         self._first = step
         for saved in meta.get("rollouts", []):
-            done: concurrent.futures.Future[Drawn] = concurrent.futures.Future()
             number = step + len(self._begun)
-            done.set_result(_of_json(saved, self._runtime.questions["train"], number))
-            self.questions.position = done.result().position
-            self._begun.append(done)
+            drawn = _of_json(saved, self._runtime.questions["train"], number)
+            self.questions.position = drawn.position
+            self._begun.append(_done(drawn))
 
 
 _ROWS = ("tokens", "mask", "logprobs", "finished", "lengths")  # of a Rollout

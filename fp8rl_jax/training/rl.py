@@ -147,7 +147,7 @@ def rl_step(
         hold_settings()
         if not ahead:
             served.release()
-            monitor.keep(state, run.drifted)
+        monitor.keep(state, run.drifted)
         state, logp, updates = _updates(run, state, batch, record, rollouts)
         _add_rates(rt, batch, updates, record)
 

@@ -103,8 +103,8 @@ def sample_step(
     wanted, rounds = config.rollout.prompts_per_step, list[Samples]()
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
-        served = weights, version
-        rounds.append(_round(runtime, served, stream.next(), key, len(rounds), record, show, tally))
+        given = runtime, weights, version, stream.next(), key
+        rounds.append(_round(*given, len(rounds), record, show, tally))
     tally.check()
     everything = _joined(rounds)
     if np.isnan(everything.rewards).all():
@@ -124,7 +124,7 @@ def sample_step(
 
 
 def _round(
-    runtime: Runtime, served: tuple[Any, int], questions, key, number: int, record, show, tally
+    runtime: Runtime, weights, version: int, questions, key, number: int, record, show, tally
 ) -> Samples:
     config = runtime.config
     group = config.rollout.group_size
@@ -145,7 +145,7 @@ def _round(
         show(progress)
 
     with record.timed("rollout"):
-        rollout = runtime.engine.sample(served[0], prompts, watch, conversations)
+        rollout = runtime.engine.sample(weights, prompts, watch, conversations)
     turns = None
     with record.timed("reward"):
         if conversations is None:
@@ -162,7 +162,7 @@ def _round(
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
     by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
-    versions = np.where(rollout.mask, np.int32(served[1]), np.int32(-1))
+    versions = np.where(rollout.mask, np.int32(version), np.int32(-1))
     found = values, by_name, counts, turns
     return Samples(list(questions), rollout, versions, prompts, *found)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.rl import informative_groups
+from fp8rl_jax.rl import informative_groups, reply_numbers
 from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.training.conversations import Conversed
 from fp8rl_jax.training.counters import first_layers, load_metrics, loss_metrics
@@ -71,8 +71,7 @@ class StepRecord(dict[str, Any]):
 
     def add_turns(self, mask: np.ndarray) -> None:
         """Adds the mean number of replies of responses whose drawn tokens are in `mask` (B, R)."""
-        before = np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
-        self["turns_mean"] = float((mask & ~before).sum(1).mean())
+        self["turns_mean"] = float(reply_numbers(mask)[:, -1].mean() + 1)
 
     def add_updates(
         self, updates: Sequence[dict], tokens: float, model: ModelConfig, learner: Recipe

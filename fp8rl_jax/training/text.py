@@ -40,11 +40,8 @@ class Text:
         found = pad_demonstrations(pairs, self.tokenizer, *slots, self.chat, self.turns)
         tokens = join(found.prompts, found.lengths, found.targets, self.tokenizer.pad_id)
         ones = np.ones(len(questions), np.float32)
-        given, whole = (
-            (tokens, found.lengths, found.targets, found.mask),
-            found.lengths + found.ends,
-        )
-        return make_batch(*given, ones, lengths=whole)
+        given = tokens, found.lengths, found.targets, found.mask, ones
+        return make_batch(*given, lengths=found.lengths + found.ends)
 
     def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
         """Returns the texts of responses: tokens (B, R) where the mask (B, R) is True."""

@@ -33,9 +33,8 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import FLOAT32_SIZE, Way
 
-_UNROLL_KV = (
-    KV_STEP // KV_CHUNK
-)  # most chunks of keys in one step; 4 chunks of 128 features are FLOAT32_SIZE numbers
+# Most chunks of keys in one step; 4 chunks of 128 features are FLOAT32_SIZE numbers.
+_UNROLL_KV = KV_STEP // KV_CHUNK
 _FEW_QUERIES = 256  # most rows of a kv head for steps of _UNROLL_KV chunks: scores take memory
 _MANY_QUERIES, _BLOCK = 512, 256  # from so many on, blocks of at most so many are computed
 
@@ -119,18 +118,16 @@ def _reader(
     if not x.ndim:
         return lambda step: x
     axis, width, numbers = 3 if by_feature else 2, at_once * KV_CHUNK, as_bytes(x)
+    slots = (3 if by_feature else 1) + (layer is not None)  # axis of x, without a table
     if table is not None:
         table, last = pad_to(table, 1, at_once), positions.max(axis=1)
-    elif layer is not None:
-        numbers = pad_to(numbers, 4 if by_feature else 2, width)
-    elif by_feature:
-        numbers = pad_to(numbers, axis, width)
     else:
-        numbers = jnp.moveaxis(pad_to(numbers, 1, width), 1, axis)
+        numbers = pad_to(numbers, slots, width)
+        if layer is None and not by_feature:
+            numbers = jnp.moveaxis(numbers, 1, axis)
 
     def read(step: int | jax.Array) -> jax.Array:
         if layer is not None:  # one slice: a layer alone, or all its slots, would be copies
-            slots = 4 if by_feature else 2
             starts, sizes = [layer] + [0] * (x.ndim - 1), [1, *x.shape[1:]]
             starts[slots], sizes[slots] = step * width, width
             part = lax.dynamic_slice(numbers, starts, sizes)[0]

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params
+from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params, with_kv_scales
+from fp8rl_jax.quant import Recipe, calibrated_scales
 
 # Shapes in which 136 columns cross a block of 128, and no width is a power of two.
 DENSE = ModelConfig(
@@ -72,3 +73,13 @@ def quantized(params, recipe):
     """The sampler's weights; stateful policies have seen the parameters once."""
     made = exact_jit(lambda p: quantize_params(p, recipe, init_scaling(p, recipe)))
     return made(params)
+
+
+def rollout_weights(model: ModelConfig, recipe: Recipe):
+    """Random rollout weights of two layers; with calibrated scales of 3 / 448 if the recipe has
+    such."""
+    weights = quantized(initial_params(model, 1), recipe)
+    if recipe.kv != "calibrated":
+        return weights
+    amax = {name: jnp.full(2, 3.0) for name in "qkv"}
+    return with_kv_scales(weights, calibrated_scales(amax, 1.0, jnp.int32(0)))

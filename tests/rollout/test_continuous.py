@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import kv_formats
 import numpy as np
 import pytest
-from random_model import initial_params, quantized
+from random_model import initial_params, quantized, rollout_weights
 from tiny_run import compilations
 
 from fp8rl_jax import models, rollout
 from fp8rl_jax.models import least_pages
-from fp8rl_jax.quant import calibrated_scales, get_recipe
+from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_sampler
 from fp8rl_jax.rollout.sampler import Requests
 
@@ -52,11 +52,7 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 @functools.cache
 def _arguments(model=DENSE, recipe="f32") -> tuple:
     """Of a sampler: prompts of many lengths, limits that some responses reach; others end."""
-    recipe = get_recipe(recipe)
-    weights = quantized(initial_params(model, 1), recipe)
-    if recipe.kv == "calibrated":
-        amax = {name: jnp.full(2, 3.0) for name in "qkv"}
-        weights = models.with_kv_scales(weights, calibrated_scales(amax, 1.0, jnp.int32(0)))
+    weights = rollout_weights(model, get_recipe(recipe))
     rng = np.random.default_rng(0)
     count = len(LENGTHS) * GROUP
     limits = rng.integers(60, NEW + 1, count).astype(np.int32)

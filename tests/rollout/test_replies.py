@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_model import initial_params, quantized
+from random_model import rollout_weights
 
 from fp8rl_jax import models
 from fp8rl_jax.models import least_pages
-from fp8rl_jax.quant import calibrated_scales, get_recipe
+from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import (
     Batching,
     ContinuousSampler,
@@ -56,11 +56,7 @@ def _said(row: int, tokens: list[int]) -> list[int] | None:
 
 @functools.cache
 def _arguments(model=DENSE, recipe="f32") -> dict:
-    recipe = get_recipe(recipe)
-    weights = quantized(initial_params(model, 1), recipe)
-    if recipe.kv == "calibrated":
-        amax = {name: jnp.full(2, 3.0) for name in "qkv"}
-        weights = models.with_kv_scales(weights, calibrated_scales(amax, 1.0, jnp.int32(0)))
+    weights = rollout_weights(model, get_recipe(recipe))
     rng = np.random.default_rng(0)
     limits = rng.integers(NEW // 2, NEW + 1, ROWS).astype(np.int32)
     limits[[4, 9]] = 0, 1
