@@ -182,8 +182,10 @@ def _exact(rt: Runtime) -> str:
     """Returns a line that says what is exact in a run."""
     config = rt.config
     every = f"every {config.run.check_every} steps" if config.rollout.ahead else "every step"
+    whose = " of the same version" if rt.stale else ""
     parts = [
-        f"the learner computes the log-probabilities that the rollout records, compared in {every}"
+        f"the learner{whose} computes the log-probabilities that the rollout records, compared in "
+        f"{every}"
         if rt.zero_drift
         else "nothing between rollout and learner, whose recipes differ or which only report drift"
     ]
@@ -193,6 +195,8 @@ def _exact(rt: Runtime) -> str:
         parts.append(
             f"which policy, {ahead} step{'s' * (ahead > 1)} older, drew what a step learns"
         )
+    if (most := config.rollout.most_versions) > 1:
+        parts.append(f"which of at most {most} versions drew a token")
     return f"exact here: {'; '.join(parts)}; a resumed run is the run in one piece"
 
 

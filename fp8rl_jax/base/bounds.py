@@ -132,6 +132,7 @@ BOUNDS: dict[str, Bounds] = {
     "rollout.slots": _whole(0, _COUNT),
     "rollout.part": _whole(1, _COUNT),
     "rollout.ahead": _whole(0, 64),
+    "rollout.most_versions": _whole(1, 64),
     "run.check_every": _whole(1, _COUNT),
     "rollout.max_turn_tokens": _whole(0, _COUNT),
     "rollout.max_observation_tokens": _whole(1, _COUNT),

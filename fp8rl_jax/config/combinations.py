@@ -181,6 +181,7 @@ FEATURES: dict[str, Feature] = {
     "all samples at once": _field("rollout.slots", lambda slots: not slots),
     "pages": _field("rollout.pages"),
     "rollouts ahead": _field("rollout.ahead"),
+    "partial rollouts": _field("rollout.most_versions", lambda most: most > 1),
     "environment": Feature(
         lambda r: r.step is not None, lambda r: f"{r.step.said} is set" if r.step else ""
     ),
@@ -438,6 +439,25 @@ PAIRS = (
         "routing replay",
         "a checkpoint keeps no routing of rollouts that are ahead ({one})",
         "set it to 'none', or rollout.ahead to 0",
+    ),
+    Pair(
+        "partial rollouts",
+        "all samples at once",
+        "{one} needs slots that later responses take over",
+        "set rollout.slots to the sequences that decode at a time, or most_versions to 1",
+    ),
+    Pair(
+        "partial rollouts",
+        "several replies",
+        "how far a conversation gets in a step depends on its environment's time ({one})",
+        "set rollout.most_versions to 1",
+    ),
+    Pair(
+        "partial rollouts",
+        "dynamic sampling",
+        "a step with dynamic sampling takes further questions, and {one} has begun those of later "
+        "steps",
+        "set rollout.most_versions to 1, or algo.dynamic_sampling to False",
     ),
     Pair(
         "rows without answers",

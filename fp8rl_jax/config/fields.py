@@ -288,6 +288,11 @@ FIELDS: dict[str, dict[str, Field]] = {
             "steps that rollouts run ahead: step t learns from what the weights of step t - ahead "
             "drew, while its own draw for a later step",
         ),
+        "most_versions": Field(
+            1,
+            "with slots: versions of the policy that may draw one response; above 1 a rollout ends "
+            "with its step's responses, and slots that they leave draw for later steps",
+        ),
         "slots": Field(
             0,
             "sequences that decode at a time, each replaced when it ends (continuous "

@@ -49,6 +49,7 @@ _OTHER_NAMES = {
     "rollout.group_size": "n num_samples num_generations num_generations_per_prompt",
     "rollout.max_prompt_tokens": "max_prompt_length",
     "rollout.ahead": "max_trajectory_age_steps staleness_threshold max_head_offpolicyness",
+    "rollout.most_versions": "partial_rollout",
     "rollout.max_observation_tokens": "max_tool_response_length",
     "rollout.max_new_tokens": "max_tokens max_length max_completion_length max_response_length",
     "algo.preset": "algorithm loss_type adv_estimator",

@@ -68,7 +68,7 @@ class DriftMonitor:
     @property
     def _not_analysed(self) -> bool:
         """Whether steps hold conversations, or learn from an older rollout."""
-        return self._runtime.step is not None or self._runtime.config.rollout.ahead > 0
+        return self._runtime.step is not None or self._runtime.stale
 
     def keep(self, state: TrainState, drifted: bool) -> None:
         """Copies the policy before a step's update; `drifted`: whether an earlier step drifted."""

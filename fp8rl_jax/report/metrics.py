@@ -105,7 +105,8 @@ _DRIFT = (
     Metric("tis_weight_max", "1", "largest exp(D), at most 2"),
     Metric("drift_tokens", "tokens", "response tokens compared"),
     *_only_with(
-        "rollout.ahead, in place of those above but in every run.check_every-th step",
+        "rollout.ahead, in place of those above but in every run.check_every-th step, or "
+        "rollout.most_versions, beside those above for tokens of the newest version",
         Metric(
             "staleness_abs_diff",
             "nats",
@@ -169,16 +170,25 @@ _EXPERTS = _only_with(
     Metric("experts_unused_frac", "share", "experts without a token", "Experts without a token"),
 )
 
-_SLOTS = _only_with(
-    "continuous batching",
-    Metric("rollout_slots_used", "share", "slots and turns that drew", "Share of slots that drew"),
-    Metric(
-        "rollout_preemptions",
-        "times",
-        "responses that lost their pages and were computed anew",
-        "Responses computed anew",
+_SLOTS = (
+    *_only_with(
+        "continuous batching",
+        Metric(
+            "rollout_slots_used", "share", "slots and turns that drew", "Share of slots that drew"
+        ),
+        Metric(
+            "rollout_preemptions",
+            "times",
+            "responses that lost their pages and were computed anew",
+            "Responses computed anew",
+        ),
+        Metric("rollout_prefilled", "tokens", "tokens prefilled"),
     ),
-    Metric("rollout_prefilled", "tokens", "tokens prefilled"),
+    *_only_with(
+        "rollout.most_versions above 1",
+        Metric("versions_mean", "versions", "versions of the policy that drew a response"),
+        Metric("versions_max", "versions", "most versions that drew a response"),
+    ),
 )
 
 _SECONDS, _RATES = "Seconds per step, by phase", "Tokens per second"

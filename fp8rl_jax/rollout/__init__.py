@@ -22,7 +22,7 @@ Not done: speculative decoding, new requests during a rollout.
 """
 
 from fp8rl_jax.rollout.continuous import Answer, ContinuousSampler, Progress, Watch
-from fp8rl_jax.rollout.continuous_loop import Batching, Extension, Replies
+from fp8rl_jax.rollout.continuous_loop import Batching, Earlier, Extension, Replies
 from fp8rl_jax.rollout.halves import HalvedSampler
 from fp8rl_jax.rollout.refit import (
     changed_bytes,

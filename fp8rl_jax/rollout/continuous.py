@@ -22,6 +22,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -34,6 +35,7 @@ from fp8rl_jax.rollout import schedule
 from fp8rl_jax.rollout.continuous_loop import (
     Batching,
     ContinuousLoop,
+    Earlier,
     Extension,
     Replies,
     default_chunk,
@@ -157,7 +159,7 @@ class ContinuousSampler:
                 run = by_device(advance, held, of_requests, replicated, rows)
                 return run(weights, *arguments)
 
-            begin = by_device(begin, rows, of_requests)
+            begin = by_device(begin, rows, of_requests, rows)
             extend = by_device(extend, of_requests, rows, rows)
         else:
             advance_all = advance
@@ -178,8 +180,9 @@ class ContinuousSampler:
         rope,
         watch: Watch | None = None,
         answer: Answer | None = None,
+        earlier: Earlier | None = None,
     ) -> Rollout:
-        """Samples responses; takes the arguments of `make_sampler`'s result, and `watch`.
+        """Samples responses; takes the arguments of `make_sampler`'s result, and these.
 
         Args:
           watch: function called on the host with a `Progress` after every `part` turns, while the
@@ -188,11 +191,13 @@ class ContinuousSampler:
             end; it may see a response paused that it has answered, and waits if no other can go
             on. Results do not depend on when it answers. Without it a response ends with its first
             reply.
+          earlier: responses that go on; those behind `Earlier.needed` may be returned incomplete.
         """
         weights = self._prepare(weights)
         limits = jnp.minimum(limits, self._most)
         requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
-        state = self._begin(prompts, requests)
+        state = self._begin(prompts, requests, processes.place(earlier, self._rows))
+        needed = self._needed(earlier, len(sample_ids))
         looks = watch is not None or answer is not None
         turns = jnp.int32(self._part if looks else _ALL_TURNS)
         state, progress = self._advance(weights, requests, turns, state)
@@ -202,7 +207,7 @@ class ContinuousSampler:
             if watch is not None:
                 watch(seen)
             more = None if answer is None else answer(seen)
-            if (seen.done | (seen.paused & (answer is None))).all():
+            if (seen.done | (seen.paused & (answer is None)))[needed].all():
                 break
             if more is not None:
                 state = self._extend(requests, processes.place(more, self._rows), state)
@@ -210,12 +215,19 @@ class ContinuousSampler:
         self.progress = progress
         return progress.rollout
 
+    def _needed(self, earlier: Earlier | None, rows: int) -> np.ndarray:
+        """Returns (M,) bool, which responses a call completes."""
+        if earlier is None:
+            return np.ones(rows, bool)
+        devices = len(earlier.needed)
+        return (np.arange(rows // devices) < earlier.needed[:, None]).reshape(-1)
+
     def trace(
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
     ) -> jax.stages.Traced:
         """Traces the loop's program for the arguments of a call, or for their shapes."""
         requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
-        state = jax.eval_shape(self._begin, prompts, requests)
+        state = jax.eval_shape(self._begin, prompts, requests, None)
         turns = jax.ShapeDtypeStruct((), jnp.int32)
         arguments = jax.eval_shape(self._prepare, weights), requests, turns, state
         return self._advance.trace(*arguments)  # type: ignore[attr-defined]

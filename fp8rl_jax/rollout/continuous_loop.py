@@ -88,6 +88,8 @@ class BatchState:
       finished: (M,) bool, whether the last reply ended with an end-of-sequence token.
       replies: the replies of each response, or None if every response has one.
       turns, drawn, prefilled: (1,) int32, numbers of turns, tokens drawn and tokens prefilled.
+      needed: (1,) int32; the rollout ends with the first so many requests.
+      keys: (M, 2) uint32 as in `Earlier`, or None if `Requests.key` is the key of all.
     """
 
     pool: tuple[Stored, ...]
@@ -99,6 +101,28 @@ class BatchState:
     turns: jax.Array
     drawn: jax.Array
     prefilled: jax.Array
+    needed: jax.Array
+    keys: jax.Array | None
+
+
+@flax.struct.dataclass
+class Earlier:
+    """What earlier calls, with other weights, drew of the responses of a call; on D devices.
+
+    Attributes:
+      tokens, logprobs: (M, R), int32 and float32; counts: (M,) int32, tokens drawn.
+      finished: (M,) bool, whether a response ended with an end-of-sequence token.
+      keys: (M, 2) uint32, key data of the step that numbered a response's sample.
+      needed: (D,) int32, number of each device's first requests that the call completes; it ends
+        with them, whatever others lack.
+    """
+
+    tokens: Any
+    logprobs: Any
+    counts: Any
+    finished: Any
+    keys: Any
+    needed: Any
 
 
 @flax.struct.dataclass
@@ -114,6 +138,13 @@ class Extension:
     tokens: Any
     counts: Any
     ends: Any
+
+
+def _behind(tokens: jax.Array, start: jax.Array, more: jax.Array, counts: jax.Array) -> jax.Array:
+    """Writes the first `counts` (M,) of `more` (M, E) from `start` (M,) on into `tokens` (M, S)."""
+    index = jnp.arange(more.shape[1])
+    column = jnp.where(index < counts[:, None], start[:, None] + index, tokens.shape[1])
+    return tokens.at[jnp.arange(len(start))[:, None], column].set(more, mode="drop")
 
 
 def _repeat(wanted: jax.Array, run: Callable[[_T], tuple[jax.Array, _T]], state: _T) -> _T:
@@ -150,7 +181,9 @@ class ContinuousLoop:
         chunk = min(limit, slots - self.loop.sampler.max_new_tokens)
         return chunk, min(limit // chunk, self.batching.slots)
 
-    def begin(self, prompts: jax.Array, requests: Requests) -> BatchState:
+    def begin(
+        self, prompts: jax.Array, requests: Requests, earlier: Earlier | None = None
+    ) -> BatchState:
         """Returns the state before the first turn; prompts (Q, Tp) are right-padded."""
         loop, batching = self.loop, self.batching
         new, group = loop.sampler.max_new_tokens, loop.sampler.group_size
@@ -162,14 +195,21 @@ class ContinuousLoop:
                 f"a pool of {batching.pages} pages is too small for sequences of {slots} tokens; "
                 f"give at least {least}"
             )
+        done = requests.limits <= 0
+        if earlier is not None:
+            start = jnp.repeat(requests.lengths, group)
+            tokens = _behind(tokens, start, earlier.tokens, earlier.counts)
+            done = done | earlier.finished | (earlier.counts >= requests.limits)
         plan = schedule.new_schedule(
             requests.lengths,
-            requests.limits <= 0,
+            done,
             slots=batching.slots,
             pages=batching.pages,
             tokens=slots,
             pauses=loop.sampler.max_turns > 1,
         )
+        if earlier is not None:
+            plan = dataclasses.replace(plan, lengths=plan.lengths + earlier.counts)
         zero, none = jnp.zeros((1,), jnp.int32), jnp.zeros((count,), jnp.int32)
         replies = None
         if loop.sampler.max_turns > 1:
@@ -180,17 +220,19 @@ class ContinuousLoop:
             ).runs,
             schedule=plan,
             tokens=tokens,
-            logprobs=jnp.zeros((count, new), jnp.float32),
-            finished=jnp.zeros((count,), bool),
+            logprobs=earlier.logprobs if earlier else jnp.zeros((count, new), jnp.float32),
+            finished=earlier.finished if earlier else jnp.zeros((count,), bool),
             replies=replies,
             turns=zero,
             drawn=zero,
             prefilled=zero,
+            needed=earlier.needed if earlier else zero + count,
+            keys=earlier.keys if earlier else None,
         )
 
     def unfinished(self, state: BatchState) -> jax.Array:
-        """Returns the () int32 number of requests that wait or run."""
-        return self._of_group(schedule.unfinished(state.schedule))
+        """Returns the () int32 number of needed requests that wait or run."""
+        return self._of_group(schedule.unfinished(state.schedule, state.needed[0]))
 
     def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
         """Admits requests, prefills, and decodes one token of every slot that can decode."""
@@ -300,7 +342,10 @@ class ContinuousLoop:
         table = jnp.where(draws[:, None], plan.table, 0)
         tokens = state.tokens[request, position][:, None]
         hidden, pool = self._forward(prepared, requests, state, tokens, position[:, None], table)
-        keys = sample_keys(requests.key, requests.sample_ids[request], position + 1)
+        key = requests.key
+        if state.keys is not None:
+            key = jax.random.wrap_key_data(state.keys[request], impl="threefry2x32")
+        keys = sample_keys(key, requests.sample_ids[request], position + 1)
         token, logp, _ = loop.draw(prepared, hidden[:, 0], keys, requests.temperature[request])
         index = position + 1 - plan.prompt_lengths[plan.prompt]
         ended = draws & is_end(token, loop.sampler.eos_ids)
@@ -335,15 +380,12 @@ class ContinuousLoop:
     def extend(self, requests: Requests, more: Extension, state: BatchState) -> BatchState:
         """Puts tokens behind the replies of paused requests, which wait again, and ends others."""
         assert state.replies is not None
-        start, size = state.schedule.lengths, state.tokens.shape[1]
-        index = jnp.arange(more.tokens.shape[1])
-        column = jnp.where(index < more.counts[:, None], start[:, None] + index, size)
-        row = jnp.arange(len(start))[:, None]
+        start = state.schedule.lengths
         first = jnp.repeat(requests.lengths, self.loop.sampler.group_size)
         begins = jnp.where(more.counts > 0, start + more.counts - first, state.replies.begins)
         return dataclasses.replace(
             state,
-            tokens=state.tokens.at[row, column].set(more.tokens, mode="drop"),
+            tokens=_behind(state.tokens, start, more.tokens, more.counts),
             replies=dataclasses.replace(state.replies, begins=begins),
             schedule=schedule.extend(state.schedule, more.counts, more.ends),
         )

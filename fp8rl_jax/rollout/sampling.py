@@ -35,10 +35,17 @@ _STRIDE = 8  # terms added at a time in cumulative sums
 
 
 def sample_keys(key: jax.Array, sample_ids: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns one key per row from a step's key, sample ids (B,) and positions (B,)."""
-    return jax.vmap(lambda i, p: jax.random.fold_in(jax.random.fold_in(key, i), p))(
-        sample_ids, positions
-    )
+    """Returns one key per row.
+
+    Args:
+      key: key of the step, or (B,) the key of each row's step.
+      sample_ids, positions: (B,).
+    """
+
+    def of_row(key, sample_id, position):
+        return jax.random.fold_in(jax.random.fold_in(key, sample_id), position)
+
+    return jax.vmap(of_row, in_axes=(0 if key.ndim else None, 0, 0))(key, sample_ids, positions)
 
 
 def mask_top_k(logits: jax.Array, top_k: int) -> jax.Array:

@@ -234,9 +234,9 @@ def extend(s: Schedule, counts: jax.Array, ends: jax.Array) -> Schedule:
     )
 
 
-def unfinished(s: Schedule) -> jax.Array:
-    """Returns the () int32 number of requests that wait or run."""
-    return (s.status <= RUNNING).sum()
+def unfinished(s: Schedule, needed: jax.Array) -> jax.Array:
+    """Returns how many of the first `needed` requests wait or run; both () int32."""
+    return ((s.status <= RUNNING) & (jnp.arange(s.status.shape[0]) < needed)).sum()
 
 
 def share_prompts(s: Schedule) -> Schedule:

@@ -149,9 +149,9 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
     used = 0
     for number in range(_TRIES * batches):
         record = StepRecord(number + 1)
-        at = jax.random.fold_in(key, number)
         given = served.weights, int(served.version)
-        samples = sample_step(runtime, *given, stream, at, record, lambda _: None)
+        keys = functools.partial(jax.random.fold_in, key)
+        samples, _ = sample_step(runtime, *given, stream, keys, record, lambda _: None)
         batch = weighed(runtime, samples, engine.batch(samples.rollout, samples.prompts), record)
         if not np.any(batch.advantages):
             continue

@@ -12,6 +12,9 @@ step waits for its own rollout.
 On one device rollouts run in a thread. On several, sampling comes before learning, in one thread:
 programs that exchange data must be started in one order on all devices.
 
+With `rollout.most_versions` above 1 a rollout goes on with responses that the one before it has
+begun (partial.py).
+
 Not done: devices for rollouts alone, and with them rollouts beside updates on several devices.
 """
 
@@ -21,6 +24,7 @@ import base64
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import io
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,6 +35,7 @@ import numpy as np
 from fp8rl_jax.data import Stream
 from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training.engine import Prompts, Served
+from fp8rl_jax.training.partial import Begun
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Samples, sample_step
 from fp8rl_jax.training.step_record import StepRecord
@@ -51,11 +56,13 @@ class Drawn:
       samples: the responses and their rewards.
       record: the metrics of the rollout.
       position: position of the stream of questions after it.
+      later: responses of later steps that were begun.
     """
 
     samples: Samples
     record: StepRecord
     position: int
+    later: list[Begun]
 
 
 def _done(drawn: Drawn) -> concurrent.futures.Future[Drawn]:
@@ -77,6 +84,8 @@ class Rollouts:
         self._ahead = runtime.config.rollout.ahead
         self._begun: collections.deque[concurrent.futures.Future[Drawn]] = collections.deque()
         self._first = 0  # step of the oldest
+        self._learnt: list[Begun] = []  # `later` of the rollout before the oldest
+        self._later: list[Begun] | None = []  # of the newest; None if it failed
         self._thread: concurrent.futures.Executor | None = None
         if self._ahead and runtime.mesh.size == 1:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
@@ -89,7 +98,7 @@ class Rollouts:
         last = min(step + self._ahead, self._runtime.config.run.steps - 1)
         for number in range(self._first + len(self._begun), last + 1):
             # Numbers of the host: the update gives away the state's arrays.
-            arguments = served.weights, int(served.version), step_key(rng, number), number
+            arguments = served.weights, int(served.version), rng, number
             if self._thread is not None:
                 self._begun.append(self._thread.submit(self._draw, *arguments))
             else:
@@ -110,7 +119,7 @@ class Rollouts:
 
     def learnt(self) -> None:
         """Drops the oldest rollout."""
-        self._begun.popleft()
+        self._learnt = self._begun.popleft().result().later
         self._first += 1
 
     def close(self) -> None:
@@ -118,41 +127,52 @@ class Rollouts:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _draw(self, weights: Any, version: int, key: jax.Array, step: int) -> Drawn:
-        record = StepRecord(step + 1)
+    def _draw(self, weights: Any, version: int, rng: np.ndarray, step: int) -> Drawn:
+        record, keys, begun = StepRecord(step + 1), functools.partial(step_key, rng), self._later
+        if begun is None:
+            raise RuntimeError("the rollout before this one failed")
+        self._later = None
 
         def show(progress: Progress) -> None:
             if not self._ahead:
                 self._show(step + 1, progress)
 
-        samples = sample_step(self._runtime, weights, version, self.questions, key, record, show)
+        given = weights, version, self.questions, keys, record, show, begun
+        samples, self._later = sample_step(self._runtime, *given)
         record |= self._runtime.engine.metrics()
-        return Drawn(samples, record, self.questions.position)
+        return Drawn(samples, record, self.questions.position, self._later)
 
     # For a checkpoint.
 
     def kept(self) -> dict[str, Any]:
-        """Waits for the rollouts; returns those before the first that fails, as a checkpoint's
-        metadata. Its error is raised where it is read; a resumed run draws it with newer weights.
+        """Waits for the rollouts; returns those before the first that fails, and the responses that
+        the last of them has begun, as a checkpoint's metadata. Its error is raised where it is
+        read; a resumed run draws it with newer weights.
         """
-        if not self._ahead:
+        if not self._ahead and not self._learnt:
             return {}
         places = {id(q): i for i, q in enumerate(self._runtime.questions["train"])}
-        found = []
+        found, later = [], self._learnt
         for future in self._begun:
             if future.exception() is not None:
                 break
-            found.append(_as_json(future.result(), places))
-        return {"rollouts": found}
+            drawn = future.result()
+            about = {"record": dict(drawn.record), "position": drawn.position}
+            found.append(about | {"arrays": _as_text(drawn.samples, places)})
+            later = drawn.later
+        return {"rollouts": found, "begun": [_as_text(begun, places) for begun in later]}
 
     def restore(self, step: int, meta: Mapping[str, Any]) -> None:
         """Takes over what `kept` returned at the checkpoint of `step`."""
-        self._first = step
+        self._first, questions = step, self._runtime.questions["train"]
+        self._learnt = [Begun(**_of_text(text, questions)) for text in meta.get("begun", [])]
+        self._later = self._learnt
         for saved in meta.get("rollouts", []):
-            number = step + len(self._begun)
-            drawn = _of_json(saved, self._runtime.questions["train"], number)
-            self.questions.position = drawn.position
-            self._begun.append(_done(drawn))
+            record = StepRecord(step + len(self._begun) + 1)
+            record |= saved["record"]
+            self.questions.position = saved["position"]
+            samples = Samples(**_of_text(saved["arrays"], questions))
+            self._begun.append(_done(Drawn(samples, record, saved["position"], self._later)))
 
 
 _ROWS = ("tokens", "mask", "logprobs", "finished", "lengths")  # of a Rollout
@@ -160,23 +180,25 @@ _PROMPTS = ("tokens", "lengths", "temperature", "first_ids")  # of Prompts
 _OWN = ("versions", "rewards", "counts", "turns")  # of Samples
 
 
-def _as_json(drawn: Drawn, places: dict[int, int]) -> dict[str, Any]:
-    samples = drawn.samples
-    arrays = {"questions": np.array([places[id(question)] for question in samples.questions])}
-    parts = (("rollout", samples.rollout, _ROWS), ("prompts", samples.prompts, _PROMPTS))
-    for part, source, names in (*parts, ("own", samples, _OWN)):
-        values = {f"{part}/{name}": getattr(source, name) for name in names}
+def _as_text(begun: Begun, places: dict[int, int]) -> str:
+    """Returns the arrays of `Samples` or of responses that were begun; `places`: numbers of the
+    questions by `id`."""
+    arrays = {"questions": np.array([places[id(question)] for question in begun.questions])}
+    parts = (("rollout", begun.rollout, _ROWS), ("prompts", begun.prompts, _PROMPTS))
+    for part, source, names in (*parts, ("own", begun, _OWN)):
+        values = {f"{part}/{name}": getattr(source, name, None) for name in names}
         arrays |= {name: np.asarray(x) for name, x in values.items() if x is not None}
-    arrays |= {f"by_name/{name}": value for name, value in samples.by_name.items()}
-    arrays["key"] = np.asarray(jax.random.key_data(samples.prompts.key))
+    if isinstance(begun, Samples):
+        arrays |= {f"by_name/{name}": value for name, value in begun.by_name.items()}
+    arrays["key"] = np.asarray(jax.random.key_data(begun.prompts.key))
     content = io.BytesIO()
     np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
-    text = base64.b64encode(content.getvalue()).decode()
-    return {"record": dict(drawn.record), "position": drawn.position, "arrays": text}
+    return base64.b64encode(content.getvalue()).decode()
 
 
-def _of_json(saved: dict[str, Any], questions: list, step: int) -> Drawn:
-    with np.load(io.BytesIO(base64.b64decode(saved["arrays"])), allow_pickle=False) as found:
+def _of_text(text: str, questions: list) -> dict[str, Any]:
+    """Returns the fields of what `_as_text` was given."""
+    with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as found:
         arrays = dict(found)
 
     def part(prefix: str) -> dict[str, np.ndarray]:
@@ -184,13 +206,11 @@ def _of_json(saved: dict[str, Any], questions: list, step: int) -> Drawn:
         return {n.removeprefix(whole): x for n, x in arrays.items() if n.startswith(whole)}
 
     key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32")
-    samples = Samples(
-        [questions[index] for index in arrays["questions"]],
-        Rollout(**part("rollout"), taps={}),
-        prompts=Prompts(key=key, **part("prompts")),
-        by_name=part("by_name"),
-        **part("own"),
-    )
-    record = StepRecord(step + 1)
-    record |= saved["record"]
-    return Drawn(samples, record, saved["position"])
+    own = part("own")
+    return {
+        "questions": [questions[index] for index in arrays["questions"]],
+        "rollout": Rollout(**part("rollout"), taps={}),
+        "prompts": Prompts(key=key, **part("prompts")),
+        **own,
+        **({"by_name": part("by_name")} if "rewards" in own else {}),
+    }

@@ -37,6 +37,7 @@ from fp8rl_jax.rollout import (
     Answer,
     Batching,
     ContinuousSampler,
+    Earlier,
     HalvedSampler,
     Loop,
     Rollout,
@@ -117,7 +118,12 @@ class Engine(Protocol):
         """The optimiser that `update` applies, and its schedule (update -> learning rate)."""
 
     def sample(
-        self, weights, prompts: Prompts, watch: Watch | None = None, answer: Answer | None = None
+        self,
+        weights,
+        prompts: Prompts,
+        watch: Watch | None = None,
+        answer: Answer | None = None,
+        earlier: Earlier | None = None,
     ) -> Rollout:
         """Samples responses to prompts; returns the rollout on the host, its taps on the devices.
 
@@ -127,6 +133,7 @@ class Engine(Protocol):
           watch: function called with finished responses during a rollout by continuous batching;
             other samplers never call it.
           answer: function that answers replies, with `env.max_turns` above 1.
+          earlier: responses that go on, by continuous batching.
         """
 
     def metrics(self) -> dict[str, float]:
@@ -319,6 +326,7 @@ class JaxEngine(Engine):
         prompts: Prompts,
         watch: Watch | None = None,
         answer: Answer | None = None,
+        earlier: Earlier | None = None,
         sampler: Any = None,
     ) -> Rollout:
         """See `Engine.sample`; `sampler`: a result of `make_sampler`, by default `self.sampler`."""
@@ -330,7 +338,7 @@ class JaxEngine(Engine):
         )
         seen = {}
         if isinstance(sampler, ContinuousSampler):
-            seen = {"watch": watch, "answer": answer}
+            seen = {"watch": watch, "answer": answer, "earlier": earlier}
         out = sampler(weights, tokens, lengths, prompts.key, *rows, self.rope, **seen)
         rollout = processes.fetch(dataclasses.replace(out, taps={}))
         return dataclasses.replace(rollout, taps=out.taps)

@@ -16,7 +16,8 @@ One step, as `rl_step` runs it::
                             refit                                the sampler's next weights
 
 Each part waits for the one before it. With `rollout.ahead` the rollout of a later step runs beside
-the update, and the step learns from an older one (ahead.py).
+the update, and the step learns from an older one (ahead.py). With `rollout.most_versions` a rollout
+draws for later steps too, and several versions draw one response (partial.py).
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ def rl_step(
     """
     rt, engine, step = run.runtime, run.runtime.engine, int(state.step)
     record, compiled, ahead = StepRecord(step + 1), compile_seconds(), rt.config.rollout.ahead
+    oldest = max(0, step - ahead - (rt.config.rollout.most_versions - 1))  # version
     with record.timed("step"):
         # 1. Sample a group of responses for each question, and reward them.
         hold_settings()  # before every part, because a user's code may have changed them
@@ -134,7 +136,7 @@ def rl_step(
         rollout = samples.rollout
         # Newer ones only behind a rollout that failed, or the end of a run that was extended.
         versions = samples.versions[rollout.mask]
-        assert ((versions >= max(0, step - ahead)) & (versions <= step)).all()
+        assert ((versions >= oldest) & (versions <= step)).all()
         batch = engine.batch(rollout, samples.prompts)
         with record.timed("old_logprobs"):
             batch = scored(rt, state, reference, batch, run.doubted or run.drifted)
@@ -154,7 +156,12 @@ def rl_step(
         # 5. Compare log-probabilities on the first update's rows, and the weights that both read.
         first = slice(0, len(logp))
         compared = mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
-        record |= {stale: compared[n] for n, stale in _STALE.items()} if ahead else compared
+        if rt.stale:
+            record |= {stale: compared[n] for n, stale in _STALE.items()}
+            own = batch.mask[first] * (samples.versions[first] == step)
+            compared = mismatch_metrics(logp, rollout.logprobs[first], own) if own.any() else {}
+        if not ahead:
+            record |= compared
         if rt.same_forward:
             record["refit_checksum_ok"] = bool(
                 updates[0]["checksum"] == np.asarray(served.checksum)
@@ -179,9 +186,12 @@ def _drift_ahead(rt: Runtime, state: TrainState, drawn: Drawn | None) -> dict[st
     if drawn is None:
         return {}
     samples = drawn.samples
+    own = samples.versions == int(state.step)
+    if not own.any():
+        return {}
     batch = rt.engine.batch(samples.rollout, samples.prompts)
     logp = rt.engine.score(state, batch)
-    return mismatch_metrics(logp, samples.rollout.logprobs, batch.mask > 0)
+    return mismatch_metrics(logp, samples.rollout.logprobs, own)
 
 
 def scored(

@@ -10,7 +10,7 @@ across rounds, so that no two samples of a step share a random key.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,24 +19,22 @@ import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.data import Stream
-from fp8rl_jax.envs import Question, Tally
+from fp8rl_jax.envs import Tally
 from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Progress, Rollout
+from fp8rl_jax.training import partial
 from fp8rl_jax.training.engine import Prompts
+from fp8rl_jax.training.partial import Begun
 from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.step_record import StepRecord
 
 
 @dataclasses.dataclass
-class Samples:
-    """P questions with G responses each, B = P * G, prompt-major.
+class Samples(Begun):
+    """Complete responses and their rewards.
 
     Attributes:
-      questions: the question of each group.
-      rollout: the responses, on the host; their routing is on the devices.
-      versions: (B, R) int32, the step whose weights drew each token; -1 for no token.
-      prompts: the prompts that were sampled.
       rewards: (P, G) float64; nan for a response that was not scored.
       by_name: {name: (P, G)}, each reward without its weight.
       counts: (P,) bool, groups that count.
@@ -44,10 +42,6 @@ class Samples:
         None for responses of one reply.
     """
 
-    questions: list[Question]
-    rollout: Rollout
-    versions: np.ndarray
-    prompts: Prompts
     rewards: np.ndarray
     by_name: dict[str, np.ndarray]
     counts: np.ndarray
@@ -81,72 +75,92 @@ def sample_step(
     weights: Any,
     version: int,
     stream: Stream,
-    key: jax.Array,
+    keys: Callable[[int], jax.Array],
     record: StepRecord,
     show: Callable[[Progress], None],
-) -> Samples:
-    """Samples `rollout.prompts_per_step` groups and rewards them.
+    begun: Sequence[Begun] = (),
+) -> tuple[Samples, list[Begun]]:
+    """Samples and rewards `rollout.prompts_per_step` groups; returns them, and the responses of
+    later steps that were begun.
 
     Args:
       runtime: result of `make_runtime`.
       weights, version: the sampler's weights, and the step of their state (`Served`).
       stream: stream of questions; each round takes a batch.
-      key: random key of this step.
+      keys: function from a step to its random key.
       record: record that gets times and metrics of the samples.
       show: function called with the progress of a continuous rollout.
+      begun: responses of this and later steps that were begun before; see partial.py.
 
     Raises:
       RewardError: every call of a reward failed, or no response was scored.
     """
-    config = runtime.config
+    config, step = runtime.config, record["step"] - 1
     tally = Tally(f"RL step {record['step']}")
     wanted, rounds = config.rollout.prompts_per_step, list[Samples]()
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
+    last = max(step + 1, min(step + config.rollout.most_versions, config.run.steps))
+    begun, known = list(begun), sum(b.drawn for b in begun)
+    for number in range(step + len(begun), last):
+        begun.append(Begun.new(runtime, stream.next(), keys(number)))
+    given = runtime, weights, version
+    samples, later = _round(*given, begun, record, show, tally)
+    rounds = [samples]
     while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
-        given = runtime, weights, version, stream.next(), key
-        rounds.append(_round(*given, len(rounds), record, show, tally))
+        first = len(rounds) * len(samples.versions)
+        another = Begun.new(runtime, stream.next(), keys(step), first)
+        rounds.append(_round(*given, [another], record, show, tally)[0])
     tally.check()
     everything = _joined(rounds)
     if np.isnan(everything.rewards).all():
         raise tally.nothing_scored("no response")
     record.add_rollout(everything.rollout, everything.rewards, everything.by_name)
+    if config.rollout.most_versions > 1:
+        record.add_versions(samples.versions, samples.drawn + sum(b.drawn for b in later) - known)
     if runtime.step is not None:
         record.add_turns(everything.rollout.mask)
     if not config.algo.dynamic_sampling:
-        return everything
+        return everything, later
     # Groups that count come first, each kind in the order of sampling.
     order = np.argsort(~everything.counts, kind="stable")[:wanted]
     chosen = everything.groups(order)
     record["dynamic_rounds"] = len(rounds)
     record["dynamic_discarded_groups"] = len(everything.counts) - wanted
     record["dynamic_filled_groups"] = int(wanted - chosen.counts.sum())
-    return chosen
+    return chosen, later
 
 
 def _round(
-    runtime: Runtime, weights, version: int, questions, key, number: int, record, show, tally
-) -> Samples:
-    config = runtime.config
-    group = config.rollout.group_size
-    rows = len(questions) * group
-    temperature = np.full(rows, config.rollout.temperature, np.float32)
-    prompts = Prompts.numbered(
-        *runtime.text.prompts(questions), key, temperature, first=number * rows
-    )
-    own = processes.own_rows(runtime.layout.rows, rows)
-    of_rows = [q for q in questions for _ in range(group)]
+    runtime: Runtime, weights, version: int, begun: Sequence[Begun], record, show, tally
+) -> tuple[Samples, list[Begun]]:
+    """Completes and rewards the first of `begun`; returns it, and the others."""
+    config, first = runtime.config, begun[0]
+    group, several = config.rollout.group_size, config.rollout.most_versions > 1
+    rows = len(first.versions)
+    if several:
+        own = partial.own_rows(runtime, rows)
+    else:
+        own = processes.own_rows(runtime.layout.rows, rows)
+    of_rows = [q for q in first.questions for _ in range(group)]
     rewards = Rewards(runtime.text.decode, of_rows, runtime.rewards, own)
 
     conversations = runtime.conversations(of_rows, own, tally)
 
-    def watch(progress: Progress) -> None:
+    def watch(rollout: Rollout, done, progress: Progress) -> None:
         if conversations is None:
-            rewards.add(progress.rollout, np.asarray(progress.done))
+            rewards.add(rollout, np.asarray(done))
         show(progress)
 
+    def watch_all(progress: Progress) -> None:
+        watch(progress.rollout, progress.done, progress)
+
+    later, turns = list[Begun](), None
     with record.timed("rollout"):
-        rollout = runtime.engine.sample(weights, prompts, watch, conversations)
-    turns = None
+        if several:
+            first, *later = partial.complete(runtime, weights, version, begun, watch)
+            rollout = first.rollout
+        else:
+            rollout = runtime.engine.sample(weights, first.prompts, watch_all, conversations)
     with record.timed("reward"):
         if conversations is None:
             rewards.add(rollout, np.ones(rows, bool))
@@ -158,13 +172,14 @@ def _round(
             record.add_conversations(conversed)
     record["reward_errors"] = tally.errors
     values = scores.reshape(-1, group)
-    counts = np.ones(len(questions), bool)
+    counts = np.ones(len(first.questions), bool)
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
     by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
-    versions = np.where(rollout.mask, np.int32(version), np.int32(-1))
-    found = values, by_name, counts, turns
-    return Samples(list(questions), rollout, versions, prompts, *found)
+    if not several:
+        first = first.goes_on(rollout, version)
+    samples = Samples(**vars(first), rewards=values, by_name=by_name, counts=counts, turns=turns)
+    return samples, later
 
 
 def _joined(rounds: list[Samples]) -> Samples:

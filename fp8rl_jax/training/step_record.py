@@ -64,6 +64,14 @@ class StepRecord(dict[str, Any]):
             given = {n: v for n, v in by_name.items() if not np.isnan(v).all()}
             self.update({f"reward/{n}": float(np.nanmean(v)) for n, v in given.items()})
 
+    def add_versions(self, versions: np.ndarray, drawn: int) -> None:
+        """Adds how many versions drew a response, from `Samples.versions`; `drawn`: number of
+        tokens that the step's rollout drew, for this and later steps."""
+        newer = (versions[:, 1:] > versions[:, :-1]) & (versions[:, :-1] >= 0)
+        counts = newer.sum(1) + (versions[:, 0] >= 0)
+        self.update(versions_mean=float(counts.mean()), versions_max=int(counts.max()))
+        self["tokens_per_s_rollout"] = drawn / self["time_rollout"]
+
     def add_conversations(self, conversed: Conversed) -> None:
         """Counts what became of the environment's answers in a rollout."""
         self["env_errors"] = self.get("env_errors", 0) + conversed.errors

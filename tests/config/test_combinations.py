@@ -47,6 +47,7 @@ _ON: dict[str, list[str]] = {
     "all samples at once": [],
     "pages": ["rollout.pages=9"],
     "rollouts ahead": ["rollout.ahead=1"],
+    "partial rollouts": ["rollout.most_versions=2"],
     "environment": _STEP,
     "no environment": [],
     "one reply": [],
@@ -88,6 +89,8 @@ _BESIDE = {
     ("all samples at once", "several replies"): _STEP,
     ("dynamic sampling", "credit by turn"): [*_STEP, "env.max_turns=3", "rollout.slots=2"],
     ("continuous batching", "routing replay"): ["model.num_experts=4"],
+    ("partial rollouts", "several replies"): [*_STEP, "rollout.slots=2"],
+    ("partial rollouts", "dynamic sampling"): ["rollout.slots=2"],
     ("rollouts ahead", "routing replay"): ["model.num_experts=4"],
     ("continuous batching", "scales of a whole batch"): ["precision.zero_drift=report"],
 }

@@ -75,10 +75,10 @@ def quantized(params, recipe):
     return made(params)
 
 
-def rollout_weights(model: ModelConfig, recipe: Recipe):
+def rollout_weights(model: ModelConfig, recipe: Recipe, seed: int = 1):
     """Random rollout weights of two layers; with calibrated scales of 3 / 448 if the recipe has
     such."""
-    weights = quantized(initial_params(model, 1), recipe)
+    weights = quantized(initial_params(model, seed), recipe)
     if recipe.kv != "calibrated":
         return weights
     amax = {name: jnp.full(2, 3.0) for name in "qkv"}

@@ -54,12 +54,12 @@ def test_terms_over_all_rounds():
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     record = StepRecord(1)
-    samples = sample_step(
+    samples, _ = sample_step(
         runtime,
         None,
         7,
         stream,
-        jax.random.key(0, impl="threefry2x32"),
+        lambda step: jax.random.key(step, impl="threefry2x32"),
         record,
         lambda progress: None,
     )
