@@ -66,15 +66,30 @@ def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def make_mesh(axes: dict[str, int]) -> Mesh:
-    """Returns a mesh over all devices; an axis of -1 takes all devices that the other axes leave.
+def make_mesh(axes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Returns a mesh over `devices`, by default all; an axis of -1 takes all devices that the other
+    axes leave.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     sizes = _sizes(axes, len(devices))
     return jax.make_mesh(sizes, MESH_AXES, axis_types=_TYPES, devices=devices)
+
+
+def make_meshes(axes: dict[str, int]) -> tuple[Mesh, Mesh | None]:
+    """Returns the meshes of learner and rollout over all devices; `axes["rollout"]` devices, the
+    last ones, are the rollout's alone. None if it has no devices of its own.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices.
+    """
+    devices, own = jax.devices(), axes.get("rollout", 0)
+    if not own:
+        return make_mesh(axes), None
+    mesh = make_mesh(axes, devices[: _left(len(devices), own)])
+    return mesh, make_mesh(_rollout_axes(mesh, own), devices[-own:])
 
 
 def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractMesh:
@@ -84,6 +99,39 @@ def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractM
       UserError: the sizes do not multiply to the number of devices.
     """
     return AbstractMesh(_sizes(axes, devices), MESH_AXES, axis_types=_TYPES)
+
+
+def abstract_meshes(
+    axes: dict[str, int], devices: int | None = None
+) -> tuple[AbstractMesh, AbstractMesh | None]:
+    """Returns the meshes of `make_meshes` as `abstract_mesh` does."""
+    own = axes.get("rollout", 0)
+    if not own:
+        return abstract_mesh(axes, devices), None
+    mesh = abstract_mesh(axes, devices and _left(devices, own))
+    return mesh, abstract_mesh(_rollout_axes(mesh, own))
+
+
+def _left(devices: int, own: int) -> int:
+    """Returns how many devices the learner has if the rollout has `own`."""
+    if own >= devices:
+        raise UserError(
+            f"mesh.rollout is {own}, which leaves the learner none of {devices} devices: write at "
+            f"most {devices - 1}, or 0 if all devices do both"
+        )
+    return devices - own
+
+
+def _rollout_axes(mesh: Mesh | AbstractMesh, own: int) -> dict[str, int]:
+    """Returns the axes of the rollout's mesh beside the learner's `mesh`: experts and columns are
+    sharded alike, and nothing over `fsdp`, which shards no weights of a sampler."""
+    tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
+    if own % (tensor * expert):
+        raise UserError(
+            f"mesh.rollout is {own}, which mesh.tensor x mesh.expert = {tensor * expert} does not "
+            "divide: write a multiple"
+        )
+    return {"data": own // (tensor * expert), "fsdp": 1, "tensor": tensor, "expert": expert}
 
 
 def between_hosts(mesh: Mesh, axis: str, hosts: Sequence[str]) -> bool:

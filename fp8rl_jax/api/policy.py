@@ -48,7 +48,12 @@ from fp8rl_jax.training.step_record import StepRecord
 # Static batches of one reply, and one update on all samples of a call.
 _PLAIN: dict[str, Any] = {"rollout.slots": 0, "algo.epochs": 1, "algo.num_minibatches": 1}
 _PLAIN |= {"env.step": "", "env.tools": "", "env.max_turns": 1, "rollout.max_turn_tokens": 0}
-_PLAIN |= {"algo.credit": "response", "rollout.ahead": 0, "rollout.most_versions": 1}
+_PLAIN |= {
+    "mesh.rollout": 0,
+    "algo.credit": "response",
+    "rollout.ahead": 0,
+    "rollout.most_versions": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

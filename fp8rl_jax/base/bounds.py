@@ -120,6 +120,7 @@ BOUNDS: dict[str, Bounds] = {
     "mesh.fsdp": _whole(1, 2**20, -1),
     "mesh.tensor": _whole(1, 2**20, -1),
     "mesh.expert": _whole(1, 2**20, -1),
+    "mesh.rollout": _whole(0, 2**20),
     "env.reward_timeout": Bounds(0.01, 1e6),
     "env.reward_memory_gb": Bounds(0, 1e6),
     "env.train_questions": _whole(1, _QUESTIONS),

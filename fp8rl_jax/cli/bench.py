@@ -113,9 +113,9 @@ def _processes(values: argparse.Namespace) -> int:
             f"{config.rollout.slots}, whose programs are not timed: write --config.rollout.slots=0"
         )
     from fp8rl_jax.bench import processes
-    from fp8rl_jax.sharding import abstract_mesh
+    from fp8rl_jax.sharding import abstract_meshes
 
-    abstract_mesh(config.mesh.to_dict(), values.processes)  # UserError if it has others
+    abstract_meshes(config.mesh.to_dict(), values.processes)  # UserError if it has others
     arguments = [values.config, *values.overrides]
     print(processes.format_table(processes.bench(arguments, values.processes, values.pairs, note)))
     return 0

@@ -39,9 +39,10 @@ def _describe_step(planned: Planned, rollout: RolloutPlan, cost: StepCost) -> st
     resolved, config, slots = planned.resolved, planned.config, rollout.slots
     algo, steps = config.algo, config.run.steps
     decode_step = decode_seconds(
-        resolved.model, resolved.rollout_recipe, planned.mesh, slots, rollout.half, planned.gpu
+        *(resolved.model, resolved.rollout_recipe, planned.sampling.mesh),
+        *(slots, rollout.half, planned.gpu),
     )
-    count = math.ceil(planned.samples / slots) * config.rollout.max_new_tokens
+    count = math.ceil(planned.sampling.samples / slots) * config.rollout.max_new_tokens
     decoding, updates = count * sum(decode_step.values()), algo.epochs * algo.num_minibatches
     least, most = (decoding + updates * x for x in (cost.least_seconds, cost.most_seconds))
     return (
@@ -69,10 +70,11 @@ def plan(values: argparse.Namespace) -> int:
     problems, rollout = [], None
     if values.rollout or both:
         try:
-            rollout, cases = plan_rollouts(planned)
-            print(format_plans(planned, rollout, cases))
-            print(f"\n{format_decode(planned, rollout, cases)}\n")
-            print(describe_allocation(planned, rollout))
+            sampling = planned.sampling
+            rollout, cases = plan_rollouts(sampling)
+            print(format_plans(sampling, rollout, cases))
+            print(f"\n{format_decode(sampling, rollout, cases)}\n")
+            print(describe_allocation(sampling, rollout))
         except UserError as error:  # the learner is printed all the same
             problems.append(str(error))
     if values.learner or both:

@@ -1,5 +1,5 @@
 """`fp8rl study` and its subcommands: layers, cases, kv, head, scale, training, accuracy, recipes,
-gradients, all."""
+gradients, staleness, all."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ COMMANDS = (
     Command(
         "study",
         "tests hypotheses written beforehand: layers, cases, kv, head, scale, training, accuracy, "
-        "recipes, gradients, all",
+        "recipes, gradients, staleness, all",
     ),
     _command(
         "layers",
@@ -277,6 +277,12 @@ COMMANDS = (
         "how near backward passes come to the gradient; which part of the forward pass errs",
         "two batches; without a model, two layers trained for a minute",
         argument("--batches", "batches of RL whose gradients are compared", "N", type=whole(1)),
+    ),
+    _command(
+        "staleness",
+        "rollouts ahead of the learner: what is staleness and what is mismatch; FP8, bf16 learners",
+        _FEW_STEPS,
+        _RL_STEPS,
     ),
     _command(
         "all",

@@ -181,6 +181,7 @@ FEATURES: dict[str, Feature] = {
     "all samples at once": _field("rollout.slots", lambda slots: not slots),
     "pages": _field("rollout.pages"),
     "rollouts ahead": _field("rollout.ahead"),
+    "devices for rollouts": _field("mesh.rollout"),
     "partial rollouts": _field("rollout.most_versions", lambda most: most > 1),
     "environment": Feature(
         lambda r: r.step is not None, lambda r: f"{r.step.said} is set" if r.step else ""
@@ -439,6 +440,12 @@ PAIRS = (
         "routing replay",
         "a checkpoint keeps no routing of rollouts that are ahead ({one})",
         "set it to 'none', or rollout.ahead to 0",
+    ),
+    Pair(
+        "devices for rollouts",
+        "routing replay",
+        "the routing of rollouts on devices of their own does not go to the learner ({one})",
+        "set it to 'none', or mesh.rollout to 0",
     ),
     Pair(
         "partial rollouts",

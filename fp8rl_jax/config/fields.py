@@ -175,6 +175,11 @@ FIELDS: dict[str, dict[str, Field]] = {
         "expert": Field(
             1, "devices that split the batch and share experts (tokens travel); 1 for a dense model"
         ),
+        "rollout": Field(
+            0,
+            "devices for rollouts and evaluations alone, beside those of the other axes; 0 if all "
+            "devices do both",
+        ),
     },
     "data": {
         "tokenizer": Field(

@@ -247,7 +247,7 @@ def plan_learner(
         head += _DIVERGENCE * min(work.response_tokens, _DIVERGENCE_TOKENS) * model.vocab_size
         if mesh.size > 1:  # its pass reads all layers gathered
             batch += gathered.dense + gathered.experts
-    if resolved.config.rollout.ahead:
+    if resolved.config.rollout.ahead and not resolved.config.mesh.rollout:
         shapes = weight_shapes(model, resolved.rollout_recipe, recipe)
         batch += resolved.config.rollout.ahead * served_bytes(shapes, mesh)
     activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])

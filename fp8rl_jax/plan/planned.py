@@ -29,6 +29,7 @@ class Planned:
       gpu: model of the devices.
       hosts: number of hosts, each with the same number of devices.
       memory: bytes of each device.
+      rollout_mesh: mesh of the devices for rollouts alone; None if all devices do both.
     """
 
     resolved: Resolved
@@ -36,6 +37,12 @@ class Planned:
     gpu: Gpu
     hosts: int
     memory: int
+    rollout_mesh: AbstractMesh | None = None
+
+    @property
+    def sampling(self) -> Planned:
+        """The configuration on the devices that sample."""
+        return dataclasses.replace(self, mesh=self.rollout_mesh or self.mesh)
 
     @property
     def config(self) -> ml_collections.FrozenConfigDict:
@@ -87,8 +94,9 @@ def read_planned(
         config = config.copy_and_resolve_references()
         config.model.checkpoint = ""
     resolved = resolve_config(config)
-    mesh = sharding.abstract_mesh(config.mesh.to_dict(), devices)
-    checks.check_mesh(config, sharding.batch_divisor(mesh))
+    mesh, rollout_mesh = sharding.abstract_meshes(config.mesh.to_dict(), devices)
+    for used in filter(None, (mesh, rollout_mesh)):
+        checks.check_mesh(config, sharding.batch_divisor(used))
     if not (config.model.checkpoint or config.model.name):
         resolved = resolved.with_vocabulary(load_tokenizer(config.data).vocab_size)
     if hosts is None:
@@ -99,4 +107,5 @@ def read_planned(
             f"fp8rl plan: --hosts is {hosts}, which does not divide the {mesh.size} devices of the "
             "mesh: write a number that does"
         )
-    return Planned(resolved, mesh, gpu, hosts, int((memory_gb or gpu.memory) * 2**30))
+    memory = int((memory_gb or gpu.memory) * 2**30)
+    return Planned(resolved, mesh, gpu, hosts, memory, rollout_mesh)

@@ -37,7 +37,8 @@ class RolloutPlan:
     Attributes:
       weights: quantised weights of the sampler, their scales, and the converted copies it reads.
       train_state: masters, optimiser moments, and states of scaling policies; with `rollout.ahead`
-        all of a train step, which runs beside the rollout.
+        all of a train step, which runs beside the rollout; on devices for rollouts alone the
+        weights of versions that are ahead.
       workspace: estimate of the temporary arrays of an iteration of the sampling loop.
       page: one page of 64 tokens, keys and values of all layers.
       memory: bytes of the device that a run may fill; None if unknown.
@@ -157,11 +158,16 @@ def plan_rollout(
     loop = Loop(model, resolved.rollout_recipe, settings)
     slots = (rollout.slots or resolved.step_samples) // mesh.size
     prefill_tokens = rollout.prefill_chunk or default_chunk(loop.on_cpu)
+    if resolved.config.mesh.rollout:
+        shapes = weight_shapes(model, resolved.rollout_recipe, resolved.learner_recipe)
+        train_state = rollout.ahead * served_bytes(shapes, mesh)
+    elif rollout.ahead:
+        train_state = plan_learner(resolved, mesh).needed
+    else:
+        train_state = state_bytes(resolved, mesh).on_device
     return RolloutPlan(
         weights=sampler_bytes(loop, resolved.learner_recipe, mesh),
-        train_state=plan_learner(resolved, mesh).needed
-        if rollout.ahead
-        else state_bytes(resolved, mesh).on_device,
+        train_state=train_state,
         workspace=workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
         page=page_bytes(model, loop.recipe),
         memory=memory,

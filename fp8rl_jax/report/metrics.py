@@ -118,6 +118,16 @@ _DRIFT = (
         Metric("staleness_kl", "nats", "mean of exp(D) - D - 1"),
         Metric("staleness_ess", "share", "effective sample size of the weights exp(D)"),
     ),
+    *_only_with(
+        "rollout.ahead with recipes that differ, for rollouts of a run.check_every-th step",
+        Metric(
+            "learner_change_abs_diff",
+            "nats",
+            "mean |D|, where D is a token's log-probability of the train step less that of the "
+            "same recipe with the weights that drew it: staleness without mismatch",
+        ),
+        Metric("learner_change_kl", "nats", "mean of exp(D) - D - 1"),
+    ),
     Metric(
         "refit_checksum_ok",
         "boolean",

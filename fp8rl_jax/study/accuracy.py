@@ -33,7 +33,7 @@ from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cell
 from fp8rl_jax.study.frame import Found, Plan, Result, Size, Study, Verdict
 from fp8rl_jax.study.hypotheses import ANY, SUPPORTED, Hypothesis, Zone
-from fp8rl_jax.study.runs import TIS, UNCORRECTED, Fields, accuracies, arm_cells, part, series
+from fp8rl_jax.study.runs import TIS, UNCORRECTED, Fields, accuracies, arm_cells, less, part, series
 from fp8rl_jax.study.statistics import equivalence, seed_mean, seeds_needed
 from fp8rl_jax.study.subjects import Subject
 
@@ -152,22 +152,10 @@ def _result(found: Found) -> Result:
     }
 
 
-def _less(found: Found, arm: str, other: str) -> tuple[np.ndarray, float]:
-    """Returns an arm's sampled accuracy under bf16 minus another arm's, for each seed (S,), and the
-    least standard deviation to assume for it (see the module)."""
-
-    def values(name: str) -> np.ndarray:  # (2, S)
-        metrics = ("accuracy_sampled", "accuracy_sampled_se")
-        return np.array([[run["bf16"][m] for run in found.each(name)] for m in metrics])
-
-    (one, one_error), (two, two_error) = values(arm), values(other)
-    return one - two, float(np.sqrt((one_error**2 + two_error**2).mean()))
-
-
 def _differences(found: Found, arm: str) -> dict[str, Any]:
     """Returns an arm's accuracy minus bf16's for each seed, its standard deviation over seeds, and
     how many seeds would find a difference of MARGIN (the last two are None for one seed)."""
-    each, least = _less(found, arm, BASELINE)
+    each, least = less(found, arm, BASELINE)
     several = len(each) > 1
     return {
         "each": each.tolist(),
@@ -179,7 +167,7 @@ def _differences(found: Found, arm: str) -> dict[str, Any]:
 def _judge(found: Found) -> list[Verdict]:
     verdicts: dict[str, Verdict] = {}
     for hypothesis, arm, other in HYPOTHESES:
-        (each, least), p, unresolved = _less(found, arm, other), None, ""
+        (each, least), p, unresolved = less(found, arm, other), None, ""
         if hypothesis.test:
             p = equivalence(each, MARGIN, least) if len(each) > 1 else math.nan
         directed = ANY in (hypothesis.zone.low, -hypothesis.zone.high)
@@ -198,10 +186,10 @@ def _judge(found: Found) -> list[Verdict]:
 
 def _tables(result: Result) -> str:
     """Returns a table of all arms, and how many seeds would resolve the margin."""
-    less = {arm: writing.each(found["each"]) for arm, found in result["differences"].items()}
+    differences = {arm: writing.each(found["each"]) for arm, found in result["differences"].items()}
     columns = {
         "right in bf16, sampled": lambda row: writing.each(accuracies(row[1], "bf16")),
-        "less bf16": lambda row: less.get(row[0], ""),
+        "less bf16": lambda row: differences.get(row[0], ""),
         "right under its own recipe": lambda row: writing.each(accuracies(row[1], "own")),
         "mean abs D": lambda row: writing.each(
             series(row[1], "train_rollout_logprob_abs_diff").mean(axis=1)

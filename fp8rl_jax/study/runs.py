@@ -21,7 +21,7 @@ from fp8rl_jax.models import hf
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy.load import load_trained, open_trained
 from fp8rl_jax.study.cells import Cell
-from fp8rl_jax.study.frame import Numbers, Plan
+from fp8rl_jax.study.frame import Found, Numbers, Plan
 from fp8rl_jax.study.progress import Note
 from fp8rl_jax.study.subjects import Subject, is_begun
 from fp8rl_jax.train import train
@@ -40,6 +40,11 @@ SERIES = (
     "kl_ref",
     "grad_norm",
     "calibrate_frac",
+    "staleness_abs_diff",
+    "staleness_kl",
+    "staleness_ess",
+    "learner_change_abs_diff",
+    "learner_change_kl",
 )
 Fields = Mapping[str, Any]  # {'section.field': value}
 # The learner scores a rollout before its first update, so that update's ratio is 1, without D.
@@ -110,9 +115,9 @@ def _run(
     train(config, resume=is_begun(directory / name))
     records = read_jsonl(directory / name / "metrics.jsonl")
     series = {
-        metric: [float(f"{record[metric]:.5g}") for record in records]
+        metric: [float(f"{record[metric]:.5g}") if metric in record else None for record in records]
         for metric in SERIES
-        if metric in records[0]
+        if any(metric in record for record in records)
     }
     own = _kept(read_jsonl(directory / name / "eval.jsonl")[-1])
     return {"series": series, "own": own, **_of_last_weights(config, note, after)}
@@ -183,9 +188,21 @@ def part(values: np.ndarray, quarter: int) -> np.ndarray:
 
 
 def series(runs: Sequence[Numbers], metric: str) -> np.ndarray:
-    """Returns a metric of several runs of equal length, (runs, steps); NaN for a run without it."""
-    missing = [float("nan")] * len(runs[0]["series"]["reward_mean"])
-    return np.array([run["series"].get(metric, missing) for run in runs])
+    """Returns a metric of several runs of equal length, (runs, steps); NaN where it is missing."""
+    missing = [None] * len(runs[0]["series"]["reward_mean"])
+    return np.array([run["series"].get(metric, missing) for run in runs], np.float64)
+
+
+def less(found: Found, arm: str, other: str) -> tuple[np.ndarray, float]:
+    """Returns an arm's sampled accuracy under bf16 minus another arm's, for each seed (S,), and the
+    least standard deviation to assume for it: the noise of its two evaluations."""
+
+    def values(name: str) -> np.ndarray:  # (2, S)
+        metrics = ("accuracy_sampled", "accuracy_sampled_se")
+        return np.array([[run["bf16"][m] for run in found.each(name)] for m in metrics])
+
+    (one, one_error), (two, two_error) = values(arm), values(other)
+    return one - two, float(np.sqrt((one_error**2 + two_error**2).mean()))
 
 
 def accuracies(runs: Sequence[Numbers], recipe: str) -> list[float]:

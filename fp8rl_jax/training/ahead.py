@@ -9,13 +9,14 @@ Which version draws what follows from numbers alone, so a run is a function of c
 seed: how long rollouts, rewards and updates take changes nothing, nor does a kill. With s = 0 each
 step waits for its own rollout.
 
-On one device rollouts run in a thread. On several, sampling comes before learning, in one thread:
-programs that exchange data must be started in one order on all devices.
+On one device rollouts run in a thread, and with `mesh.rollout` on devices of their own. On several
+devices that do both, sampling comes before learning, in one thread: programs that exchange data
+must be started in one order on all devices.
 
 With `rollout.most_versions` above 1 a rollout goes on with responses that the one before it has
 begun (partial.py).
 
-Not done: devices for rollouts alone, and with them rollouts beside updates on several devices.
+Not done: devices for rollouts alone in several processes.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Rollouts:
         self._learnt: list[Begun] = []  # `later` of the rollout before the oldest
         self._later: list[Begun] | None = []  # of the newest; None if it failed
         self._thread: concurrent.futures.Executor | None = None
-        if self._ahead and runtime.mesh.size == 1:
+        if self._ahead and (runtime.mesh.size == 1 or runtime.rollout_mesh is not None):
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
 
     def begin(self, step: int, served: Served, rng: np.ndarray) -> None:
@@ -96,9 +97,11 @@ class Rollouts:
         if not self._begun:
             self._first = step
         last = min(step + self._ahead, self._runtime.config.run.steps - 1)
-        for number in range(self._first + len(self._begun), last + 1):
+        wanted = range(self._first + len(self._begun), last + 1)
+        weights = self._runtime.for_sampling(served.weights) if wanted else None
+        for number in wanted:
             # Numbers of the host: the update gives away the state's arrays.
-            arguments = served.weights, int(served.version), rng, number
+            arguments = weights, int(served.version), rng, number
             if self._thread is not None:
                 self._begun.append(self._thread.submit(self._draw, *arguments))
             else:
@@ -138,8 +141,9 @@ class Rollouts:
                 self._show(step + 1, progress)
 
         given = weights, version, self.questions, keys, record, show, begun
-        samples, self._later = sample_step(self._runtime, *given)
-        record |= self._runtime.engine.metrics()
+        sampling = self._runtime.sampling
+        samples, self._later = sample_step(sampling, *given)
+        record |= sampling.engine.metrics()
         return Drawn(samples, record, self.questions.position, self._later)
 
     # For a checkpoint.
@@ -177,7 +181,7 @@ class Rollouts:
 
 _ROWS = ("tokens", "mask", "logprobs", "finished", "lengths")  # of a Rollout
 _PROMPTS = ("tokens", "lengths", "temperature", "first_ids")  # of Prompts
-_OWN = ("versions", "rewards", "counts", "turns")  # of Samples
+_OWN = ("versions", "rewards", "counts", "turns", "learner_logprobs")  # of Samples
 
 
 def _as_text(begun: Begun, places: dict[int, int]) -> str:

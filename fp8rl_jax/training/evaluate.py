@@ -47,7 +47,7 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
     tally = Tally(f"evaluation after {phase} step {step}")
     when = {"phase": phase, "step": step}
     sets = itertools.groupby(runtime.questions["eval"], key=lambda question: question.set)
-    found = []
+    weights, runtime, found = runtime.for_sampling(weights), runtime.sampling, []
     for index, (name, questions) in enumerate(sets):
         # Numbers below 1 << 31 are steps. The first set's key does not depend on further sets.
         key = runtime.engine.keys["eval"]

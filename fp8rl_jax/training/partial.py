@@ -101,7 +101,8 @@ def complete(
     def of_rollouts(rollout: Rollout) -> list[Rollout]:
         names = ("tokens", "mask", "logprobs", "finished")
         arrays = (_apart(np.asarray(getattr(rollout, name)), *shape) for name in names)
-        return [Rollout(*rows, {}) for rows in zip(*arrays, strict=True)]
+        rows = [dict(zip(names, one, strict=True)) for one in zip(*arrays, strict=True)]
+        return [Rollout(**one, taps={}) for one in rows]
 
     asked, rollouts = [b.prompts for b in everything], [b.rollout for b in everything]
     prompts = Prompts(

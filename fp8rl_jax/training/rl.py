@@ -56,6 +56,7 @@ from fp8rl_jax.training.sample_step import Samples
 from fp8rl_jax.training.step_record import StepRecord
 
 # Metrics of a rollout and the policy that learns from it, where that is a later one.
+_CHANGED = {DRIFT_MEAN: "learner_change_abs_diff", "mismatch_kl": "learner_change_kl"}
 _STALE = {
     DRIFT_MEAN: "staleness_abs_diff",
     DRIFT_MAX: "staleness_abs_diff_max",
@@ -147,7 +148,7 @@ def rl_step(
 
         # 4. Update; the sampler's weights are freed before it.
         hold_settings()
-        if not ahead:
+        if not ahead or rt.rollout_mesh is not None:
             served.release()
         monitor.keep(state, run.drifted)
         state, logp, updates = _updates(run, state, batch, record, rollouts)
@@ -158,6 +159,9 @@ def rl_step(
         compared = mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
         if rt.stale:
             record |= {stale: compared[n] for n, stale in _STALE.items()}
+            if not rt.same_forward and samples.learner_logprobs is not None:
+                changed = mismatch_metrics(logp, samples.learner_logprobs[first], batch.mask[first])
+                record |= {name: changed[n] for n, name in _CHANGED.items()}
             own = batch.mask[first] * (samples.versions[first] == step)
             compared = mismatch_metrics(logp, rollout.logprobs[first], own) if own.any() else {}
         if not ahead:
@@ -181,8 +185,8 @@ def rl_step(
 
 
 def _drift_ahead(rt: Runtime, state: TrainState, drawn: Drawn | None) -> dict[str, float]:
-    """Returns the drift of a rollout that `state` has drawn, scored by the learner: the step that
-    learns from it will have another policy. {} without a rollout."""
+    """Returns the drift of a rollout that `state` has drawn, scored by the learner, and keeps the
+    scores: the step that learns from it will have another policy. {} without a rollout."""
     if drawn is None:
         return {}
     samples = drawn.samples
@@ -191,6 +195,8 @@ def _drift_ahead(rt: Runtime, state: TrainState, drawn: Drawn | None) -> dict[st
         return {}
     batch = rt.engine.batch(samples.rollout, samples.prompts)
     logp = rt.engine.score(state, batch)
+    if (own == samples.rollout.mask).all():
+        samples.learner_logprobs = logp
     return mismatch_metrics(logp, samples.rollout.logprobs, own)
 
 
@@ -276,7 +282,8 @@ def _add_rates(rt: Runtime, batch: Batch, updates: list[dict], record: StepRecor
     shared = np.concatenate([metrics["shared"] for metrics in updates[: algo.num_minibatches]])
     tokens = batch.lengths, float(batch.mask.sum()), shared
     needed = algo.epochs * useful_flops(rt.model, *tokens)
-    record.add_rates(needed, mesh.size, None if gpu is None else gpu.bf16)
+    peak = None if gpu is None else gpu.bf16
+    record.add_rates(needed, mesh.size, rt.sampling.mesh.size, peak)
 
 
 def _refit(rt: Runtime, state: TrainState, batch: Batch, record: StepRecord):

@@ -11,7 +11,9 @@ import functools
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import ml_collections
 import numpy as np
 from jax.sharding import Mesh
@@ -43,10 +45,11 @@ class Runtime(Resolved):
     """A checked configuration with its devices, tokenizer and questions; see `make_runtime`.
 
     Attributes:
-      mesh: the devices.
+      mesh: the devices, or those of the learner.
       tokenizer: tokenizer of prompts and responses.
       chat: format that makes a question a conversation; None without `data.chat`.
       questions: {split: questions of the task}.
+      rollout_mesh: devices for rollouts alone; None if all devices do both.
       cache_slots: slots of each sequence in the KV cache; 0 for prompt + response.
       data_note, data_digest: `Data.note` and `Data.digest` of the questions.
     """
@@ -55,6 +58,7 @@ class Runtime(Resolved):
     tokenizer: Tokenizer
     chat: ChatFormat | None
     questions: dict[str, list[Question]]
+    rollout_mesh: Mesh | None = None
     cache_slots: int = 0
     data_note: str = ""
     data_digest: str = ""
@@ -67,6 +71,20 @@ class Runtime(Resolved):
     def engine(self) -> JaxEngine:
         tokenizer = self.tokenizer
         return JaxEngine(self, self.layout, tokenizer.eos_ids, tokenizer.pad_id, self.cache_slots)
+
+    @functools.cached_property
+    def sampling(self) -> Runtime:
+        """The runtime on the devices that sample."""
+        if self.rollout_mesh is None:
+            return self
+        return dataclasses.replace(self, mesh=self.rollout_mesh, rollout_mesh=None)
+
+    def for_sampling(self, weights: Any) -> Any:
+        """Returns rollout weights of this runtime's `refit` on the devices that sample."""
+        if self.rollout_mesh is None:
+            return weights
+        places = self.sampling.layout.weight_shardings
+        return jax.block_until_ready(jax.device_put(weights, places))
 
     @functools.cached_property
     def text(self) -> Text:
@@ -111,7 +129,7 @@ class Runtime(Resolved):
             longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
             config.learner.tokens_per_batch = max(capacity, slots_of(longest))
         resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
-        checks.check_mesh(config, sharding.batch_divisor(self.mesh))
+        _check_meshes(config, self.mesh, self.rollout_mesh)
         return dataclasses.replace(self, **vars(resolved))
 
 
@@ -138,10 +156,10 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     for name in ("dir", "cache_dir"):  # a user's function may change the working directory
         config.run[name] = config.run[name] and os.path.abspath(config.run[name])
     resolved = resolve_config(config)
-    mesh = sharding.make_mesh(config.mesh.to_dict())
-    checks.check_mesh(config, sharding.batch_divisor(mesh))
+    mesh, rollout_mesh = sharding.make_meshes(config.mesh.to_dict())
+    _check_meshes(config, mesh, rollout_mesh)
     if with_questions:
-        check_rollout_memory(resolved, mesh)
+        check_rollout_memory(resolved, rollout_mesh or mesh)
         resolved = resolved.with_tasks()
     tokenizer = load_tokenizer(config.data, config.model.checkpoint)
     chat = _chat_format(config, tokenizer)
@@ -168,9 +186,22 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         tokenizer=tokenizer,
         chat=chat,
         questions=data.questions,
+        rollout_mesh=rollout_mesh,
         data_note=data.note,
         data_digest=data.digest,
     )
+
+
+def _check_meshes(config, mesh: Mesh, rollout_mesh: Mesh | None) -> None:
+    """Raises UserError if a batch does not divide over the devices of learner or rollout, or if
+    several processes have devices for rollouts."""
+    if rollout_mesh is not None and processes.count() > 1:
+        raise UserError(
+            f"mesh.rollout is {config.mesh.rollout}, and this run has {processes.count()} "
+            "processes: devices for rollouts work in one process alone; write 0"
+        )
+    for used in filter(None, (mesh, rollout_mesh)):
+        checks.check_mesh(config, sharding.batch_divisor(used))
 
 
 def turns_of(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Turns:

@@ -38,6 +38,8 @@ class Samples(Begun):
       rewards: (P, G) float64; nan for a response that was not scored.
       by_name: {name: (P, G)}, each reward without its weight.
       counts: (P,) bool, groups that count.
+      learner_logprobs: (B, R) float32, under the learner of the version that drew them; None if
+        that was not computed.
       turns: (B, K), what the environment gave for each reply of a response, 0 where there was none;
         None for responses of one reply.
     """
@@ -46,6 +48,7 @@ class Samples(Begun):
     by_name: dict[str, np.ndarray]
     counts: np.ndarray
     turns: np.ndarray | None = None
+    learner_logprobs: np.ndarray | None = None
 
     def groups(self, chosen: np.ndarray) -> Samples:
         """Returns the groups at the indices `chosen`, in that order."""

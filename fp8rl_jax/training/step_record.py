@@ -119,19 +119,19 @@ class StepRecord(dict[str, Any]):
         padding = sum(metrics["padding"] for metrics in updates)
         self["learner_padding"] = padding / self["learner_tokens"]
 
-    def add_rates(self, flops: float, devices: int, peak: float | None) -> None:
+    def add_rates(self, flops: float, learners: int, samplers: int, peak: float | None) -> None:
         """Adds what each device did: tokens per second of rollout and learner, and the MFU of the
         learner if `peak` is known. Needs the tokens per second of both.
 
         Args:
           flops: FLOPs that the step's updates need (`plan.times.useful_flops`), on all devices.
-          devices: number of devices.
+          learners, samplers: numbers of devices that learn, and that sample.
           peak: FLOP/s of a device in bf16, the usual reference for FP8 training too, or None.
         """
-        for side in ("rollout", "learner"):
+        for side, devices in (("rollout", samplers), ("learner", learners)):
             self[f"tokens_per_s_device_{side}"] = self[f"tokens_per_s_{side}"] / devices
         if peak is not None:
-            self["mfu_learner"] = flops / (self["time_learner"] * devices * peak)
+            self["mfu_learner"] = flops / (self["time_learner"] * learners * peak)
 
     def add_refit(self, lost: dict, model: ModelConfig, rollout: Recipe) -> None:
         """Adds quantisation losses of the sampler's weights (`Served.health`)."""

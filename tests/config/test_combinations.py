@@ -47,6 +47,7 @@ _ON: dict[str, list[str]] = {
     "all samples at once": [],
     "pages": ["rollout.pages=9"],
     "rollouts ahead": ["rollout.ahead=1"],
+    "devices for rollouts": ["mesh.rollout=1"],
     "partial rollouts": ["rollout.most_versions=2"],
     "environment": _STEP,
     "no environment": [],
@@ -91,6 +92,7 @@ _BESIDE = {
     ("continuous batching", "routing replay"): ["model.num_experts=4"],
     ("partial rollouts", "several replies"): [*_STEP, "rollout.slots=2"],
     ("partial rollouts", "dynamic sampling"): ["rollout.slots=2"],
+    ("devices for rollouts", "routing replay"): ["model.num_experts=4"],
     ("rollouts ahead", "routing replay"): ["model.num_experts=4"],
     ("continuous batching", "scales of a whole batch"): ["precision.zero_drift=report"],
 }

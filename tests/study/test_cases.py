@@ -443,7 +443,8 @@ def test_all_of_several_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "_study", study)
     assert cli.run(["study", "all", "--quick", "--seeds=3,4"]) == 0
     assert asked.pop("layers") == [3]
-    several = ("cases", "kv", "head", "training", "accuracy", "recipes", "gradients", "scale")
+    several = ("cases", "kv", "head", "training", "accuracy", "recipes", "gradients", "staleness")
+    several += ("scale",)
     assert asked == {name: [3, 4] for name in several}
 
 
