@@ -104,6 +104,31 @@ def test_concepts_examples(capsys):
     assert capsys.readouterr().out.startswith("[[1.5 72 -448 0]] [[0.00669643]]")
 
 
+def test_environments_of_other_systems():
+    """The page's wrappers: a class in TRL's form, and one in that of verifiers 0.2."""
+    *_, trl, verifiers, _ = _examples((_ROOT / "docs/guides/conversations.md").read_text())
+    names: dict = {}
+    exec(trl, names)
+    exec(verifiers, names)
+    call = '<tool_call>{"name": "add", "arguments": {"amount": 3}}</tool_call>'
+    first = names["counter_step"](None, call, {"answer": "6"})
+    second = names["counter_step"](first.state, call, {"answer": "6"})
+    assert (first.observation, second.observation, second.done) == ("3", "6", False)
+    last = names["counter_step"](second.state, "six", {"answer": "6"})
+    assert last.done and last.reward == 1.0
+
+    class Game:
+        async def env_response(self, messages, state, **options):
+            if messages[-1]["content"] == state["answer"]:
+                state["final_env_response"] = True
+            return [{"role": "user", "content": f"turn {state['turn']}"}]
+
+    step = names["of_verifiers"](Game(), 3)
+    found = step(None, "a", {"answer": "b"})
+    assert (found.observation, found.done) == ("turn 1", False)
+    assert step(found.state, "b", {"answer": "b"}).done
+
+
 def test_policy_guide():
     """A recipe with the page's policy, from Python: the state follows the amax."""
     names = _run_page("guides/policy.md")

@@ -27,3 +27,4 @@ from fp8rl_jax.envs.sources import check_source, eval_tasks, is_generated
 from fp8rl_jax.envs.step import Step, StepFunction
 from fp8rl_jax.envs.step_calls import StepCall, load_step, tool_schemas
 from fp8rl_jax.envs.tasks import check_task, make_questions
+from fp8rl_jax.envs.tools import tool_step

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from fp8rl_jax.models.activations import gated_activation
 from fp8rl_jax.models.config import ModelConfig
@@ -95,7 +96,7 @@ def sparse_mlp(
 
     Args:
       module, config, recipe, parallel, x: as for `gated_mlp`.
-      valid: (B, T) bool, tokens to count.
+      valid: (B, T) bool, tokens to count; others have no routed experts.
       collect: as for `forward`.
 
     Returns:
@@ -115,7 +116,8 @@ def sparse_mlp(
     split = parallel.expert_devices(config) > 1
     run = functools.partial(exchange_forward if split else moe_forward, config, recipe)
     spec = parallel.expert_spec(config)
-    y = own_rows(run, x.value, weights, chosen, shared=(experts,), spec=spec)
+    computed = jnp.where(valid[..., None], chosen, config.num_experts)
+    y = own_rows(run, x.value, weights, computed, shared=(experts,), spec=spec)
     y = tap(module, "experts_output", y)
     if config.n_shared_experts:
         shared_experts = SharedExperts(config, recipe, parallel, name="shared_experts")

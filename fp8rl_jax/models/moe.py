@@ -263,14 +263,14 @@ def moe_forward(
       recipe, experts: as for `expert_results`.
       x: (B, T, D) in the compute dtype.
       weights: (B, T, k) float32, from `routing_weights`.
-      chosen: (B, T, k) int32, from `select_experts`.
+      chosen: (B, T, k) int32, from `select_experts`; E for tokens that are not computed.
 
     Returns:
-      (B, T, D) in the compute dtype.
+      (B, T, D) in the compute dtype; zeros for tokens that are not computed.
     """
     count = config.num_experts
     flat = x.reshape(-1, x.shape[-1])
     weights, chosen = (y.reshape(flat.shape[0], -1) for y in (weights, chosen))
-    tiles = make_tiles(chosen, count, tile_rows(chosen.size, count))
+    tiles = make_tiles(chosen, count + 1, tile_rows(chosen.size, count))
     y = expert_results(config, recipe, Activation(dispatch(flat, tiles)), experts, tiles)
     return combine(recipe, y, weights, tiles).reshape(x.shape)

@@ -260,7 +260,8 @@ def forward(
       recipe: numerics of this side, a Recipe or its name.
       positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position; with a
         `KVCache` those of a row must differ.
-      lengths: (B,) int32, real tokens of each row; only observations in `aux` read them.
+      lengths: (B,) int32, real tokens of each row; observations in `aux` leave out the others, and
+        experts do not compute them.
       starts, shared: (B, T) and (B, T / PAGE, 2) int32 for rows of several sequences, as for
         `packing.packed`, in place of positions and lengths, and without a cache.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
@@ -300,7 +301,7 @@ def forward(
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         where = positions
-        valid = positions < (length if lengths is None else lengths[:, None])
+        valid = jnp.ones(tokens.shape, bool) if lengths is None else positions < lengths[:, None]
     if recipe.kv == "calibrated" and kv_scales is None:
         raise ValueError(
             f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
