@@ -79,17 +79,38 @@ def make_mesh(axes: dict[str, int], devices: Sequence[jax.Device] | None = None)
 
 
 def make_meshes(axes: dict[str, int]) -> tuple[Mesh, Mesh | None]:
-    """Returns the meshes of learner and rollout over all devices; `axes["rollout"]` devices, the
-    last ones, are the rollout's alone. None if it has no devices of its own.
+    """Returns the meshes of learner and rollout over all devices; `axes["rollout"]` devices are the
+    rollout's alone, the last ones of every process. None if it has no devices of its own.
 
     Raises:
-      UserError: the sizes do not multiply to the number of devices.
+      UserError: the sizes do not multiply to the number of devices, or a process has no device for
+        one of both sides.
     """
-    devices, own = jax.devices(), axes.get("rollout", 0)
+    own = axes.get("rollout", 0)
     if not own:
         return make_mesh(axes), None
-    mesh = make_mesh(axes, devices[: _left(len(devices), own)])
-    return mesh, make_mesh(_rollout_axes(mesh, own), devices[-own:])
+    devices, processes = jax.devices(), jax.process_count()
+    _left(len(devices), own)
+    each = own // processes
+    if own % processes or each >= jax.local_device_count():
+        raise UserError(
+            f"mesh.rollout is {own}: each of {processes} processes gives an equal number of its "
+            f"{jax.local_device_count()} devices, and keeps at least one for the learner"
+        )
+    sides: tuple[list[jax.Device], list[jax.Device]] = ([], [])
+    for process in range(processes):
+        of_process = [device for device in devices if device.process_index == process]
+        sides[0].extend(of_process[:-each])
+        sides[1].extend(of_process[-each:])
+    mesh = make_mesh(axes, sides[0])
+    parts, left = mesh.shape["tensor"] * mesh.shape["expert"], jax.local_device_count() - each
+    if processes > 1 and left % parts:
+        raise UserError(
+            f"mesh.rollout is {own}, which leaves the learner {left} devices of each process, and "
+            f"mesh.tensor x mesh.expert = {parts} does not divide them: weights for rollouts are "
+            "copied within a process"
+        )
+    return mesh, make_mesh(_rollout_axes(mesh, own), sides[1])
 
 
 def abstract_mesh(axes: dict[str, int], devices: int | None = None) -> AbstractMesh:

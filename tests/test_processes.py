@@ -12,6 +12,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -23,6 +24,7 @@ from marks import slow
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli
+from fp8rl_jax.base import processes
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.sharding import between_hosts
 
@@ -105,6 +107,90 @@ def test_two_processes_are_one(more, tmp_path):
     assert all(r["grad_norm"] > 0.1 for r in two["metrics"])  # the reward has a gradient
     assert {r["train_rollout_logprob_abs_diff_max"] for r in two["metrics"]} == {0.0}
     assert _checksums(roots[0]) == _checksums(roots[1]) != {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rollout.ahead": 1},
+        {"rollout.ahead": 2, "rollout.slots": 8, "rollout.most_versions": 2},
+        {"rollout.ahead": 1, **_CONVERSATIONS},
+    ],
+    ids=["ahead", "partial", "conversations"],
+)
+def test_devices_for_rollouts(more, tmp_path):
+    """Two processes, each of which has a device for rollouts alone, are two without: rollouts run
+    in a thread beside the learner, and both exchange values between the processes."""
+    roots = [tmp_path / "own", tmp_path / "shared"]
+    fields = {"run.steps": 4, "run.check_every": 2, **more}
+    for root, devices, own in zip(roots, (2, 1), ({"mesh.rollout": 2}, {}), strict=True):
+        root.mkdir()
+        _finished(_train(root, 2, devices, **fields, **own))
+    own, shared = map(reproducible, roots)
+    for record in (*own["metrics"], *shared["metrics"]):
+        if "env.step" in more:
+            for name in [name for name in record if name.startswith("rollout_")]:
+                del record[name]  # depends on time
+    assert own == shared and len(own["metrics"]) == 4
+    drifts = [r.get("train_rollout_logprob_abs_diff_max", 0.0) for r in own["metrics"]]
+    assert set(drifts) == {0.0}
+    assert _checksums(roots[0]) == _checksums(roots[1]) != {}
+
+
+def test_exchange_by_store(monkeypatch):
+    """Values of two processes, here threads, in many parts; keys that all have read are deleted."""
+    store, changed, here = {}, threading.Condition(), threading.local()
+
+    class Client:
+        def key_value_set_bytes(self, key, value):
+            with changed:
+                assert key not in store
+                store[key] = value
+                changed.notify_all()
+
+        key_value_set = key_value_set_bytes
+
+        def blocking_key_value_get(self, key, timeout_ms):
+            with changed:
+                changed.wait_for(lambda: key in store, 60)
+                return store[key]
+
+        blocking_key_value_get_bytes = blocking_key_value_get
+
+        def key_value_delete(self, directory):
+            with changed:
+                for key in [key for key in store if key.startswith(directory)]:
+                    del store[key]
+
+    class Turns:  # of each process
+        def __getitem__(self, thread):
+            return vars(here).get("turns", 0)
+
+        def __setitem__(self, thread, turns):
+            here.turns = turns
+
+    monkeypatch.setattr(processes, "_client", Client)
+    monkeypatch.setattr(processes, "_PART", 16)
+    monkeypatch.setattr(processes, "_by_store", True)
+    monkeypatch.setattr(processes, "_exchanges", Turns())
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "number", lambda: here.number)
+    found = {}
+
+    def process(number: int) -> None:
+        here.number = number
+        threading.current_thread().name = "rollouts"
+        found[number] = [processes.exchange((number, turn, "x" * 99)) for turn in range(5)]
+
+    threads = [threading.Thread(target=process, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = [[(number, turn, "x" * 99) for number in range(2)] for turn in range(5)]
+    assert found == {0: expected, 1: expected}
+    assert len({key.split("/")[3] for key in store}) <= 2, "the last two turns are left"
 
 
 def test_axis_between_hosts():

@@ -9,6 +9,7 @@ and sent to all. With one process every function here is trivial and costs nothi
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -24,6 +25,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.experimental.layout import Format
+from jax.sharding import SingleDeviceSharding
 
 from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.base.meeting import JOIN_SECONDS, Place, meet, place_of_environment
@@ -33,6 +36,8 @@ _LOOK_SECONDS = 2.0  # between two checks whether another process has ended
 _SILENT_SECONDS = 30.0  # process 0 counts as ended if its store does not answer for so long
 _GRACE_SECONDS = 15.0  # from another process's failure until this one is ended
 _END, _LEFT = "fp8rl/end", "fp8rl/left"  # keys of the coordinator's store
+_FOREVER_MS = 10 * 24 * 3600 * 1000  # `_watch` ends a process that waits for one that has ended
+_PART = 1 << 20  # bytes of a value in the store
 
 
 class Traffic(NamedTuple):
@@ -45,6 +50,8 @@ class Traffic(NamedTuple):
 
 _joined = Place()
 _traffic = Traffic()
+_by_store = False
+_exchanges: collections.Counter[str] = collections.Counter()  # made through the store, by thread
 
 
 def join() -> None:
@@ -166,6 +173,30 @@ def fetch(tree):
     return jax.tree.map(get, tree)
 
 
+def copy_within(tree, shardings):
+    """Copies global arrays to other devices of the same processes: every part that a process's
+    devices shall have is on another of its devices. `shardings`: a tree, as for `place`."""
+    if count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def copy(x: jax.Array, place):
+        sharding = getattr(place, "sharding", place)  # of a Format
+        held = {_key(shard.index): shard.data for shard in x.addressable_shards}
+        parts = []
+        for device, index in sharding.addressable_devices_indices_map(x.shape).items():
+            where: Any = SingleDeviceSharding(device)
+            if place is not sharding:
+                where = Format(place.layout, where)
+            parts.append(jax.device_put(held[_key(index)], where))
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    return jax.tree.map(copy, tree, shardings)
+
+
+def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
+    return tuple((part.start, part.stop) for part in index)
+
+
 def own_rows(sharding: jax.sharding.Sharding, rows: int) -> np.ndarray:
     """Returns (rows,) bool: the batch rows that are this process's; each row has one process."""
     if count() == 1:
@@ -177,19 +208,51 @@ def own_rows(sharding: jax.sharding.Sharding, rows: int) -> np.ndarray:
     return owner == number()
 
 
-# Host values. Every process must make these calls, in the same order.
+# Host values. Every process must make these calls, in the same order; through the store in the same
+# order within each thread.
+
+
+def exchange_by_store() -> None:
+    """Lets host values go through the coordinator's store from now on, and not through devices:
+    threads that exchange values would start programs on devices in different orders."""
+    global _by_store
+    _by_store = True
 
 
 def exchange(value: Any) -> list[Any]:
     """Returns the values of all processes, by process number; pickled, so bits are kept."""
     if count() == 1:
         return [value]
+    if _by_store:
+        return [pickle.loads(content) for content in _exchange_by_store(pickle.dumps(value))]
     content = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = _gather(np.uint32(len(content)))
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: len(content)] = content
     rows = _gather(padded)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _exchange_by_store(content: bytes) -> list[bytes]:
+    client, thread = _client(), threading.current_thread().name
+    turn = _exchanges[thread]
+    _exchanges[thread] += 1
+    parts = [content[i : i + _PART] for i in range(0, len(content), _PART)]
+
+    def key(turn: int, process: int) -> str:
+        return f"fp8rl/exchange/{thread}/{turn}/{process}"
+
+    for index, part in enumerate(parts):
+        client.key_value_set_bytes(f"{key(turn, number())}/{index}", part)
+    client.key_value_set(f"{key(turn, number())}/parts", str(len(parts)))
+    found = []
+    for process in range(count()):
+        size = int(client.blocking_key_value_get(f"{key(turn, process)}/parts", _FOREVER_MS))
+        names = (f"{key(turn, process)}/{index}" for index in range(size))
+        found.append(b"".join(client.blocking_key_value_get_bytes(n, _FOREVER_MS) for n in names))
+    if turn:  # all have sent this turn's values, so all have read those of the turn before
+        client.key_value_delete(f"{key(turn - 1, number())}/")
+    return found
 
 
 def decided(decide: Callable[[], Any]) -> Any:
@@ -218,7 +281,9 @@ def everywhere(work: Callable[[], Any]) -> list[Any]:
 
 def barrier(name: str) -> None:
     """Waits until all processes have called this."""
-    if count() > 1:
+    if _by_store:
+        exchange(name)
+    elif count() > 1:
         multihost_utils.sync_global_devices(name)
 
 

@@ -16,7 +16,7 @@ must be started in one order on all devices.
 With `rollout.most_versions` above 1 a rollout goes on with responses that the one before it has
 begun (partial.py).
 
-Not done: devices for rollouts alone in several processes.
+Not done: processes that only sample, or only learn.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Runtime(Resolved):
         if self.rollout_mesh is None:
             return weights
         places = self.sampling.layout.weight_shardings
-        return jax.block_until_ready(jax.device_put(weights, places))
+        return jax.block_until_ready(processes.copy_within(weights, places))
 
     @functools.cached_property
     def text(self) -> Text:
@@ -157,6 +157,8 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         config.run[name] = config.run[name] and os.path.abspath(config.run[name])
     resolved = resolve_config(config)
     mesh, rollout_mesh = sharding.make_meshes(config.mesh.to_dict())
+    if rollout_mesh is not None:
+        processes.exchange_by_store()  # rollouts run in a thread, beside the learner
     _check_meshes(config, mesh, rollout_mesh)
     if with_questions:
         check_rollout_memory(resolved, rollout_mesh or mesh)
@@ -193,13 +195,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
 
 
 def _check_meshes(config, mesh: Mesh, rollout_mesh: Mesh | None) -> None:
-    """Raises UserError if a batch does not divide over the devices of learner or rollout, or if
-    several processes have devices for rollouts."""
-    if rollout_mesh is not None and processes.count() > 1:
-        raise UserError(
-            f"mesh.rollout is {config.mesh.rollout}, and this run has {processes.count()} "
-            "processes: devices for rollouts work in one process alone; write 0"
-        )
+    """Raises UserError if a batch does not divide over the devices of learner or rollout."""
     for used in filter(None, (mesh, rollout_mesh)):
         checks.check_mesh(config, sharding.batch_divisor(used))
 
