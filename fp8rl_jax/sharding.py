@@ -58,8 +58,9 @@ def _sizes(axes: dict[str, int], devices: int | None) -> tuple[int, ...]:
         sizes[sizes.index(-1)] = max(devices // known, 1)
     if math.prod(sizes) != devices:
         shape = dict(zip(MESH_AXES, sizes, strict=True))
+        left = f" (mesh.rollout has {axes['rollout']} others)" if axes.get("rollout") else ""
         raise UserError(
-            f"mesh {shape} has {math.prod(sizes)} places for {devices} devices; "
+            f"mesh {shape} has {math.prod(sizes)} places for {devices} devices{left}; "
             "set mesh.data, mesh.fsdp, mesh.tensor and mesh.expert so that they multiply to that "
             "number"
         )
@@ -136,9 +137,10 @@ def abstract_meshes(
 def _left(devices: int, own: int) -> int:
     """Returns how many devices the learner has if the rollout has `own`."""
     if own >= devices:
+        remedy = f"at most {devices - 1}, or 0 if all devices do both" if devices > 1 else "0"
         raise UserError(
-            f"mesh.rollout is {own}, which leaves the learner none of {devices} devices: write at "
-            f"most {devices - 1}, or 0 if all devices do both"
+            f"mesh.rollout is {own}, which leaves the learner none of {devices} device"
+            f"{'s' * (devices > 1)}: write {remedy}"
         )
     return devices - own
 

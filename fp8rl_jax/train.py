@@ -182,6 +182,8 @@ def _exact(rt: Runtime) -> str:
     """Returns a line that says what is exact in a run."""
     config = rt.config
     every = f"every {config.run.check_every} steps" if config.rollout.ahead else "every step"
+    if (most := config.rollout.most_versions) > 1 and not config.rollout.ahead:
+        every += " that draws some of its tokens"
     whose = " of the same version" if rt.stale else ""
     parts = [
         f"the learner{whose} computes the log-probabilities that the rollout records, compared in "
@@ -191,12 +193,13 @@ def _exact(rt: Runtime) -> str:
     ]
     if rt.step is not None:
         parts.append("tokens are kept as drawn through a conversation, whatever its steps take")
-    if ahead := config.rollout.ahead:
+    if most > 1:
+        oldest = config.rollout.ahead + most - 1
+        parts.append(f"which policy, at most {oldest} steps older, drew a token that a step learns")
+    elif ahead := config.rollout.ahead:
         parts.append(
             f"which policy, {ahead} step{'s' * (ahead > 1)} older, drew what a step learns"
         )
-    if (most := config.rollout.most_versions) > 1:
-        parts.append(f"which of at most {most} versions drew a token")
     return f"exact here: {'; '.join(parts)}; a resumed run is the run in one piece"
 
 

@@ -114,19 +114,26 @@ def test_environments_of_other_systems():
     first = names["counter_step"](None, call, {"answer": "6"})
     second = names["counter_step"](first.state, call, {"answer": "6"})
     assert (first.observation, second.observation, second.done) == ("3", "6", False)
+    assert first.state.total == 3, "a step does not change the state that it is given"
     last = names["counter_step"](second.state, "six", {"answer": "6"})
     assert last.done and last.reward == 1.0
 
     class Game:
-        async def env_response(self, messages, state, **options):
-            if messages[-1]["content"] == state["answer"]:
-                state["final_env_response"] = True
-            return [{"role": "user", "content": f"turn {state['turn']}"}]
+        async def setup_state(self, state):
+            state["secret"] = state["answer"]
 
-    step = names["of_verifiers"](Game(), 3)
-    found = step(None, "a", {"answer": "b"})
-    assert (found.observation, found.done) == ("turn 1", False)
-    assert step(found.state, "b", {"answer": "b"}).done
+        async def env_response(self, messages, state, **options):
+            said = [{"role": "user", "content": f"{len(messages)} messages"}]
+            if messages[-1]["content"] == state["secret"]:
+                state["final_env_response"] = said
+            return said
+
+    step, row = names["of_verifiers"](Game(), 3), {"question": "a or b?", "answer": "b"}
+    found = step(None, "a", row)
+    assert (found.observation, found.done, found.state["turn"]) == ("2 messages", False, 1)
+    last = step(found.state, "b", row)
+    assert (last.observation, last.done, found.state["turn"]) == ("4 messages", True, 1)
+    assert step(step(found.state, "c", row).state, "c", row).done, "three replies at most"
 
 
 def test_policy_guide():

@@ -112,10 +112,15 @@ def _processes(values: argparse.Namespace) -> int:
             "fp8rl bench processes: rollout.slots is "
             f"{config.rollout.slots}, whose programs are not timed: write --config.rollout.slots=0"
         )
+    if config.mesh.rollout:
+        raise UserError(
+            f"fp8rl bench processes: mesh.rollout is {config.mesh.rollout}, and rollouts are timed "
+            "on the learner's devices: write --config.mesh.rollout=0"
+        )
     from fp8rl_jax.bench import processes
-    from fp8rl_jax.sharding import abstract_meshes
+    from fp8rl_jax.sharding import abstract_mesh
 
-    abstract_meshes(config.mesh.to_dict(), values.processes)  # UserError if it has others
+    abstract_mesh(config.mesh.to_dict(), values.processes)  # UserError if it has others
     arguments = [values.config, *values.overrides]
     print(processes.format_table(processes.bench(arguments, values.processes, values.pairs, note)))
     return 0

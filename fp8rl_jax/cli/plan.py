@@ -44,7 +44,9 @@ def _describe_step(planned: Planned, rollout: RolloutPlan, cost: StepCost) -> st
     )
     count = math.ceil(planned.sampling.samples / slots) * config.rollout.max_new_tokens
     decoding, updates = count * sum(decode_step.values()), algo.epochs * algo.num_minibatches
-    least, most = (decoding + updates * x for x in (cost.least_seconds, cost.most_seconds))
+    join = max if config.mesh.rollout and config.rollout.ahead else sum  # at the same time
+    costs = cost.least_seconds, cost.most_seconds
+    least, most = (join((decoding, updates * x)) for x in costs)
     return (
         f"An RL step takes {least:.3g} to {most:.3g} s: {decoding:.3g} s for {count:,} decode "
         "steps (responses of the greatest length), "

@@ -159,11 +159,12 @@ def _check_rollout(resolved: Resolved) -> None:
             f"algo.overlong_buffer is {algo.overlong_buffer}, more than rollout.max_new_tokens = "
             f"{rollout.max_new_tokens}: lower it"
         )
-    rows = resolved.step_samples
+    rows = resolved.step_samples * rollout.most_versions
     if rollout.slots > rows:
+        sizes = "prompts_per_step x group_size" + " x most_versions" * (rollout.most_versions > 1)
         raise UserError(
             f"rollout.slots is {rollout.slots}, more than the {rows} responses of a step "
-            f"(prompts_per_step x group_size): write at most {rows}"
+            f"({sizes}): write at most {rows}"
         )
     tokens = resolved.sequence_tokens
     if resolved.positions is not None and tokens > resolved.positions:
@@ -282,32 +283,39 @@ def _check_packing(config) -> None:
         )
 
 
-def check_mesh(config: ml_collections.ConfigDict, rows_at_once: int) -> None:
+def check_mesh(config: ml_collections.ConfigDict, learners: int, samplers: int) -> None:
     """Raises UserError if a batch does not divide over the devices that share it, or a device's
-    share of `rollout.pages` cannot hold one sequence."""
+    share of `rollout.pages` cannot hold one sequence.
+
+    Args:
+      config: the configuration.
+      learners, samplers: numbers of devices that share a batch in the learner and in the sampler.
+    """
     axes = "mesh.data x mesh.fsdp" + (" x mesh.expert" if config.mesh.expert > 1 else "")
+    sampling = "the devices of mesh.rollout that share a batch" if config.mesh.rollout else axes
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     parts = config.algo.num_minibatches * config.learner.gradient_accumulation_steps
-    sizes = {
+    learnt = {"the rows of a micro-batch (prompts_per_step x group_size / parts)": rows // parts}
+    sampled = {
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
-        "the rows of a micro-batch (prompts_per_step x group_size / parts)": rows // parts,
         "eval.batch_size": config.eval.batch_size,
     }
     if config.sft.steps:
-        sizes["sft.batch_size"] = config.sft.batch_size
+        learnt["sft.batch_size"] = config.sft.batch_size
     if config.rollout.slots:
-        sizes["rollout.slots"] = config.rollout.slots
-        sizes["rollout.pages"] = config.rollout.pages
-    for name, size in sizes.items():
-        if size % rows_at_once:
-            raise UserError(
-                f"{name} = {size} does not divide over {axes} = {rows_at_once} devices; choose a "
-                "multiple"
-            )
+        sampled["rollout.slots"] = config.rollout.slots
+        sampled["rollout.pages"] = config.rollout.pages
+    for sizes, devices, where in ((sampled, samplers, sampling), (learnt, learners, axes)):
+        for name, size in sizes.items():
+            if size % devices:
+                raise UserError(
+                    f"{name} = {size} does not divide over {where} = {devices} devices; choose a "
+                    "multiple"
+                )
     rollout = config.rollout
-    least = rows_at_once * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
+    least = samplers * least_pages(rollout.max_prompt_tokens + rollout.max_new_tokens)
     if rollout.slots and rollout.pages and rollout.pages < least:
-        each = f" on each of {rows_at_once} devices" if rows_at_once > 1 else ""
+        each = f" on each of {samplers} devices" if samplers > 1 else ""
         raise UserError(
             f"rollout.pages is {rollout.pages}, too few for one sequence of max_prompt_tokens + "
             f"max_new_tokens{each}: write at least {least}, or 0"

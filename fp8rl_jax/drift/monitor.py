@@ -67,7 +67,7 @@ class DriftMonitor:
 
     @property
     def _not_analysed(self) -> bool:
-        """Whether steps hold conversations, or learn from an older rollout."""
+        """Whether steps hold conversations, or learn what older policies drew."""
         return self._runtime.step is not None or self._runtime.stale
 
     def keep(self, state: TrainState, drifted: bool) -> None:
@@ -145,7 +145,7 @@ class DriftMonitor:
             return f"{self._command}, in one process, names the operation"
         if self._not_analysed:
             return (
-                "steps of conversations, and those that learn from an older rollout, are not "
+                "steps of conversations, and those that learn what older policies drew, are not "
                 f"analysed; {self._command} samples one reply"
             )
         if self._bytes <= _COPIED_ONCE_DRIFTED:

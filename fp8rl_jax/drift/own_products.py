@@ -57,9 +57,9 @@ def _described(dot: Dot) -> str:
 def own_dots(runtime: Runtime) -> set[Dot]:
     """Returns the products with a promised order in a run's rollout, score and train step, with the
     global number of rows and with the number on each device."""
-    devices = runtime.mesh.size
     found = set()
-    for program in traced_programs(runtime).values():
+    for name, program in traced_programs(runtime).items():
+        devices = (runtime.sampling if name == "rollout" else runtime).mesh.size
         for dot in ordered_dots(program.jaxpr.jaxpr):
             found.add(dot)
             if (rows := dot.sizes[1]) % devices == 0:

@@ -86,13 +86,13 @@ class Programs:
 
     def rollout(self, taps: Sequence[str] = ()) -> Host:
         """Samples the questions; returns the rollout on the host."""
-        engine, config = self.runtime.engine, self.runtime.config.rollout
-        sampler = engine.sampler
+        engine, config = self.runtime.sampling.engine, self.runtime.config.rollout
+        sampler, weights = engine.sampler, self.runtime.for_sampling(self.weights)
         if taps:
             sampler = engine.make_sampler(
                 config.group_size, config.top_k, config.top_p, tuple(taps)
             )
-        return processes.fetch(engine.sample(self.weights, self.prompts, sampler=sampler))
+        return processes.fetch(engine.sample(weights, self.prompts, sampler=sampler))
 
     def batch(self, rollout: Host) -> Host:
         """Returns the learner's batch for a rollout, with alternating advantages +1 and -1."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable
 
@@ -157,12 +158,11 @@ def _cut(runtime: Runtime) -> Runtime:
     config = ml_collections.ConfigDict(runtime.config.to_dict())
     cache_slots = runtime.sequence_tokens
     if config.rollout.slots:  # fewer than responses, so that slots are refilled here too
-        config.rollout.slots, config.rollout.pages = batch_divisor(runtime.mesh), 0
+        config.rollout.slots, config.rollout.pages = batch_divisor(runtime.sampling.mesh), 0
         cache_slots = 0
     config.rollout.max_new_tokens = min(config.rollout.max_new_tokens, _NEW_TOKENS)
-    config.rollout.prompts_per_step = min(
-        max(2, batch_divisor(runtime.mesh)), config.rollout.prompts_per_step
-    )
+    both = math.lcm(batch_divisor(runtime.mesh), batch_divisor(runtime.sampling.mesh))
+    config.rollout.prompts_per_step = min(max(2, both), config.rollout.prompts_per_step)
     config.rollout.group_size = 2
     config.learner.gradient_accumulation_steps = 1
     if config.learner.tokens_per_batch:

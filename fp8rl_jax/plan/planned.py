@@ -42,7 +42,12 @@ class Planned:
     @property
     def sampling(self) -> Planned:
         """The configuration on the devices that sample."""
-        return dataclasses.replace(self, mesh=self.rollout_mesh or self.mesh)
+        return dataclasses.replace(self, mesh=self.rollout_mesh or self.mesh, rollout_mesh=None)
+
+    @property
+    def alone(self) -> bool:
+        """Whether the devices do nothing but sample."""
+        return self.config.mesh.rollout > 0 and self.rollout_mesh is None
 
     @property
     def config(self) -> ml_collections.FrozenConfigDict:
@@ -95,17 +100,18 @@ def read_planned(
         config.model.checkpoint = ""
     resolved = resolve_config(config)
     mesh, rollout_mesh = sharding.abstract_meshes(config.mesh.to_dict(), devices)
-    for used in filter(None, (mesh, rollout_mesh)):
-        checks.check_mesh(config, sharding.batch_divisor(used))
+    checks.check_mesh(config, *map(sharding.batch_divisor, (mesh, rollout_mesh or mesh)))
     if not (config.model.checkpoint or config.model.name):
         resolved = resolved.with_vocabulary(load_tokenizer(config.data).vocab_size)
     if hosts is None:
-        least = math.ceil(mesh.size / HOST_DEVICES)
-        hosts = next(n for n in range(least, mesh.size + 1) if mesh.size % n == 0)
-    if mesh.size % hosts:
+        total = mesh.size + config.mesh.rollout
+        least = math.ceil(total / HOST_DEVICES)
+        hosts = next(n for n in range(least, mesh.size + 1) if not (mesh.size % n or total % n))
+    if mesh.size % hosts or config.mesh.rollout % hosts:
+        both = f" or the {config.mesh.rollout} for rollouts" if rollout_mesh else ""
         raise UserError(
             f"fp8rl plan: --hosts is {hosts}, which does not divide the {mesh.size} devices of the "
-            "mesh: write a number that does"
+            f"mesh{both}: write a number that does"
         )
     memory = int((memory_gb or gpu.memory) * 2**30)
     return Planned(resolved, mesh, gpu, hosts, memory, rollout_mesh)

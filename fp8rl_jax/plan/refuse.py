@@ -21,8 +21,9 @@ def check_rollout_memory(resolved: Resolved, mesh: Mesh) -> None:
     check_sampling_memory(resolved, mesh, rollout.prompts_per_step, rollout.group_size, what)
 
 
-def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
-    """Raises UserError if the train state, alone or during an evaluation, does not fit."""
+def check_train_memory(resolved: Resolved, mesh: Mesh, rollout_mesh: Mesh | None) -> None:
+    """Raises UserError if the train state, alone or during an evaluation, does not fit; or an
+    evaluation on devices for rollouts alone."""
     state = state_bytes(resolved, mesh).on_device
     experts, parts = resolved.model.num_experts, mesh.shape["fsdp"] * mesh.shape["expert"]
     larger = "raise mesh.fsdp" + (" or mesh.expert" if experts else "")
@@ -32,7 +33,7 @@ def check_train_memory(resolved: Resolved, mesh: Mesh) -> None:
     away = ", or set learner.offload='moments'" if stored else ""
     what = "the train state (parameters and optimiser moments in float32)"
     _check(state, what, f"take a smaller model, or {larger}{away}")
-    check_eval_memory(resolved, mesh, state)
+    check_eval_memory(resolved, rollout_mesh or mesh, 0 if rollout_mesh else state)
 
 
 def check_eval_memory(resolved: Resolved, mesh: Mesh, beside: int = 0) -> None:

@@ -86,8 +86,8 @@ class RolloutPlan:
                 f"and {gib(self.workspace)} of workspace a device, of which a run may fill "
                 f"{gib(self.memory or 0)}, has room for {self.fitting} pages of 64 tokens, and one "
                 f"sequence of {self.tokens} tokens (rollout.max_prompt_tokens + max_new_tokens) "
-                f"needs {least}: lower these or rollout.slots, or raise mesh.fsdp (train state) or "
-                "mesh.expert (experts)"
+                f"needs {least}: lower these or rollout.slots, or raise mesh.fsdp (train state of "
+                "devices that learn, too) or mesh.expert (experts)"
             )
         return self.fitting
 
@@ -144,7 +144,7 @@ def workspace_bytes(loop: Loop, slots: int, prefill_tokens: int, expert_devices:
 
 
 def plan_rollout(
-    resolved: Resolved, mesh: Mesh | AbstractMesh, memory: int | None = None
+    resolved: Resolved, mesh: Mesh | AbstractMesh, memory: int | None = None, alone: bool = False
 ) -> RolloutPlan:
     """Plans the rollout memory of one device in a training run; does not read `rollout.pages`.
 
@@ -152,13 +152,14 @@ def plan_rollout(
       resolved: sizes, model and recipes; `rollout.slots` 0 stands for all samples of a step.
       mesh: a Mesh, or an AbstractMesh of devices that need not exist.
       memory: bytes of a device that a run may fill; None if unknown.
+      alone: whether the devices do nothing but sample.
     """
     rollout, model = resolved.config.rollout, resolved.model
     settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
     loop = Loop(model, resolved.rollout_recipe, settings)
     slots = (rollout.slots or resolved.step_samples) // mesh.size
     prefill_tokens = rollout.prefill_chunk or default_chunk(loop.on_cpu)
-    if resolved.config.mesh.rollout:
+    if alone:
         shapes = weight_shapes(model, resolved.rollout_recipe, resolved.learner_recipe)
         train_state = rollout.ahead * served_bytes(shapes, mesh)
     elif rollout.ahead:
@@ -191,7 +192,7 @@ def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
         on_gpu = dataclasses.replace(recipe, kernels="gpu")
         changed = dataclasses.replace(resolved, rollout_recipe=on_gpu, learner_recipe=learner)
-        return plan_rollout(changed, planned.mesh, int(planned.usable))
+        return plan_rollout(changed, planned.mesh, int(planned.usable), planned.alone)
 
     recipes = {name: make() for name, make in CASES.items()}
     cases = {name: plan(recipe, recipe) for name, recipe in recipes.items()}

@@ -34,7 +34,7 @@ def evaluate_policy(
       UserError: a field of the configuration cannot work.
     """
     runtime = make_runtime(config, with_questions=False)
-    check_eval_memory(runtime, runtime.mesh)
+    check_eval_memory(runtime, runtime.sampling.mesh)
     data = load_questions(config.env, {"eval": config.eval.questions}, config.run.seed)
     if data.note:
         note(data.note)

@@ -236,13 +236,15 @@ class ContinuousSampler:
         """Returns how the last call used its slots.
 
         Returns:
-          rollout_slots_used: share of slots that drew a token, over all turns; rollout_preemptions:
+          rollout_slots_used: share of slots that drew a token, over all turns, 0 without a turn;
+          rollout_preemptions:
           number of times that a response lost its pages and was recomputed; rollout_prefilled:
           number of tokens prefilled.
         """
         progress, slots = processes.fetch(self.progress), self._slots
+        places = max(progress.turns.max(), 1) * slots
         return {
-            "rollout_slots_used": float(progress.drawn.sum() / (progress.turns.max() * slots)),
+            "rollout_slots_used": float(progress.drawn.sum() / places),
             "rollout_preemptions": int(progress.preemptions.sum()),
             "rollout_prefilled": int(progress.prefilled.sum()),
         }

@@ -33,7 +33,16 @@ from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cell
 from fp8rl_jax.study.frame import Found, Plan, Result, Size, Study, Verdict
 from fp8rl_jax.study.hypotheses import ANY, SUPPORTED, Hypothesis, Zone
-from fp8rl_jax.study.runs import TIS, UNCORRECTED, Fields, accuracies, arm_cells, less, part, series
+from fp8rl_jax.study.runs import (
+    TIS,
+    UNCORRECTED,
+    Fields,
+    accuracies,
+    accuracy_less,
+    arm_cells,
+    part,
+    series,
+)
 from fp8rl_jax.study.statistics import equivalence, seed_mean, seeds_needed
 from fp8rl_jax.study.subjects import Subject
 
@@ -155,7 +164,7 @@ def _result(found: Found) -> Result:
 def _differences(found: Found, arm: str) -> dict[str, Any]:
     """Returns an arm's accuracy minus bf16's for each seed, its standard deviation over seeds, and
     how many seeds would find a difference of MARGIN (the last two are None for one seed)."""
-    each, least = less(found, arm, BASELINE)
+    each, least = accuracy_less(found, arm, BASELINE)
     several = len(each) > 1
     return {
         "each": each.tolist(),
@@ -167,7 +176,7 @@ def _differences(found: Found, arm: str) -> dict[str, Any]:
 def _judge(found: Found) -> list[Verdict]:
     verdicts: dict[str, Verdict] = {}
     for hypothesis, arm, other in HYPOTHESES:
-        (each, least), p, unresolved = less(found, arm, other), None, ""
+        (each, least), p, unresolved = accuracy_less(found, arm, other), None, ""
         if hypothesis.test:
             p = equivalence(each, MARGIN, least) if len(each) > 1 else math.nan
         directed = ANY in (hypothesis.zone.low, -hypothesis.zone.high)

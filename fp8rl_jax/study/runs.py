@@ -193,7 +193,7 @@ def series(runs: Sequence[Numbers], metric: str) -> np.ndarray:
     return np.array([run["series"].get(metric, missing) for run in runs], np.float64)
 
 
-def less(found: Found, arm: str, other: str) -> tuple[np.ndarray, float]:
+def accuracy_less(found: Found, arm: str, other: str) -> tuple[np.ndarray, float]:
     """Returns an arm's sampled accuracy under bf16 minus another arm's, for each seed (S,), and the
     least standard deviation to assume for it: the noise of its two evaluations."""
 

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.study import writing
 from fp8rl_jax.study.cells import Cell
 from fp8rl_jax.study.frame import Found, Numbers, Plan, Result, Size, Study, Verdict
 from fp8rl_jax.study.hypotheses import Hypothesis, Zone
-from fp8rl_jax.study.runs import Fields, accuracies, arm_cells, less, part, series
+from fp8rl_jax.study.runs import Fields, accuracies, accuracy_less, arm_cells, part, series
 from fp8rl_jax.study.statistics import seed_mean
 from fp8rl_jax.study.subjects import Subject
 
@@ -54,6 +55,9 @@ def _fields(learner: str, ahead: int) -> Fields:
         "precision.rollout": "fp8",
         "precision.learner": learner,
         "rollout.ahead": ahead,
+        "rollout.most_versions": 1,
+        "mesh.rollout": 0,
+        "algo.routing_replay": "none",
         "run.check_every": 1,
         "algo.old_logprobs": "rollout",
         "algo.correction": "none",
@@ -140,6 +144,11 @@ _LEARNING = (
 
 
 def _cells(subject: Subject, plan: Plan) -> dict[str, Cell]:
+    if plan.size.steps <= max(AHEAD):
+        raise UserError(
+            f"fp8rl study staleness: {plan.size.steps} steps are too few for rollouts that are "
+            f"{max(AHEAD)} steps ahead: write --steps={max(AHEAD) + 1} or more"
+        )
     return arm_cells("staleness", subject, plan, ARMS)
 
 
@@ -175,7 +184,7 @@ def _judge(found: Found) -> list[Verdict]:
         LARGER.judge_seeds(mismatch / (mismatch + change)),
     ]
     for hypothesis, arm, other in _LEARNING:
-        each, least = less(found, arm, other)
+        each, least = accuracy_less(found, arm, other)
         verdicts.append(hypothesis.judge(seed_mean(each, least)))
     return verdicts
 

@@ -25,7 +25,6 @@ import base64
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import io
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,7 +35,7 @@ import numpy as np
 from fp8rl_jax.data import Stream
 from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training.engine import Prompts, Served
-from fp8rl_jax.training.partial import Begun
+from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Samples, sample_step
 from fp8rl_jax.training.step_record import StepRecord
@@ -63,7 +62,7 @@ class Drawn:
     samples: Samples
     record: StepRecord
     position: int
-    later: list[Begun]
+    later: list[Responses]
 
 
 def _done(drawn: Drawn) -> concurrent.futures.Future[Drawn]:
@@ -85,8 +84,9 @@ class Rollouts:
         self._ahead = runtime.config.rollout.ahead
         self._begun: collections.deque[concurrent.futures.Future[Drawn]] = collections.deque()
         self._first = 0  # step of the oldest
-        self._learnt: list[Begun] = []  # `later` of the rollout before the oldest
-        self._later: list[Begun] | None = []  # of the newest; None if it failed
+        self._learnt: list[Responses] = []  # `later` of the rollout before the oldest
+        self._later: list[Responses] = []  # of the newest
+        self._failure: Exception | None = None  # of a rollout, and so of those behind it
         self._thread: concurrent.futures.Executor | None = None
         if self._ahead and (runtime.mesh.size == 1 or runtime.rollout_mesh is not None):
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
@@ -131,18 +131,24 @@ class Rollouts:
             self._thread.shutdown(cancel_futures=True)
 
     def _draw(self, weights: Any, version: int, rng: np.ndarray, step: int) -> Drawn:
-        record, keys, begun = StepRecord(step + 1), functools.partial(step_key, rng), self._later
-        if begun is None:
-            raise RuntimeError("the rollout before this one failed")
-        self._later = None
+        if self._failure is not None:
+            raise self._failure
+        record, sampling = StepRecord(step + 1), self._runtime.sampling
+
+        def key_of(step: int) -> jax.Array:
+            with jax.default_device(sampling.mesh.local_devices[0]):  # the learner's are busy
+                return step_key(rng, step)
 
         def show(progress: Progress) -> None:
             if not self._ahead:
                 self._show(step + 1, progress)
 
-        given = weights, version, self.questions, keys, record, show, begun
-        sampling = self._runtime.sampling
-        samples, self._later = sample_step(sampling, *given)
+        given = weights, version, self.questions, key_of, record, show, self._later
+        try:
+            samples, self._later = sample_step(sampling, *given)
+        except Exception as error:
+            self._failure = error
+            raise
         record |= sampling.engine.metrics()
         return Drawn(samples, record, self.questions.position, self._later)
 
@@ -169,7 +175,7 @@ class Rollouts:
     def restore(self, step: int, meta: Mapping[str, Any]) -> None:
         """Takes over what `kept` returned at the checkpoint of `step`."""
         self._first, questions = step, self._runtime.questions["train"]
-        self._learnt = [Begun(**_of_text(text, questions)) for text in meta.get("begun", [])]
+        self._learnt = [Responses(**_of_text(text, questions)) for text in meta.get("begun", [])]
         self._later = self._learnt
         for saved in meta.get("rollouts", []):
             record = StepRecord(step + len(self._begun) + 1)
@@ -184,7 +190,7 @@ _PROMPTS = ("tokens", "lengths", "temperature", "first_ids")  # of Prompts
 _OWN = ("versions", "rewards", "counts", "turns", "learner_logprobs")  # of Samples
 
 
-def _as_text(begun: Begun, places: dict[int, int]) -> str:
+def _as_text(begun: Responses, places: dict[int, int]) -> str:
     """Returns the arrays of `Samples` or of responses that were begun; `places`: numbers of the
     questions by `id`."""
     arrays = {"questions": np.array([places[id(question)] for question in begun.questions])}

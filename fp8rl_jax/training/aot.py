@@ -105,11 +105,12 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
     """
     rollout, rows = runtime.config.rollout, runtime.step_samples
     state, batch, rope = _train_arguments(runtime, rows)
-    requests = request_shapes(runtime, rollout.prompts_per_step, rows)
+    sampling = runtime.sampling
+    requests = request_shapes(sampling, rollout.prompts_per_step, rows)
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
     return {
-        "rollout": runtime.engine.sampler.trace(
-            runtime.layout.weight_shapes, prompts, **vars(requests)
+        "rollout": sampling.engine.sampler.trace(
+            sampling.layout.weight_shapes, prompts, **vars(requests)
         ),
         "train step": trace_train_step(runtime),
         "score": runtime.engine.compiled_score.trace(

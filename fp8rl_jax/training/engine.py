@@ -298,7 +298,7 @@ class JaxEngine(Engine):
         sizes = Batching(rollout.slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
         if rollout.pages:
             return sizes
-        plan = plan_rollout(self.resolved, mesh, device_memory())
+        plan = plan_rollout(self.resolved, mesh, device_memory(), self.layout.alone)
         pages = processes.decided(lambda: plan.pages)  # free memory may differ
         return dataclasses.replace(sizes, pages=pages * mesh.size)
 

@@ -35,10 +35,12 @@ class Layout:
     Attributes:
       resolved: configuration with model and recipes.
       mesh: the devices.
+      alone: whether they do nothing but sample.
     """
 
     resolved: Resolved
     mesh: Mesh
+    alone: bool = False
 
     @property
     def parallel(self) -> Parallel:

@@ -17,7 +17,7 @@ Not done: conversations. How far one gets in a step depends on its environment's
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,13 +25,13 @@ import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.envs import Question
-from fp8rl_jax.rollout import Earlier, Progress, Rollout
+from fp8rl_jax.rollout import Earlier, Progress, Rollout, Watch
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime
 
 
 @dataclasses.dataclass
-class Begun:
+class Responses:
     """P questions with G responses each, B = P * G, prompt-major, as far as they were drawn.
 
     Attributes:
@@ -49,7 +49,7 @@ class Begun:
     @classmethod
     def new(
         cls, runtime: Runtime, questions: list[Question], key: jax.Array, first: int = 0
-    ) -> Begun:
+    ) -> Responses:
         """Returns questions without any token of a response. `key`: random key of their step;
         `first`: number of their first sample in it."""
         rollout = runtime.config.rollout
@@ -68,7 +68,7 @@ class Begun:
         """Number of tokens drawn so far."""
         return int(self.rollout.mask.sum())
 
-    def goes_on(self, rollout: Rollout, version: int) -> Begun:
+    def goes_on(self, rollout: Rollout, version: int) -> Responses:
         """Returns the responses with what `version` has drawn: `rollout` has all tokens."""
         new = rollout.mask & ~self.rollout.mask
         versions = np.where(new, np.int32(version), self.versions)
@@ -76,20 +76,16 @@ class Begun:
 
 
 def complete(
-    runtime: Runtime,
-    weights: Any,
-    version: int,
-    begun: Sequence[Begun],
-    watch: Callable[[Rollout, np.ndarray, Progress], None],
-) -> list[Begun]:
+    runtime: Runtime, weights: Any, version: int, begun: Sequence[Responses], watch: Watch
+) -> list[Responses]:
     """Completes the responses of the first of `begun`, at most V; others go on as slots allow.
 
     Args:
       runtime: result of `make_runtime`.
       weights, version: the sampler's weights, and the step of their state.
       begun: batches of one size, the oldest first.
-      watch: function called during the rollout with the first batch's responses, which of them are
-        complete, and the progress of all.
+      watch: function called during the rollout with the progress of the first batch's responses;
+        counts are of all.
     """
     shape = runtime.config.rollout.most_versions, runtime.mesh.size
     missing = [_ended(begun[0])] * (shape[0] - len(begun))
@@ -124,7 +120,8 @@ def complete(
 
     def watch_first(progress: Progress) -> None:
         done = _apart(np.asarray(progress.done), *shape)[0]
-        watch(of_rollouts(progress.rollout)[0], done, progress)
+        first = of_rollouts(progress.rollout)[0]
+        watch(dataclasses.replace(progress, rollout=first, done=done))
 
     rollout = runtime.engine.sample(weights, prompts, watch_first, earlier=earlier)
     drawn = zip(begun, of_rollouts(rollout), strict=False)  # without those that were missing
@@ -137,7 +134,7 @@ def own_rows(runtime: Runtime, rows: int) -> np.ndarray:
     return _apart(processes.own_rows(runtime.layout.rows, shape[0] * rows), *shape)[0]
 
 
-def _ended(like: Begun) -> Begun:
+def _ended(like: Responses) -> Responses:
     """Returns responses that end before their first token."""
     rollout = like.rollout
     nothing = dataclasses.replace(

@@ -39,7 +39,7 @@ def preflight(
     """
     config = runtime.config
     logger_names(config)
-    check_train_memory(runtime, runtime.mesh)
+    check_train_memory(runtime, runtime.mesh, runtime.rollout_mesh)
     if not resume:  # a run's own checkpoints have its adapters
         processes.decided(lambda: check_adapters(config, runtime.model))
     directory = pathlib.Path(config.run.dir)

@@ -156,16 +156,15 @@ def rl_step(
 
         # 5. Compare log-probabilities on the first update's rows, and the weights that both read.
         first = slice(0, len(logp))
-        compared = mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
         if rt.stale:
+            compared = mismatch_metrics(logp, rollout.logprobs[first], batch.mask[first])
             record |= {stale: compared[n] for n, stale in _STALE.items()}
             if not rt.same_forward and samples.learner_logprobs is not None:
                 changed = mismatch_metrics(logp, samples.learner_logprobs[first], batch.mask[first])
                 record |= {name: changed[n] for n, name in _CHANGED.items()}
-            own = batch.mask[first] * (samples.versions[first] == step)
-            compared = mismatch_metrics(logp, rollout.logprobs[first], own) if own.any() else {}
-        if not ahead:
-            record |= compared
+        own = batch.mask[first] * (samples.versions[first] == step)
+        if not ahead and own.any():
+            record |= mismatch_metrics(logp, rollout.logprobs[first], own)
         if rt.same_forward:
             record["refit_checksum_ok"] = bool(
                 updates[0]["checksum"] == np.asarray(served.checksum)

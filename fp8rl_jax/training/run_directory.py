@@ -229,9 +229,10 @@ def run_config(
     permitted: Collection[str] = (),
     needed: Collection[str] = ("precision",),
 ) -> ml_collections.ConfigDict:
-    """Returns `training_config` for programs that do not train, which need no teacher."""
+    """Returns `training_config` for programs that do not train, which need no teacher and no second
+    mesh."""
     config = training_config(directory, permitted, needed).copy_and_resolve_references()
-    config.algo.teacher = ""
+    config.algo.teacher, config.mesh.rollout = "", 0
     if config.algo.loss == "none":
         config.algo.loss = "ppo"
     return config

@@ -65,7 +65,7 @@ class Runtime(Resolved):
 
     @functools.cached_property
     def layout(self) -> Layout:
-        return Layout(self, self.mesh)
+        return Layout(self, self.mesh, self.config.mesh.rollout > 0 and self.rollout_mesh is None)
 
     @functools.cached_property
     def engine(self) -> JaxEngine:
@@ -129,7 +129,8 @@ class Runtime(Resolved):
             longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
             config.learner.tokens_per_batch = max(capacity, slots_of(longest))
         resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
-        _check_meshes(config, self.mesh, self.rollout_mesh)
+        meshes = self.mesh, self.rollout_mesh or self.mesh
+        checks.check_mesh(config, *map(sharding.batch_divisor, meshes))
         return dataclasses.replace(self, **vars(resolved))
 
 
@@ -159,7 +160,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     mesh, rollout_mesh = sharding.make_meshes(config.mesh.to_dict())
     if rollout_mesh is not None:
         processes.exchange_by_store()  # rollouts run in a thread, beside the learner
-    _check_meshes(config, mesh, rollout_mesh)
+    checks.check_mesh(config, *map(sharding.batch_divisor, (mesh, rollout_mesh or mesh)))
     if with_questions:
         check_rollout_memory(resolved, rollout_mesh or mesh)
         resolved = resolved.with_tasks()
@@ -192,12 +193,6 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         data_note=data.note,
         data_digest=data.digest,
     )
-
-
-def _check_meshes(config, mesh: Mesh, rollout_mesh: Mesh | None) -> None:
-    """Raises UserError if a batch does not divide over the devices of learner or rollout."""
-    for used in filter(None, (mesh, rollout_mesh)):
-        checks.check_mesh(config, sharding.batch_divisor(used))
 
 
 def turns_of(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Turns:

@@ -24,14 +24,14 @@ from fp8rl_jax.rl import informative_groups
 from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training import partial
 from fp8rl_jax.training.engine import Prompts
-from fp8rl_jax.training.partial import Begun
+from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.step_record import StepRecord
 
 
 @dataclasses.dataclass
-class Samples(Begun):
+class Samples(Responses):
     """Complete responses and their rewards.
 
     Attributes:
@@ -81,8 +81,8 @@ def sample_step(
     keys: Callable[[int], jax.Array],
     record: StepRecord,
     show: Callable[[Progress], None],
-    begun: Sequence[Begun] = (),
-) -> tuple[Samples, list[Begun]]:
+    begun: Sequence[Responses] = (),
+) -> tuple[Samples, list[Responses]]:
     """Samples and rewards `rollout.prompts_per_step` groups; returns them, and the responses of
     later steps that were begun.
 
@@ -100,18 +100,18 @@ def sample_step(
     """
     config, step = runtime.config, record["step"] - 1
     tally = Tally(f"RL step {record['step']}")
-    wanted, rounds = config.rollout.prompts_per_step, list[Samples]()
+    wanted = config.rollout.prompts_per_step
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     last = max(step + 1, min(step + config.rollout.most_versions, config.run.steps))
     begun, known = list(begun), sum(b.drawn for b in begun)
     for number in range(step + len(begun), last):
-        begun.append(Begun.new(runtime, stream.next(), keys(number)))
+        begun.append(Responses.new(runtime, stream.next(), keys(number)))
     given = runtime, weights, version
     samples, later = _round(*given, begun, record, show, tally)
     rounds = [samples]
     while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
         first = len(rounds) * len(samples.versions)
-        another = Begun.new(runtime, stream.next(), keys(step), first)
+        another = Responses.new(runtime, stream.next(), keys(step), first)
         rounds.append(_round(*given, [another], record, show, tally)[0])
     tally.check()
     everything = _joined(rounds)
@@ -134,8 +134,8 @@ def sample_step(
 
 
 def _round(
-    runtime: Runtime, weights, version: int, begun: Sequence[Begun], record, show, tally
-) -> tuple[Samples, list[Begun]]:
+    runtime: Runtime, weights, version: int, begun: Sequence[Responses], record, show, tally
+) -> tuple[Samples, list[Responses]]:
     """Completes and rewards the first of `begun`; returns it, and the others."""
     config, first = runtime.config, begun[0]
     group, several = config.rollout.group_size, config.rollout.most_versions > 1
@@ -149,21 +149,18 @@ def _round(
 
     conversations = runtime.conversations(of_rows, own, tally)
 
-    def watch(rollout: Rollout, done, progress: Progress) -> None:
+    def watch(progress: Progress) -> None:
         if conversations is None:
-            rewards.add(rollout, np.asarray(done))
+            rewards.add(progress.rollout, np.asarray(progress.done))
         show(progress)
 
-    def watch_all(progress: Progress) -> None:
-        watch(progress.rollout, progress.done, progress)
-
-    later, turns = list[Begun](), None
+    later, turns = list[Responses](), None
     with record.timed("rollout"):
         if several:
             first, *later = partial.complete(runtime, weights, version, begun, watch)
             rollout = first.rollout
         else:
-            rollout = runtime.engine.sample(weights, first.prompts, watch_all, conversations)
+            rollout = runtime.engine.sample(weights, first.prompts, watch, conversations)
     with record.timed("reward"):
         if conversations is None:
             rewards.add(rollout, np.ones(rows, bool))

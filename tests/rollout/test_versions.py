@@ -148,6 +148,18 @@ def test_equals_the_static_sampler_version_by_version():
     assert (other.tokens != found[-1].tokens).any(), "versions differ"
 
 
+def test_a_call_that_has_nothing_to_do():
+    """What is needed was complete before: no turn, and the responses as they were."""
+    settings = SamplerConfig(NEW, GROUP, ENDS, PAD)
+    sampler = ContinuousSampler(DENSE, "f32", settings, Batching(4, LEAST + 1, 32))
+    none = np.zeros((ROWS, NEW), np.int32)
+    ended = _Rows(none + PAD, none > 0, none.astype(np.float32), none[:, 0] == 0)
+    given = _arguments() | {"weights": _weights(0, DENSE, "f32")}
+    out = sampler(**given, earlier=_earlier(ended, BATCH))
+    assert not out.mask.any() and out.finished.all() and int(sampler.progress.turns[0]) == 0
+    assert set(sampler.metrics().values()) == {0}
+
+
 _CASES = [
     (ROWS, 80, DENSE, "f32"),
     (1, LEAST, DENSE, "f32"),
@@ -170,8 +182,17 @@ def test_sizes_models_and_recipes(slots, pages, model, recipe):
 
 
 def test_a_key_of_another_step_is_seen(monkeypatch):
-    """The comparison finds responses that go on with the key of the step that completes them."""
+    """The comparison finds responses that go on with the key of the step before."""
+    given = _earlier
+
+    def before(rollout, needed: int) -> Earlier:
+        earlier, step = given(rollout, needed), needed // BATCH - 1
+        begun = earlier.counts[:, None] > 0
+        keys = np.where(begun, earlier.keys[max(step - 1, 0) * BATCH], earlier.keys)
+        return dataclasses.replace(earlier, keys=keys)
+
+    monkeypatch.setitem(globals(), "_earlier", before)
     found = _rollouts(4, LEAST + 1)
-    monkeypatch.setitem(globals(), "_keys", lambda b: jax.random.key(b + 1, impl="threefry2x32"))
+    _check(found[:2])
     with pytest.raises(AssertionError):
         _check(found)

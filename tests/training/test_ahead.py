@@ -160,6 +160,24 @@ def test_rewards_that_fail_and_a_longer_run(tmp_path, cache, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("versions", [1, 2])
+def test_rewards_that_fail_later(versions, tmp_path, cache, monkeypatch):
+    """The rollout behind the failed one is not drawn; the state is saved, and the run goes on."""
+    fails = tmp_path / "fails"
+    monkeypatch.setenv("SOAK_FAILS", os.fspath(fails))
+    fields = _FIELDS | cache | {"env.reward": "dense_reward:share_or_failure", "rollout.ahead": 2}
+    fields |= {"rollout.slots": 6, "rollout.most_versions": versions, "run.steps": 12}
+    process = train_process.start(tmp_path, **fields)
+    train_process.wait_for_records(process, tmp_path, "metrics", 2)
+    fails.touch()
+    output = train_process.finish(process, 2)
+    assert "share_or_failure' failed; correct it" in output and "is saved" in output
+    fails.unlink()
+    train_process.finish(train_process.start(tmp_path, "--resume", **fields))
+    assert [r["step"] for r in read_jsonl(tmp_path / "run/metrics.jsonl")] == [*range(1, 13)]
+
+
+@pytest.mark.slow
 def test_a_stale_version_is_seen(tmp_path, cache, monkeypatch):
     """Rollouts of the first version, which say that they are of the newest: drift."""
     begin, first = Rollouts.begin, []

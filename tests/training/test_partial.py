@@ -103,9 +103,9 @@ def test_a_stale_version_is_seen(tmp_path, cache, monkeypatch):
 
     def forgets(self, rollout, version):
         versions = np.where(rollout.mask, np.int32(version), -1)
-        return partial.Begun(self.questions, rollout, versions, self.prompts)
+        return partial.Responses(self.questions, rollout, versions, self.prompts)
 
-    monkeypatch.setattr(partial.Begun, "goes_on", forgets)
+    monkeypatch.setattr(partial.Responses, "goes_on", forgets)
     records = _run(tmp_path, cache, precision__zero_drift="report", run__steps=3)
     assert records[0][_DRIFT] == 0.0 < max(record[_DRIFT] for record in records[1:])
 

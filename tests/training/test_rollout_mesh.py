@@ -9,6 +9,10 @@ from tiny_run import CONFIG, reproducible
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.processes import on_cpu_devices
 from fp8rl_jax.config import load_config
+from fp8rl_jax.plan.learner import plan_learner
+from fp8rl_jax.plan.planned import read_planned
+from fp8rl_jax.plan.rollout import plan_rollouts
+from fp8rl_jax.sharding import abstract_meshes
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -21,6 +25,8 @@ _FIELDS = {
     "optimizer.learning_rate": 1e-2,
     "optimizer.warmup_steps": 0,
 }
+_EXPERTS = {"model__num_experts": 4, "model__num_experts_per_tok": 2}
+_EXPERTS |= {"model__moe_intermediate_size": 64, "model__num_hidden_layers": 1}
 
 
 def _run(directory, devices: int, monkeypatch, *more: str, **fields) -> None:
@@ -38,6 +44,7 @@ def _run(directory, devices: int, monkeypatch, *more: str, **fields) -> None:
         (1, 2, {}),
         (2, 2, {"rollout__ahead": 2}),
         (2, 2, {"rollout__ahead": 1, "rollout__slots": 8, "rollout__most_versions": 2}),
+        (2, 2, {"rollout__ahead": 1, "mesh__data": 1, "mesh__expert": 2, **_EXPERTS}),
     ],
 )
 def test_it_is_the_run_without_them(learners, samplers, fields, tmp_path, monkeypatch):
@@ -74,3 +81,31 @@ def test_bad_input(fields, message, tmp_path):
     arguments = [f"--config.run.dir={tmp_path / 'run'}", *(f"--config.mesh.{f}" for f in fields)]
     with pytest.raises(UserError, match=message):
         make_runtime(load_config(str(CONFIG), arguments))
+
+
+def test_meshes_of_both():
+    """Devices that need not exist: what `fp8rl plan` counts, and what is refused."""
+    axes = {"data": -1, "fsdp": 2, "tensor": 1, "expert": 4}
+    learner, rollout = abstract_meshes(axes | {"rollout": 8}, 24)
+    assert learner.shape == {"data": 2, "fsdp": 2, "tensor": 1, "expert": 4}
+    assert rollout is not None
+    assert rollout.shape == {"data": 2, "fsdp": 1, "tensor": 1, "expert": 4}
+    assert abstract_meshes(axes | {"rollout": 0}, 24)[1] is None
+    with pytest.raises(UserError, match=r"rollout is 6, which mesh.tensor x mesh.expert = 4"):
+        abstract_meshes(axes | {"rollout": 6}, 22)
+    with pytest.raises(UserError, match=r"for 4 devices \(mesh.rollout has 4 others\)"):
+        abstract_meshes(axes | {"data": 1, "rollout": 4}, 8)
+
+
+def test_plans_of_both():
+    """Samplers hold no train state, but weights of versions ahead; the learner no such weights."""
+    fields = ("rollout.slots=16", "rollout.ahead=2", "mesh.fsdp=4")
+    config = load_config(str(CONFIG), [f"--config.{field}" for field in fields])
+    shared = read_planned(config, 4)
+    config.mesh.rollout = 4
+    own = read_planned(config, 8)
+    assert (own.mesh.size, own.sampling.mesh.size, own.hosts) == (4, 4, 1)
+    served = plan_rollouts(own.sampling)[0]
+    assert served.train_state == 2 * plan_rollouts(shared)[0].weights
+    kept = plan_learner(shared.resolved, shared.mesh).others
+    assert plan_learner(own.resolved, own.mesh).others == kept - served.train_state
