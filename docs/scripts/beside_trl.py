@@ -140,7 +140,7 @@ class _Partial:
         self._sample, self._rows = sample, rows
         none = np.zeros((rows, new), np.int32)
         self._none = (none, none.astype(np.float32), none[:, 0], none[:, 0] > 0)
-        self._limits, self._begun = none[:, 0], self._none
+        self._limits, self._begun = None, self._none
         self._keys = np.zeros((rows, 2), np.uint32)
 
     def __call__(self, weights, prompts, lengths, key, ids, temperature, limits, rope):
@@ -157,7 +157,7 @@ class _Partial:
             needed=np.int32([self._rows]),
         )
         twice = (np.concatenate([x, x]) for x in (ids, temperature))
-        both = np.concatenate([self._limits, limits])
+        both = np.concatenate([limits if self._limits is None else self._limits, limits])
         given = np.concatenate([prompts, prompts]), np.concatenate([lengths, lengths]), key
         out = jax.device_get(self._sample(weights, *given, *twice, both, rope, earlier=earlier))
         arrays = (out.tokens, out.logprobs, out.mask.sum(1, dtype=np.int32), out.finished)
