@@ -17,7 +17,7 @@ import time
 from fp8rl_jax.base.processes import on_cpu_devices
 from fp8rl_jax.training.logs import read_jsonl
 
-_STEPS, _TURNS = 12, 3
+_STEPS, _TURNS = 9, 2
 _CASES = {
     "one device": {"rollout.ahead": 0},
     "one device, ahead": {"rollout.ahead": 1},
@@ -29,6 +29,8 @@ _JOB = {
     "run.checkpoint_every": 1000,
     "sft.steps": 0,
     "eval.every": 1000,
+    "eval.questions": 2,  # after the last step
+    "eval.samples": 1,
     "env.reward": "slow_rewards:share_of_even_bytes",
     "rollout.prompts_per_step": 8,
     "rollout.group_size": 4,
