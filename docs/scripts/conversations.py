@@ -61,7 +61,7 @@ def _row(run: pathlib.Path) -> str:
     metrics = read_jsonl(run / "metrics.jsonl")
     ends = (f"{r['accuracy_sampled']:.3f}; {r['accuracy_greedy']:.3f}" for r in (first, last))
     replies = [np.mean([r["turns_mean"] for r in part]) for part in (metrics[:5], metrics[-5:])]
-    tokens = sum(r["drift_tokens"] for r in metrics)
+    tokens = int(sum(r["drift_tokens"] for r in metrics))
     drift = max(r["train_rollout_logprob_abs_diff_max"] for r in metrics)
     cells = [*ends, f"{replies[0]:.2f} -> {replies[1]:.2f}", f"{tokens:,}", f"{drift:g}"]
     return " | ".join(cells)
