@@ -45,6 +45,7 @@ def _run(directory, devices: int, monkeypatch, *more: str, **fields) -> None:
         (2, 2, {"rollout__ahead": 2}),
         (2, 2, {"rollout__ahead": 1, "rollout__slots": 8, "rollout__most_versions": 2}),
         (2, 2, {"rollout__ahead": 1, "mesh__data": 1, "mesh__expert": 2, **_EXPERTS}),
+        (2, 2, {"rollout__ahead": 1, "mesh__data": 1, "mesh__tensor": 2}),
     ],
 )
 def test_it_is_the_run_without_them(learners, samplers, fields, tmp_path, monkeypatch):
