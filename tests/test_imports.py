@@ -162,9 +162,9 @@ _SOURCES = _sources()
 # for rows of several sequences; by 400 for prompts that those share, full slots and chosen caps;
 # by 600 for heads in float32 and their study, and teachers; by 200 for Gemma 3's GGUF files and
 # SentencePiece; by 2,200 for conversations with an environment, tools, tiny tasks of them, and
-# rollouts ahead of the learner; by 700 for partial rollouts, rollouts on devices of their own, and
+# rollouts ahead of the learner; by 800 for partial rollouts, rollouts on devices of their own, and
 # the study of staleness.)
-_MOST_LINES = {"library": 49_600, "with users": 56_950, "package": 9_250, "file": 540}
+_MOST_LINES = {"library": 49_700, "with users": 57_050, "package": 9_250, "file": 540}
 
 
 def test_size_stays_within_the_budget():

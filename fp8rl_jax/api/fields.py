@@ -11,14 +11,14 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import FIELDS, all_fields, override, saved_config
 from fp8rl_jax.config.names import field_meant
 
-_SECOND = ("sft", "eval")  # their fields share names with fields of other sections
+_SECOND = ("sft", "eval", "mesh")  # their fields share names with fields of other sections
 
 
 def path_of(name: str) -> str:
     """Returns the path 'section.field' for a keyword `field` or `section__field`.
 
-    A field name that `sft` or `eval` shares with another section means the other section's field:
-    `learning_rate` is the optimiser's.
+    A field name that `sft`, `eval` or `mesh` shares with another section means the other section's
+    field: `learning_rate` is the optimiser's, `rollout` the recipe.
 
     Raises:
       UserError: no field has the name, or fields of several sections have it.

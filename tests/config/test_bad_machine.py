@@ -69,10 +69,10 @@ def test_batches_that_do_not_divide_over_devices(field, words):
     """Each batch must give every device the same number of rows."""
     sizes = ["rollout.prompts_per_step=4", "eval.batch_size=4", "sft.batch_size=4"]
     good = load_config("tiny.py", [f"--config.{s}" for s in sizes])
-    checks.check_mesh(good, 4)
+    checks.check_mesh(good, 4, 4)
     bad = load_config("tiny.py", [f"--config.{s}" for s in (*sizes, field)])
     with pytest.raises(UserError) as error:
-        checks.check_mesh(bad, 4)
+        checks.check_mesh(bad, 4, 4)
     assert_words(str(error.value), words)
 
 

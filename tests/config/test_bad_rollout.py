@@ -76,7 +76,7 @@ def test_refused_on_four_devices(fields, words):
     sizes = ["rollout.prompts_per_step=4", "eval.batch_size=4", "sft.batch_size=4"]
 
     def check(*more: str) -> None:
-        checks.check_mesh(load_config("tiny.py", [f"--config.{s}" for s in (*sizes, *more)]), 4)
+        checks.check_mesh(load_config("tiny.py", [f"--config.{s}" for s in (*sizes, *more)]), 4, 4)
 
     check("rollout.slots=4", "rollout.pages=12")
     with pytest.raises(UserError) as error:

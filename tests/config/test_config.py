@@ -373,7 +373,7 @@ def test_published_runs_are_valid(name):
     mesh = jax.sharding.AbstractMesh(sizes, sharding.MESH_AXES)
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     assert rows % (config.learner.gradient_accumulation_steps * sharding.batch_divisor(mesh)) == 0
-    checks.check_mesh(config, sharding.batch_divisor(mesh))
+    checks.check_mesh(config, *[sharding.batch_divisor(mesh)] * 2)
     shapes = param_shapes(preset(_PUBLISHED[name]))
     specs = jax.tree.leaves(param_shardings(mesh, shapes))
     pairs = zip(jax.tree.leaves(shapes), specs, strict=True)

@@ -236,7 +236,7 @@ def _little_memory():
 @pytest.mark.parametrize("source", _HOSTILE, ids=range(len(_HOSTILE)))
 def test_limits(source, monkeypatch):
     """A sentence, soon, and within little memory."""
-    monkeypatch.setattr(chat_limits, "_MOST_SECONDS", 0.15)
+    monkeypatch.setattr(chat_limits, "_MOST_SECONDS", 0.03)
     with time_limit(), _little_memory(), pytest.raises(UserError) as raised:
         _template(source).render(_USER)
     said = str(raised.value)

@@ -39,6 +39,7 @@ def _runtime():
         config=config,
         step_samples=4,
         step=None,
+        stale=False,
         zero_drift=True,
         data_digest="d",
         questions={"train": [Question(str(i), "1") for i in range(5)]},

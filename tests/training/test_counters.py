@@ -267,6 +267,6 @@ def test_rates_of_a_device():
     for peak, more in ((None, {}), (5.0, {"mfu_learner": 0.25})):
         found = StepRecord(1)
         found |= record | {"time_learner": 4.0}
-        found.add_rates(flops=40.0, devices=8, peak=peak)
+        found.add_rates(flops=40.0, learners=8, samplers=8, peak=peak)
         rates = {"tokens_per_s_device_rollout": 10.0, "tokens_per_s_device_learner": 2.0}
         assert found == record | {"time_learner": 4.0} | rates | more

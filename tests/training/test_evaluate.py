@@ -45,7 +45,7 @@ def _runtime(**sets: int) -> types.SimpleNamespace:
         Question(f"{n} {i}", "1", set=n) for n, count in sets.items() for i in range(count)
     ]
     keys = {"eval": jax.random.key(3, impl="threefry2x32")}
-    return types.SimpleNamespace(
+    runtime = types.SimpleNamespace(
         config=config,
         engine=_Engine(keys=keys, eval_sampler=None, used=[]),
         text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
@@ -54,7 +54,10 @@ def _runtime(**sets: int) -> types.SimpleNamespace:
         rewards=load_rewards("exact_match, 2*gsm8k"),
         step=None,
         conversations=lambda *of_rows: None,
+        for_sampling=lambda weights: weights,
     )
+    runtime.sampling = runtime
+    return runtime
 
 
 def test_one_set_has_no_name():
