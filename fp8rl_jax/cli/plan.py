@@ -38,11 +38,11 @@ def _describe_step(planned: Planned, rollout: RolloutPlan, cost: StepCost) -> st
     """Returns the predicted times of an RL step (decoding, then updates) and the run, as text."""
     resolved, config, slots = planned.resolved, planned.config, rollout.slots
     algo, steps = config.algo, config.run.steps
+    sampling, recipe = planned.sampling, resolved.rollout_recipe
     decode_step = decode_seconds(
-        *(resolved.model, resolved.rollout_recipe, planned.sampling.mesh),
-        *(slots, rollout.half, planned.gpu),
+        resolved.model, recipe, sampling.mesh, slots, rollout.half, planned.gpu
     )
-    count = math.ceil(planned.sampling.samples / slots) * config.rollout.max_new_tokens
+    count = math.ceil(sampling.samples / slots) * config.rollout.max_new_tokens
     decoding, updates = count * sum(decode_step.values()), algo.epochs * algo.num_minibatches
     join = max if config.mesh.rollout and config.rollout.ahead else sum  # at the same time
     costs = cost.least_seconds, cost.most_seconds

@@ -71,6 +71,14 @@ Answer = Callable[[Progress], Extension]  # likewise
 _ALL_TURNS = 2**30
 
 
+def _needed(earlier: Earlier | None, rows: int) -> np.ndarray:
+    """Returns (M,) bool, which responses a call completes."""
+    if earlier is None:
+        return np.ones(rows, bool)
+    devices = len(earlier.needed)
+    return (np.arange(rows // devices) < earlier.needed[:, None]).reshape(-1)
+
+
 class ContinuousSampler:
     """The sampler of `make_sampler` with continuous batching; same arguments, same bits.
 
@@ -197,7 +205,7 @@ class ContinuousSampler:
         limits = jnp.minimum(limits, self._most)
         requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
         state = self._begin(prompts, requests, processes.place(earlier, self._rows))
-        needed = self._needed(earlier, len(sample_ids))
+        needed = _needed(earlier, len(sample_ids))
         looks = watch is not None or answer is not None
         turns = jnp.int32(self._part if looks else _ALL_TURNS)
         state, progress = self._advance(weights, requests, turns, state)
@@ -214,13 +222,6 @@ class ContinuousSampler:
             progress = following
         self.progress = progress
         return progress.rollout
-
-    def _needed(self, earlier: Earlier | None, rows: int) -> np.ndarray:
-        """Returns (M,) bool, which responses a call completes."""
-        if earlier is None:
-            return np.ones(rows, bool)
-        devices = len(earlier.needed)
-        return (np.arange(rows // devices) < earlier.needed[:, None]).reshape(-1)
 
     def trace(
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope

@@ -26,6 +26,7 @@ import numpy as np
 from fp8rl_jax.base import processes
 from fp8rl_jax.envs import Question
 from fp8rl_jax.rollout import Earlier, Progress, Rollout, Watch
+from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime
 
@@ -87,7 +88,7 @@ def complete(
       watch: function called during the rollout with the progress of the first batch's responses;
         counts are of all.
     """
-    shape = runtime.config.rollout.most_versions, runtime.mesh.size
+    shape = runtime.config.rollout.most_versions, batch_divisor(runtime.mesh)
     missing = [_ended(begun[0])] * (shape[0] - len(begun))
     everything = [*begun, *missing]
 
@@ -130,7 +131,7 @@ def complete(
 
 def own_rows(runtime: Runtime, rows: int) -> np.ndarray:
     """Returns (rows,) bool, which responses of the first batch are on this process's devices."""
-    shape = runtime.config.rollout.most_versions, runtime.mesh.size
+    shape = runtime.config.rollout.most_versions, batch_divisor(runtime.mesh)
     return _apart(processes.own_rows(runtime.layout.rows, shape[0] * rows), *shape)[0]
 
 

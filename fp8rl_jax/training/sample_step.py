@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8rl_jax.base import processes
 from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Tally
 from fp8rl_jax.rl import informative_groups
@@ -140,10 +139,7 @@ def _round(
     config, first = runtime.config, begun[0]
     group, several = config.rollout.group_size, config.rollout.most_versions > 1
     rows = len(first.versions)
-    if several:
-        own = partial.own_rows(runtime, rows)
-    else:
-        own = processes.own_rows(runtime.layout.rows, rows)
+    own = partial.own_rows(runtime, rows)
     of_rows = [q for q in first.questions for _ in range(group)]
     rewards = Rewards(runtime.text.decode, of_rows, runtime.rewards, own)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_model import rollout_weights
+from small_models import CALIBRATED, DENSE, EXPERTS, LATENT
 
 from fp8rl_jax import models
 from fp8rl_jax.models import least_pages
@@ -31,16 +32,10 @@ from fp8rl_jax.rollout import (
 
 ENDS, PAD = (55, 56, 57, 58, 59), 60
 PROMPT, NEW, GROUP, SAID = 62, 100, 2, 9
-DENSE = models.ModelConfig(61, 64, 64, 2, 4, 2, 16)
-EXPERTS = dataclasses.replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-LATENT = models.ModelConfig(
-    61, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
-)
 LENGTHS = np.int32([50, 40, 62, 33, 1, 58])
 ROWS = len(LENGTHS) * GROUP
 SETTINGS = SamplerConfig(NEW, GROUP, ENDS, PAD, max_turns=5, max_turn_tokens=21)
 LEAST = least_pages(PROMPT + NEW)
-_CALIBRATED = dataclasses.replace(get_recipe("fp8_blockwise"), kv="calibrated", fp8_attention=True)
 
 
 def _drawn(*about) -> np.random.Generator:
@@ -210,7 +205,7 @@ def test_equals_the_static_sampler_reply_by_reply(size, patience):
     [
         (DENSE, "bf16"),
         (DENSE, "fp8"),
-        (DENSE, _CALIBRATED),
+        (DENSE, CALIBRATED),
         (EXPERTS, "fp8"),
         (LATENT, "fp8"),
         (LATENT, "f32"),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_model import rollout_weights
+from small_models import CALIBRATED, DENSE, EXPERTS, LATENT
 
 from fp8rl_jax import models
 from fp8rl_jax.models import least_pages
@@ -21,16 +22,10 @@ from fp8rl_jax.rollout import Batching, ContinuousSampler, Earlier, SamplerConfi
 
 ENDS, PAD = (55,), 60
 PROMPT, NEW, GROUP, BATCHES = 62, 100, 2, 3
-DENSE = models.ModelConfig(61, 64, 64, 2, 4, 2, 16)
-EXPERTS = dataclasses.replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-LATENT = models.ModelConfig(
-    61, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
-)
 LENGTHS = np.int32([50, 40, 62, 33, 1, 58])
 ROWS = len(LENGTHS) * GROUP
 BATCH = ROWS // BATCHES
 LEAST = least_pages(PROMPT + NEW)
-_CALIBRATED = dataclasses.replace(get_recipe("fp8_blockwise"), kv="calibrated", fp8_attention=True)
 
 
 @functools.cache
@@ -165,7 +160,7 @@ _CASES = [
     (1, LEAST, DENSE, "f32"),
     (4, LEAST + 1, DENSE, "bf16"),
     (4, LEAST + 1, DENSE, "fp8"),
-    (4, LEAST + 1, DENSE, _CALIBRATED),
+    (4, LEAST + 1, DENSE, CALIBRATED),
     (4, LEAST + 1, EXPERTS, "fp8"),
     (4, LEAST + 1, LATENT, "fp8"),
 ]

@@ -48,6 +48,7 @@ def test_terms_over_all_rounds():
         rewards=rewards,
         engine=_Engine(),
         text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
+        mesh=mesh,
         layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
         step=None,
         conversations=lambda *of_rows: None,
