@@ -216,22 +216,25 @@ def _by_kernel(recipe: Recipe, parallel: Parallel) -> bool:
 
 
 @functools.partial(varying_vjp, static=1)
-def _kernel_logprobs(recipe: Recipe, hidden, head, master, targets, inverse):
+def _kernel_logprobs(recipe: Recipe, hidden, head, master, targets, inverse, count):
     """Runs `_chunk_logprobs` by kernels; the head's gradient goes to `master` if there is one.
 
-    With `Recipe.kernels` "auto" it runs `_row_logprobs` on platforms other than CUDA.
+    Of rows after the first `count` () int32, if it is not None, chunks are left out. With
+    `Recipe.kernels` "auto" it runs `_row_logprobs`, of all rows, on platforms other than CUDA.
     """
-    return _kernel_forward(recipe, hidden, head, master, targets, inverse)[0]
+    return _kernel_forward(recipe, hidden, head, master, targets, inverse, count)[0]
 
 
-def _kernel_forward(recipe: Recipe, hidden, head, master, targets, inverse):
+def _kernel_forward(recipe: Recipe, hidden, head, master, targets, inverse, count):
     own = recipe.for_head()
-    operands = (compute_value(hidden, own), compute_value(head, own), targets, inverse)
+    operands = (compute_value(hidden, own), compute_value(head, own), targets, inverse, count)
 
     def kernel(*operands):
         return gpu_kernels().head.head_logprobs(*operands)
 
-    plain = functools.partial(_row_logprobs, recipe, ONE_DEVICE)  # within `by_own_rows`
+    def plain(*operands):  # within `by_own_rows`
+        return _row_logprobs(recipe, ONE_DEVICE, *operands[:-1])
+
     logp, entropy, logsumexp = by_platform(recipe.kernels, kernel, plain, *operands)
     like = tuple(jnp.zeros((0,), x.dtype) for x in (hidden, head if master is None else master))
     return (logp, entropy), (operands, logsumexp, like, master is None)
@@ -241,34 +244,50 @@ def _kernel_backward(recipe: Recipe, residual, cotangents):
     operands, logsumexp, like, own = residual
 
     def kernel(operands, logsumexp, dlogp):
-        return gpu_kernels().head.head_logprobs_vjp(*operands, logsumexp, dlogp)
+        *by_row, count = operands
+        return gpu_kernels().head.head_logprobs_vjp(*by_row, logsumexp, dlogp, count)
 
     def elsewhere(operands, logsumexp, dlogp):
         def logp(hidden, head):
-            return _row_logprobs(recipe, ONE_DEVICE, hidden, head, *operands[2:])[0]
+            return _row_logprobs(recipe, ONE_DEVICE, hidden, head, *operands[2:-1])[0]
 
         gradients = jax.vjp(logp, *(x.astype(jnp.float32) for x in operands[:2]))[1](dlogp)
         return tuple(x.astype(jnp.float32) for x in gradients)
 
     found = by_platform(recipe.kernels, kernel, elsewhere, operands, logsumexp, cotangents[0])
     dhidden, dhead = (x.astype(kind.dtype) for x, kind in zip(found, like, strict=True))
-    return (dhidden, dhead, None, None, None) if own else (dhidden, None, dhead, None, None)
+    weights = (dhead, None) if own else (None, dhead)
+    return dhidden, *weights, None, None, None
 
 
 _kernel_logprobs.defvjp(_kernel_forward, _kernel_backward)
 
 
-def _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel):
-    """Runs `token_logprobs` by kernels, each device on its rows; inverse (B, T) of temperature."""
+def _token_logprobs_by_kernel(hidden, head, targets, inverse, counts, recipe, parallel):
+    """Runs `token_logprobs` by kernels, each device on its rows; inverse (B, T) of temperature.
+
+    A device's tokens that count go first, so that chunks of others can be left out.
+    """
     value, master = (head.value, head.master) if isinstance(head, BoundWeight) else (head, None)
 
-    def run(hidden, targets, inverse, value, master):
+    def run(hidden, targets, inverse, *rest):
+        *counts, value, master = rest
         batch, length, width = hidden.shape
-        rows = (hidden.reshape(-1, width), value, master, targets.reshape(-1), inverse.reshape(-1))
-        found = _kernel_logprobs(recipe, *rows)
+        rows = hidden.reshape(-1, width), targets.reshape(-1), inverse.reshape(-1)
+        if not counts:
+            hidden, targets, inverse = rows
+            found = _kernel_logprobs(recipe, hidden, value, master, targets, inverse, None)
+        else:
+            order = jnp.argsort(~counts[0].reshape(-1), stable=True)
+            back = jnp.argsort(order)
+            hidden = rows_at(rows[0][None], order[None], back[None])[0]
+            given = value, master, rows[1][order], rows[2][order], counts[0].sum()
+            found = _kernel_logprobs(recipe, hidden, *given)
+            found = rows_at(jnp.stack(found, axis=1)[None], back[None], order[None])[0].T
         return tuple(x.reshape(batch, length) for x in found)
 
-    return parallel.by_own_rows(run, hidden, targets, inverse, shared=(value, master))
+    by_row = (hidden, targets, inverse) if counts is None else (hidden, targets, inverse, counts)
+    return parallel.by_own_rows(run, *by_row, shared=(value, master))
 
 
 def token_logprobs(
@@ -289,8 +308,8 @@ def token_logprobs(
       temperature: (B,) or (B, T) float32; 0 counts as 1.
       recipe: numerics.
       parallel: as for `forward`.
-      counts: (B, T) bool, tokens that count: chunks without any are not computed by the reference,
-        and get 0. None for all.
+      counts: (B, T) bool, tokens that count: chunks without any are not computed, and get 0. None
+        for all.
 
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
@@ -300,7 +319,7 @@ def token_logprobs(
         temperature = jnp.broadcast_to(temperature[:, None], (batch, length))
     if _by_kernel(recipe, parallel):
         inverse = inverse_temperature(temperature)
-        return _token_logprobs_by_kernel(hidden, head, targets, inverse, recipe, parallel)
+        return _token_logprobs_by_kernel(hidden, head, targets, inverse, counts, recipe, parallel)
 
     def logp(hidden, targets, temperature, any_counts=None):
         inverse = inverse_temperature(temperature)

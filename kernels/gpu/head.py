@@ -22,13 +22,14 @@ a sum of integers would not.
 Memory: the forward pass keeps 12 bytes per row and 128 columns. The backward pass writes the
 gradient of the logits for `CHUNK` tokens at a time, twice (each of the next two products reads it
 along another axis), in the operands' type: with bf16 and a vocabulary of 151,936 that is 2.5 GB.
+Chunks without a row that counts are not computed, in either pass: the caller puts those rows last.
 Gradients make no bitwise promise. The entropy is a metric and has no gradient.
 
 Not done: rules for `vmap` and differentiation (the caller joins the two passes in a `custom_vjp`);
 a vocabulary split over devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -281,7 +282,7 @@ def head_gradient_kernel(
     tl.store(dlogits_t + tall[None, :] * M + row[:, None], gradient, mask=mask)
 
 
-CHUNK = 4096  # tokens whose gradients of logits are in memory at once
+CHUNK = 4096  # tokens whose gradients of logits are in memory at once, or that are left out
 _LOGITS_ROWS = 8  # rows of logits that a program reads
 
 
@@ -321,8 +322,20 @@ def _combine(statistics, targets: jax.Array, columns: int):
     )
 
 
+def _over_chunks(step: Callable, state, chunk: int, per_row: Sequence[jax.Array], count):
+    """Returns the last state of ``state = step(state, i, rows)`` over the chunks of rows that hold
+    the first `count` of them, or over all chunks; `rows` are those of `per_row`, padded by zeros."""
+    chunks = [pad_to(x, 0, chunk).reshape(-1, chunk, *x.shape[1:]) for x in per_row]
+    number = len(chunks[0]) if count is None else (count + (chunk - 1)) // chunk
+    return lax.fori_loop(0, number, lambda i, state: step(state, i, [x[i] for x in chunks]), state)
+
+
 def head_logprobs(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, inverse_temperature: jax.Array
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    inverse_temperature: jax.Array,
+    count: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the log-probability of each row's target, the row's entropy and its log-sum-exp.
 
@@ -331,6 +344,8 @@ def head_logprobs(
       head: (D, V) of the same type. Read as (V, D): free for a transposed embedding.
       targets: (M,) int32; outside 0 .. V - 1 the log-probability is NaN.
       inverse_temperature: (M,) float32.
+      count: () int32, the first rows, which count: whole chunks of `CHUNK` others get 0. None for
+        all.
 
     Returns:
       logp (M,) float32; entropy (M,) float32 in nats; log of the sum of the exponentials of the
@@ -342,23 +357,37 @@ def head_logprobs(
     kind = _kind(hidden, head)
     rows, columns = hidden.shape[0], head.shape[1]
     hidden, head = align(hidden), align(head.T)
-    tile = head_tile(kind, rows)
-    statistics = triton_call(
-        head_statistics_kernel,
-        hidden,
-        head,
-        targets,
-        inverse_temperature,
-        out=_statistics_shapes(rows, columns),
-        grid=(-(-rows // tile.rows) * _tiles(columns),),
-        warps=tile.warps,
-        stages=tile.stages,
-        M=rows,
-        N=columns,
-        K=hidden.shape[1],
-        **tile.constants(kind),
-    )
-    return _combine(statistics, targets, columns)
+    per_row = hidden, targets, inverse_temperature
+    chunk = rows if count is None else min(CHUNK, rows)
+    tile = head_tile(kind, chunk)
+
+    def of(hidden: jax.Array, targets: jax.Array, inverse_temperature: jax.Array):
+        statistics = triton_call(
+            head_statistics_kernel,
+            hidden,
+            head,
+            targets,
+            inverse_temperature,
+            out=_statistics_shapes(chunk, columns),
+            grid=(-(-chunk // tile.rows) * _tiles(columns),),
+            warps=tile.warps,
+            stages=tile.stages,
+            M=chunk,
+            N=columns,
+            K=hidden.shape[1],
+            **tile.constants(kind),
+        )
+        return _combine(statistics, targets, columns)
+
+    if chunk == rows:
+        return of(*per_row)
+
+    def step(found, i, rows_of_chunk):
+        return tuple(x.at[i].set(y) for x, y in zip(found, of(*rows_of_chunk), strict=True))
+
+    zeros = varying_as(jnp.zeros((-(-rows // chunk), chunk), jnp.float32), *per_row, head)
+    found = _over_chunks(step, (zeros,) * 3, chunk, per_row, count)
+    return tuple(x.reshape(-1)[:rows] for x in found)
 
 
 def logprobs_of_logits(
@@ -393,11 +422,12 @@ def head_logprobs_vjp(
     inverse_temperature: jax.Array,
     logsumexp: jax.Array,
     dlogp: jax.Array,
+    count: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes gradients of ``sum(dlogp * logp)``, recomputing the logits.
 
     Args:
-      hidden, head, targets, inverse_temperature: as for `head_logprobs`.
+      hidden, head, targets, inverse_temperature, count: as for `head_logprobs`.
       logsumexp: (M,) float32, third result of `head_logprobs`.
       dlogp: (M,) float32. A row of 0 gets a gradient of 0 if its logits are finite.
 
@@ -432,16 +462,16 @@ def head_logprobs_vjp(
         )
         return matmul(x.T, dlogits_t.T), matmul(dlogits, head.T)
 
-    def add(total: jax.Array, rows_of_chunk: Sequence[jax.Array]):
+    def add(total, i, rows_of_chunk: Sequence[jax.Array]):
         dhead, dhidden = gradients(rows_of_chunk)
-        return total + dhead, dhidden
+        return total[0] + dhead, total[1].at[i].set(dhidden)
 
     # Padded rows have dlogp = 0: they add nothing.
     per_row = (hidden, targets, inverse_temperature, logsumexp, dlogp)
-    chunks = tuple(pad_to(x, 0, chunk).reshape(-1, chunk, *x.shape[1:]) for x in per_row)
-    if chunks[0].shape[0] == 1:
-        dhead, dhidden = gradients([x[0] for x in chunks])
+    if rows <= chunk:
+        dhead, dhidden = gradients([pad_to(x, 0, chunk) for x in per_row])
     else:
-        zeros = varying_as(jnp.zeros((hidden.shape[1], width), jnp.float32), *per_row, head)
-        dhead, dhidden = lax.scan(add, zeros, chunks)
+        shapes = (hidden.shape[1], width), (-(-rows // chunk), chunk, hidden.shape[1])
+        zeros = (varying_as(jnp.zeros(s, jnp.float32), *per_row, head) for s in shapes)
+        dhead, dhidden = _over_chunks(add, tuple(zeros), chunk, per_row, count)
     return dhidden.reshape(-1, hidden.shape[1])[:rows, :depth], dhead[:depth, :columns]

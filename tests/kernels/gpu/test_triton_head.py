@@ -5,6 +5,7 @@ small multiples of 1/8, whose products float32 adds exactly, so that the logits 
 numpy multiplies; one case has ordinary numbers and the same tile in both.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -201,6 +202,27 @@ def test_gradients_equal_float64(monkeypatch, rows, columns, depth, chunk):
     np.testing.assert_allclose(np.asarray(dhidden), dlogits @ w.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.asarray(dhead), x.T @ dlogits, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(dhidden)[2], 0)
+
+
+@pytest.mark.parametrize("count", [0, 16, slow(17)])
+def test_chunks_without_a_row_that_counts_are_left_out(monkeypatch, count):
+    """Their hidden states are NaN here; results of rows that count, and gradients, are the same."""
+    monkeypatch.setattr(api, "CHUNK", 16)
+    computed = -(-count // 16) * 16
+    hidden, head, targets, inverse = _case(40, 130, 36)
+    dlogp = jnp.where(jnp.arange(40) < count, 0.5, 0.0)
+
+    def both(hidden, count=None):
+        found = api.head_logprobs(hidden, head, targets, inverse, count)
+        rest = targets, inverse, found[2], dlogp
+        return *found, *api.head_logprobs_vjp(hidden, head, *rest, count)
+
+    *rows, dhead = jax.jit(both)(hidden.at[computed:].set(jnp.nan), count)
+    *want, dhead_of_all = jax.jit(both)(hidden)
+    np.testing.assert_array_equal(dhead, dhead_of_all)
+    for got, all_rows in zip(rows, want, strict=True):
+        np.testing.assert_array_equal(got[:computed], all_rows[:computed])
+        assert (np.asarray(got)[computed:] == 0).all()
 
 
 def test_errors_name_the_types():
