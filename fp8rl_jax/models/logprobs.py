@@ -166,17 +166,18 @@ def _chunk_backward(recipe, parallel, residual, cotangents):
 _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
 
 
-def _two_logprobs(recipe: Recipe, parallel: Parallel, hidden, head, other, inverse):
-    """Returns the log-probabilities (M, V) of a policy and of another one, `other`: its hidden
-    states (M, D') and output head (D', V)."""
-    policies = (hidden, head), other
-    logits = (head_logits(x, w, recipe, parallel) for x, w in policies)
-    return tuple(jax.nn.log_softmax(x * inverse[:, None], axis=-1) for x in logits)
+def _all_logprobs(recipe: Recipe, parallel: Parallel, inverse, hidden, head):
+    """Returns the log-probabilities (M, V) of all tokens."""
+    logits = head_logits(hidden, head, recipe, parallel)
+    return jax.nn.log_softmax(logits * inverse[:, None], axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunk_divergences(recipe, parallel, hidden, head, other, inverse, any_counts):
-    """Returns KL (M,) of rows; `any_counts` and what is kept as in `_chunk_logprobs`."""
+    """Returns KL (M,) of rows from those of `other`: hidden states (M, D') and head (D', V).
+
+    `any_counts` and what is kept as in `_chunk_logprobs`.
+    """
     return _divergence_forward(recipe, parallel, hidden, head, other, inverse, any_counts)[0]
 
 
@@ -184,7 +185,9 @@ def _divergence_forward(recipe, parallel, hidden, head, other, inverse, any_coun
     operands = hidden, head, other, inverse
 
     def divergence(operands):
-        logp, logq = _two_logprobs(recipe, parallel, *operands)
+        hidden, head, other, inverse = operands
+        logprobs = functools.partial(_all_logprobs, recipe, parallel, inverse)
+        logp, logq = logprobs(hidden, head), logprobs(*other)
         p, d = jnp.exp(logp), logq - logp
         # The sum of p e^d is 1, so this is the sum of -p d, in terms that are never negative.
         small = p * (jnp.expm1(jnp.minimum(d, 1)) - d)
@@ -197,12 +200,11 @@ def _divergence_backward(recipe, parallel, residual, cotangent):
     operands, any_counts = residual
 
     def gradients(operands):
-        hidden, head, _, inverse = operands
-        logp, logq = _two_logprobs(recipe, parallel, *operands)
-        each = jnp.exp(logp) * (logp - logq)
-        slope = each - jnp.exp(logp) * each.sum(-1, keepdims=True)
-        pull = jax.vjp(lambda x, w: head_logits(x, w, recipe, parallel), hidden, head)[1]
-        return pull(slope * (cotangent * inverse)[:, None])
+        hidden, head, other, inverse = operands
+        logprobs = functools.partial(_all_logprobs, recipe, parallel, inverse)
+        logp, pull = jax.vjp(logprobs, hidden, head)
+        # Without the derivative of the first log p, which is the same for all tokens.
+        return pull(jnp.exp(logp) * (logp - logprobs(*other)) * cotangent[:, None])
 
     return (*_if_any(any_counts, gradients, operands), None, None, None)
 

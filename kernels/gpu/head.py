@@ -323,8 +323,8 @@ def _combine(statistics, targets: jax.Array, columns: int):
 
 
 def _over_chunks(step: Callable, state, chunk: int, per_row: Sequence[jax.Array], count):
-    """Returns the last state of ``state = step(state, i, rows)`` over the chunks of rows that hold
-    the first `count` of them, or over all chunks; `rows` are those of `per_row`, padded by zeros."""
+    """Returns the last state of ``state = step(state, i, rows)`` over the chunks of `per_row`: over
+    those that hold the first `count` rows, or over all. Zeros fill the last one."""
     chunks = [pad_to(x, 0, chunk).reshape(-1, chunk, *x.shape[1:]) for x in per_row]
     number = len(chunks[0]) if count is None else (count + (chunk - 1)) // chunk
     return lax.fori_loop(0, number, lambda i, state: step(state, i, [x[i] for x in chunks]), state)
