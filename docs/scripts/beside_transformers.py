@@ -1,0 +1,119 @@
+"""A train step beside one of transformers at a real model's shapes: CPU seconds on one core.
+
+    python docs/scripts/beside_transformers.py                               # SmolLM2-135M
+    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \\
+        python docs/scripts/beside_transformers.py           # as on a CPU without bf16 instructions
+
+Random weights, 4 sequences of 32 + 32 tokens; forward, backward and AdamW of float32 masters, with
+the loss and the output head on the 32 response tokens alone. Here under the recipes bf16 and fp8;
+transformers in float32 and in bf16 (autocast). All take turns in one process, pinned to one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+_ROWS, _PROMPT, _RESPONSE = 4, 32, 32
+
+
+def _ours(name: str, recipe: str) -> Callable[[], None]:
+    """Returns a train step of the library under a recipe."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from fp8rl_jax import learner, models
+    from fp8rl_jax.batch import make_batch
+    from fp8rl_jax.models.presets import preset
+    from fp8rl_jax.training.optimizer import make_optimizer
+
+    model, length = preset(name), _PROMPT + _RESPONSE
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, model.vocab_size, (_ROWS, length)).astype(np.int32)
+    prompts, ones = np.full(_ROWS, _PROMPT, np.int32), np.ones(_ROWS, np.float32)
+    mask = np.ones((_ROWS, _RESPONSE), bool)
+    batch = make_batch(tokens, prompts, tokens[:, _PROMPT:], mask, ones, rng.standard_normal(_ROWS))
+    optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
+    params = models.init_params(model, jax.random.key(0, impl="threefry2x32"))
+    state = learner.new_state(params, optimizer, np.zeros(2, np.uint32), recipe)
+    step = learner.make_train_step(model, recipe, optimizer, learner.LossConfig())
+    rope = tuple(map(jnp.asarray, models.rope_tables(model, length)))
+
+    def run() -> None:
+        nonlocal state
+        state, *rest = step(state, batch, rope)
+        jax.block_until_ready((state, rest))
+
+    return run
+
+
+def _transformers(name: str, autocast: bool) -> Callable[[], None]:
+    """Returns a train step of transformers: policy gradient, clipped by norm, AdamW."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fp8rl_jax.models.presets import preset
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = preset(name)
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "tie_word_embeddings",
+    )
+    model = LlamaForCausalLM(LlamaConfig(**{size: getattr(shape, size) for size in sizes}))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, (0.9, 0.99), weight_decay=0.0)
+    tokens = torch.randint(shape.vocab_size, (_ROWS, _PROMPT + _RESPONSE))
+    advantages = torch.randn(_ROWS, 1)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(tokens, logits_to_keep=_RESPONSE + 1).logits[:, :-1]
+        logp = logits.float().log_softmax(-1).gather(2, tokens[:, _PROMPT:, None])[..., 0]
+        (-(advantages * logp).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2_135m", help="a preset of the Llama family")
+    parser.add_argument("--repeats", type=int, default=5, help="timed turns after the first")
+    values = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    steps = {
+        "ours, fp8": _ours(values.model, "fp8"),
+        "ours, bf16": _ours(values.model, "bf16"),
+        "transformers, float32": _transformers(values.model, False),
+        "transformers, bf16 autocast": _transformers(values.model, True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(1 + values.repeats):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            times[name].append(time.process_time() - start)
+    medians = {name: statistics.median(own[1:]) for name, own in times.items()}
+    fastest = min(own for name, own in medians.items() if name.startswith("transformers"))
+    print(f"{values.model}, {_ROWS} x ({_PROMPT} + {_RESPONSE}) tokens\n")
+    print("| | first call | CPU s a step | over the faster of transformers' |\n|---|---|---|---|")
+    for name, own in medians.items():
+        print(f"| {name} | {times[name][0]:.1f} | {own:.2f} | {own / fastest:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
