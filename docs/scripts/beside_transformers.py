@@ -6,7 +6,7 @@
 
 Random weights, 4 sequences of 32 + 32 tokens; forward, backward and AdamW of float32 masters, with
 the loss and the output head on the 32 response tokens alone. Here under the recipes bf16 and fp8;
-transformers in float32 and in bf16 (autocast). All take turns in one process, pinned to one core.
+transformers in float32 and in bf16 (autocast). All take turns on one core, each in a process.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -88,31 +90,50 @@ def _transformers(name: str, autocast: bool) -> Callable[[], None]:
     return run
 
 
+_STEPS = {
+    "ours, fp8": lambda model: _ours(model, "fp8"),
+    "ours, bf16": lambda model: _ours(model, "bf16"),
+    "transformers, float32": lambda model: _transformers(model, False),
+    "transformers, bf16 autocast": lambda model: _transformers(model, True),
+}
+
+
+def _serve(name: str, model: str) -> None:
+    """Answers each line with the CPU seconds of one step."""
+    step = _STEPS[name](model)
+    for _ in sys.stdin:
+        start = time.process_time()
+        step()
+        print(time.process_time() - start, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2_135m", help="a preset of the Llama family")
     parser.add_argument("--repeats", type=int, default=5, help="timed turns after the first")
+    parser.add_argument("--serve", choices=_STEPS, help=argparse.SUPPRESS)
     values = parser.parse_args()
+    if values.serve:
+        return _serve(values.serve, values.model)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    steps = {
-        "ours, fp8": _ours(values.model, "fp8"),
-        "ours, bf16": _ours(values.model, "bf16"),
-        "transformers, float32": _transformers(values.model, False),
-        "transformers, bf16 autocast": _transformers(values.model, True),
-    }
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    given = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    own = [sys.executable, __file__, f"--model={values.model}", "--serve"]
+    environment = {"JAX_PLATFORMS": "cpu", **os.environ}
+    served = {n: subprocess.Popen([*own, n], env=environment, **given) for n in _STEPS}
+    times: dict[str, list[float]] = {name: [] for name in served}
     for _ in range(1 + values.repeats):
-        for name, step in steps.items():
-            start = time.process_time()
-            step()
-            times[name].append(time.process_time() - start)
+        for name, process in served.items():
+            print("step", file=process.stdin, flush=True)
+            times[name].append(float(process.stdout.readline()))
+    for process in served.values():
+        process.communicate()
     medians = {name: statistics.median(own[1:]) for name, own in times.items()}
     fastest = min(own for name, own in medians.items() if name.startswith("transformers"))
     print(f"{values.model}, {_ROWS} x ({_PROMPT} + {_RESPONSE}) tokens\n")
     print("| | first call | CPU s a step | over the faster of transformers' |\n|---|---|---|---|")
-    for name, own in medians.items():
-        print(f"| {name} | {times[name][0]:.1f} | {own:.2f} | {own / fastest:.2f} |")
+    for name, seconds in medians.items():
+        ratio = seconds / fastest
+        print(f"| {name} | {times[name][0]:.1f} | {seconds:.2f} | {ratio:.2f} |")
 
 
 if __name__ == "__main__":

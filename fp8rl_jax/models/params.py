@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -359,13 +360,38 @@ def array_checksums(tree) -> list[jax.Array]:
 
 def _array_checksum(x: jax.Array) -> jax.Array:
     """Returns the sum of an array's mixed words, uint32."""
+
+    def whole(x: jax.Array) -> jax.Array:
+        return _mixed(_words(x)).sum(dtype=jnp.uint32)
+
+    def by_layer(x: jax.Array) -> jax.Array:
+        # XLA:CPU stores what it reduces: one layer instead of all. It slices bf16 and FP8 as wider
+        # types, and stores the bits of a float32 array.
+        words = x if x.dtype.itemsize == 4 else _words(x)
+        size = math.prod(x.shape[1:])
+        mixed = (_mixed(_words(layer), i * size) for i, layer in enumerate(words))
+        return functools.reduce(operator.add, mixed).sum(dtype=jnp.uint32)
+
+    stacked = x.ndim > 2 and 0 < len(x) <= _MOST_LAYERS
+    return lax.platform_dependent(x, cpu=by_layer if stacked else whole, default=whole)
+
+
+_MOST_LAYERS = 128  # of a stack whose checksum is one long sum
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """Returns the bits of `x`, unsigned integers of its size."""
     bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    words = lax.bitcast_convert_type(x, bits).astype(jnp.uint32)
-    index = jnp.ones(words.shape, jnp.uint32)  # row-major, from 1
+    return lax.bitcast_convert_type(x, bits)
+
+
+def _mixed(words: jax.Array, start: int = 0) -> jax.Array:
+    """Returns the words of an array from the `start`-th on, mixed with their index."""
+    index = jnp.full(words.shape, np.uint32((1 + start) % 2**32))  # row-major, from 1
     for axis in range(words.ndim):
         stride = np.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
         index += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * stride
-    return _mix(words ^ _mix(index)).sum(dtype=jnp.uint32)
+    return _mix(words.astype(jnp.uint32) ^ _mix(index))
 
 
 def chained(sums: list) -> jax.Array:

@@ -299,6 +299,24 @@ def test_checksum_sees_order():
         assert int(_checksum(other)) != base
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_checksum_of_a_stack_is_that_of_its_words(dtype):
+    """A stack, read layer by layer on a CPU, an array of one axis and numpy have one sum."""
+    kinds = {"uint8": ml_dtypes.float8_e4m3fn, "uint16": ml_dtypes.bfloat16, "uint32": np.float32}
+    words = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (3, 2, 5, 7), dtype)
+
+    def mix(h):
+        h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+        h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+        return h ^ (h >> 16)
+
+    index = np.arange(1, words.size + 1, dtype=np.uint32)
+    mixed = mix(words.reshape(-1).astype(np.uint32) ^ mix(index))
+    want = mix(mixed.sum(dtype=np.uint32, keepdims=True))
+    stack = words.view(kinds[dtype])
+    assert _checksum([stack]) == _checksum([stack.reshape(-1)]) == want
+
+
 def test_checksum_of_model_weights_sees_one_bit():
     """The last byte of one FP8 kernel, one scale, one norm weight: each alone is seen."""
     weights = _refit(_params(_WIDE))[0]
