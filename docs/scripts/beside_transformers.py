@@ -6,12 +6,14 @@
 
 Random weights, 4 sequences of 32 + 32 tokens; forward, backward and AdamW of float32 masters, with
 the loss and the output head on the 32 response tokens alone. Here under the recipes bf16 and fp8;
-transformers in float32 and in bf16 (autocast). All take turns on one core, each in a process.
+transformers in float32 and in bf16 (autocast). Each runs in processes of its own, in turns, on one
+core: a step's memory is that of one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable
 
 _ROWS, _PROMPT, _RESPONSE = 4, 32, 32
+_STEPS_A_TURN = 3
 
 
 def _ours(name: str, recipe: str) -> Callable[[], None]:
@@ -90,7 +93,7 @@ def _transformers(name: str, autocast: bool) -> Callable[[], None]:
     return run
 
 
-_STEPS = {
+_STEPS: dict[str, Callable[[str], Callable[[], None]]] = {
     "ours, fp8": lambda model: _ours(model, "fp8"),
     "ours, bf16": lambda model: _ours(model, "bf16"),
     "transformers, float32": lambda model: _transformers(model, False),
@@ -98,42 +101,38 @@ _STEPS = {
 }
 
 
-def _serve(name: str, model: str) -> None:
-    """Answers each line with the CPU seconds of one step."""
-    step = _STEPS[name](model)
-    for _ in sys.stdin:
+def _measure(name: str, model: str) -> None:
+    """Prints the CPU seconds of the first step, and the median of those after it."""
+    step, times = _STEPS[name](model), []
+    for _ in range(1 + _STEPS_A_TURN):
         start = time.process_time()
         step()
-        print(time.process_time() - start, flush=True)
+        times.append(time.process_time() - start)
+    print(json.dumps([times[0], statistics.median(times[1:])]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2_135m", help="a preset of the Llama family")
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns after the first")
-    parser.add_argument("--serve", choices=_STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=3, help="processes of each")
+    parser.add_argument("--measure", choices=_STEPS, help=argparse.SUPPRESS)
     values = parser.parse_args()
-    if values.serve:
-        return _serve(values.serve, values.model)
+    if values.measure:
+        return _measure(values.measure, values.model)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    given = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    own = [sys.executable, __file__, f"--model={values.model}", "--serve"]
+    own = [sys.executable, __file__, f"--model={values.model}", "--measure"]
     environment = {"JAX_PLATFORMS": "cpu", **os.environ}
-    served = {n: subprocess.Popen([*own, n], env=environment, **given) for n in _STEPS}
-    times: dict[str, list[float]] = {name: [] for name in served}
-    for _ in range(1 + values.repeats):
-        for name, process in served.items():
-            print("step", file=process.stdin, flush=True)
-            times[name].append(float(process.stdout.readline()))
-    for process in served.values():
-        process.communicate()
-    medians = {name: statistics.median(own[1:]) for name, own in times.items()}
-    fastest = min(own for name, own in medians.items() if name.startswith("transformers"))
+    found: dict[str, list[list[float]]] = {name: [] for name in _STEPS}
+    for _ in range(values.turns):
+        for name, times in found.items():
+            text = subprocess.run([*own, name], env=environment, check=True, capture_output=True)
+            times.append(json.loads(text.stdout.splitlines()[-1]))
+    medians = {n: [statistics.median(x) for x in zip(*t, strict=True)] for n, t in found.items()}
+    fastest = min(step for n, (_, step) in medians.items() if n.startswith("transformers"))
     print(f"{values.model}, {_ROWS} x ({_PROMPT} + {_RESPONSE}) tokens\n")
     print("| | first call | CPU s a step | over the faster of transformers' |\n|---|---|---|---|")
-    for name, seconds in medians.items():
-        ratio = seconds / fastest
-        print(f"| {name} | {times[name][0]:.1f} | {seconds:.2f} | {ratio:.2f} |")
+    for name, (first, step) in medians.items():
+        print(f"| {name} | {first:.1f} | {step:.2f} | {step / fastest:.2f} |")
 
 
 if __name__ == "__main__":
