@@ -7,6 +7,7 @@ padding (docs/guides/lengths.md), so a step costs what its tokens cost.
 
 Precision: FP8 on both sides
 Command:   fp8rl train --config configs/tiny_counting.py
+Expected:  share of right terms from 0.20 to 0.28 (sampled), drift 0 (docs/guides/lengths.md)
 """
 
 import ml_collections
