@@ -272,24 +272,22 @@ def _token_logprobs_by_kernel(hidden, head, targets, inverse, counts, recipe, pa
     """
     value, master = (head.value, head.master) if isinstance(head, BoundWeight) else (head, None)
 
-    def run(hidden, targets, inverse, *rest):
-        *counts, value, master = rest
+    def run(hidden, targets, inverse, counts, value, master):
         batch, length, width = hidden.shape
-        rows = hidden.reshape(-1, width), targets.reshape(-1), inverse.reshape(-1)
-        if not counts:
-            hidden, targets, inverse = rows
+        hidden = hidden.reshape(-1, width)
+        targets, inverse = targets.reshape(-1), inverse.reshape(-1)
+        if counts is None:
             found = _kernel_logprobs(recipe, hidden, value, master, targets, inverse, None)
         else:
-            order = jnp.argsort(~counts[0].reshape(-1), stable=True)
+            order = jnp.argsort(~counts.reshape(-1), stable=True)
             back = jnp.argsort(order)
-            hidden = rows_at(rows[0][None], order[None], back[None])[0]
-            given = value, master, rows[1][order], rows[2][order], counts[0].sum()
-            found = _kernel_logprobs(recipe, hidden, *given)
+            hidden = rows_at(hidden[None], order[None], back[None])[0]
+            rest = targets[order], inverse[order], counts.sum()
+            found = _kernel_logprobs(recipe, hidden, value, master, *rest)
             found = rows_at(jnp.stack(found, axis=1)[None], back[None], order[None])[0].T
         return tuple(x.reshape(batch, length) for x in found)
 
-    by_row = (hidden, targets, inverse) if counts is None else (hidden, targets, inverse, counts)
-    return parallel.by_own_rows(run, *by_row, shared=(value, master))
+    return parallel.by_own_rows(run, hidden, targets, inverse, counts, shared=(value, master))
 
 
 def token_logprobs(

@@ -107,7 +107,7 @@ class Parallel:
         return jax.shard_map(run, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
     def by_own_rows(
-        self, run: Callable, *by_row: jax.Array, shared: tuple = (), spec: PartitionSpec = WHOLE
+        self, run: Callable, *by_row: Any, shared: tuple = (), spec: PartitionSpec = WHOLE
     ) -> Any:
         """Computes ``run(*by_row, *shared)``, each device on its own rows of the batch.
 
@@ -116,7 +116,7 @@ class Parallel:
 
         Args:
           run: function that returns arrays (B, ...).
-          by_row: arrays (B, ...).
+          by_row: arrays (B, ...), and None.
           shared: arguments sharded by `spec`, or replicated.
           spec: sharding of all of `shared`.
         """

@@ -122,6 +122,12 @@ def test_head_is_two_kernels_and_its_logits_are_nowhere(rows, columns, depth, dt
     assert products(text) == {"triton_kernel_call": 2}
 
 
+def test_a_loop_leaves_out_chunks_of_the_head():
+    case = _head_case(9000, 1001, 100, jnp.bfloat16)
+    text = lower(head.head_logprobs, *case, _shape(dtype=jnp.int32))
+    assert products(text) == {"triton_kernel_call": 2} and "stablehlo.while" in text
+
+
 @pytest.mark.parametrize("rows", [slow(8), 9000])
 def test_gradients_of_the_head_are_three_kernels_over_chunks(rows):
     case = _head_case(rows, 5120, 576, jnp.bfloat16)
