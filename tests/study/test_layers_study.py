@@ -102,6 +102,7 @@ def test_a_coarser_format_errs_more(tmp_path, monkeypatch, programs):
     assert (planted[1:] > 1.3 * fine[1:]).all()
 
 
+@pytest.mark.slow
 def test_other_recipes_are_another_configuration(tmp_path, monkeypatch):
     """Cells of one recipe are not taken for another's."""
     _study(tmp_path)
