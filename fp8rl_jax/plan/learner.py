@@ -74,7 +74,7 @@ class Workload:
 
     @property
     def response_tokens(self) -> int:
-        """Most tokens of a micro-batch that reach the output head."""
+        """Most tokens of a micro-batch that may reach the output head."""
         return self.capacity or self.rows * self.response
 
 

@@ -143,7 +143,7 @@ def step_flops(
     return {
         "linear layers": 2 * linear * passes * tokens / tensor,
         "attention": 2 * attended * (again + 1 + work.counts + _ATTENTION_BACKWARD) / tensor,
-        "output head": 2 * head * 4 * work.response_tokens * work.micro_batches / tensor,
+        "output head": 2 * head * 4 * tokens * work.response / length / tensor,
     }
 
 
