@@ -1,8 +1,8 @@
 """A train step beside one of transformers at a real model's shapes: CPU seconds on one core.
 
-    python docs/scripts/beside_transformers.py                               # SmolLM2-135M
-    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 \\
-        python docs/scripts/beside_transformers.py           # as on a CPU without bf16 instructions
+    python docs/scripts/beside_transformers.py    # SmolLM2-135M
+
+docs/cpu_speed.md has the variables that make it a measurement of a CPU without bf16 instructions.
 
 Random weights, 4 sequences of 32 + 32 tokens; forward, backward and AdamW of float32 masters, with
 the loss and the output head on the 32 response tokens alone. Here under the recipes bf16 and fp8;
@@ -125,8 +125,8 @@ def main() -> None:
     found: dict[str, list[list[float]]] = {name: [] for name in _STEPS}
     for _ in range(values.turns):
         for name, times in found.items():
-            text = subprocess.run([*own, name], env=environment, check=True, capture_output=True)
-            times.append(json.loads(text.stdout.splitlines()[-1]))
+            text = subprocess.check_output([*own, name], env=environment)
+            times.append(json.loads(text.splitlines()[-1]))
     medians = {n: [statistics.median(x) for x in zip(*t, strict=True)] for n, t in found.items()}
     fastest = min(step for n, (_, step) in medians.items() if n.startswith("transformers"))
     print(f"{values.model}, {_ROWS} x ({_PROMPT} + {_RESPONSE}) tokens\n")

@@ -358,6 +358,9 @@ def array_checksums(tree) -> list[jax.Array]:
     return [_array_checksum(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+_MOST_LAYERS = 128  # of a stack whose checksum is one long sum
+
+
 def _array_checksum(x: jax.Array) -> jax.Array:
     """Returns the sum of an array's mixed words, uint32."""
 
@@ -374,9 +377,6 @@ def _array_checksum(x: jax.Array) -> jax.Array:
 
     stacked = x.ndim > 2 and 0 < len(x) <= _MOST_LAYERS
     return lax.platform_dependent(x, cpu=by_layer if stacked else whole, default=whole)
-
-
-_MOST_LAYERS = 128  # of a stack whose checksum is one long sum
 
 
 def _words(x: jax.Array) -> jax.Array:
