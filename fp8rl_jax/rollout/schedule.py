@@ -26,6 +26,7 @@ program; nothing here knows a model.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -263,6 +264,52 @@ def may_admit(s: Schedule) -> jax.Array:
     return (~s.occupied).any() & (s.status == WAITING).any()
 
 
+class _Entry(NamedTuple):
+    """How the request that each slot considers would begin.
+
+    Attributes:
+      request: (B,) int32; 0 where the slot is not idle or too few requests wait.
+      eligible: (B,) bool, whether it may begin now, if there are enough pages.
+      shares, returns: (B,) bool, whether it begins with its prompt's pages, or with parked ones.
+      cached: (B,) int32, tokens whose keys and values are stored in these.
+      held: (B, N) int32, these pages.
+      first_own: (B,) int32, index of its first page that is allocated anew.
+    """
+
+    request: jax.Array
+    eligible: jax.Array
+    shares: jax.Array
+    returns: jax.Array
+    cached: jax.Array
+    held: jax.Array
+    first_own: jax.Array
+
+
+def _entries(s: Schedule) -> _Entry:
+    """Returns how the first waiting requests would begin in the idle slots, one for each."""
+    idle, count = ~s.occupied, s.status.shape[0]
+    waiting = page_pool.first_true(s.status == WAITING, idle.shape[0], otherwise=count)
+    request = jnp.where(idle, waiting[jnp.cumsum(idle) - 1], count)
+    real = request < count
+    request = jnp.where(real, request, 0)
+    prompt = request // s.group_size
+    filling = s.occupied & (s.cached < s.prompt_lengths[s.prompt] - 1)
+    busy = _mark(s.prompt, filling, s.ready.shape[0])
+    ready, full = s.ready[prompt], _prompt_pages(s.prompt_lengths[prompt])[0]
+    cached = jnp.where(ready, s.prompt_lengths[prompt] - 1, 0)
+    held = jnp.where(ready[:, None], s.prompt_pages[prompt], 0)
+    first_own, returns = jnp.where(ready, full, 0), jnp.zeros_like(ready)
+    if s.parked is not None:
+        parked = s.parked.cached[request]
+        returns = real & (parked > 0)
+        cached = jnp.where(returns, parked, cached)
+        held = jnp.where(returns[:, None], s.parked.table[request], held)
+        first_own = jnp.where(returns, pages_of(parked), first_own)
+    shares = ready & ~returns
+    eligible = real & (shares | returns | (~busy[prompt] & _first(prompt, real & ~returns)))
+    return _Entry(request, eligible, shares, returns, cached, held, first_own)
+
+
 def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     """Gives idle slots to waiting requests.
 
@@ -275,42 +322,23 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
       (schedule, source, target): source and target (B,) int32 are pages to copy; 0 for none.
     """
     s = share_prompts(s)
-    (slots, width), prompts = s.table.shape, s.ready.shape[0]
-    idle = ~s.occupied
-    count = s.status.shape[0]
-    waiting = page_pool.first_true(s.status == WAITING, slots, otherwise=count)
-    candidate = jnp.where(idle, waiting[jnp.cumsum(idle) - 1], count)
-    real = candidate < count
-    candidate = jnp.where(real, candidate, 0)
-    prompt = candidate // s.group_size
-    filling = s.occupied & (s.cached < s.prompt_lengths[s.prompt] - 1)
-    busy = _mark(s.prompt, filling, prompts)
-    ready = s.ready[prompt]
-    cached = jnp.where(ready, s.prompt_lengths[prompt] - 1, 0)
-    held = jnp.where(ready[:, None], s.prompt_pages[prompt], 0)
-    full, all_shared = _prompt_pages(s.prompt_lengths[prompt])
-    first_own, returns = jnp.where(ready, full, 0), jnp.zeros_like(ready)
-    if s.parked is not None:
-        returns = real & (s.parked.cached[candidate] > 0)
-        cached = jnp.where(returns, s.parked.cached[candidate], cached)
-        held = jnp.where(returns[:, None], s.parked.table[candidate], held)
-        first_own = jnp.where(returns, pages_of(s.parked.cached[candidate]), first_own)
-    shares = ready & ~returns
-    eligible = real & (shares | returns | (~busy[prompt] & _first(prompt, real & ~returns)))
-
-    needed = (s.lengths[candidate] - 1) // PAGE + 1 - first_own
-    grows = first_own + needed < width
-    taken = jnp.cumsum(jnp.where(eligible, needed + grows, 0)) - grows
+    entry = _entries(s)
+    width, count = s.table.shape[1], s.status.shape[0]
+    needed = (s.lengths[entry.request] - 1) // PAGE + 1 - entry.first_own
+    grows = entry.first_own + needed < width
+    taken = jnp.cumsum(jnp.where(entry.eligible, needed + grows, 0)) - grows
     growing = (s.occupied & (s.table[:, -1] == 0)).sum()
-    chosen = eligible & (taken <= page_pool.count_free(s.refs) - growing)
+    chosen = entry.eligible & (taken <= page_pool.count_free(s.refs) - growing)
 
-    page = jnp.arange(width)
-    own = (page >= first_own[:, None]) & (page < (first_own + needed)[:, None])
+    page, first_own = jnp.arange(width), entry.first_own[:, None]
+    own = (page >= first_own) & (page < first_own + needed[:, None])
     refs, pages = page_pool.allocate(s.refs, own & chosen[:, None])
-    begun = jnp.where((page < first_own[:, None]) & chosen[:, None], held, 0)
-    shared = jnp.where(returns[:, None], 0, begun)  # else its own already
+    begun = jnp.where((page < first_own) & chosen[:, None], entry.held, 0)
+    shared = jnp.where(entry.returns[:, None], 0, begun)  # else its own already
     row = pages + begun
-    partial = chosen & shares & (full < all_shared)
+    prompt = entry.request // s.group_size
+    full, all_shared = _prompt_pages(s.prompt_lengths[prompt])
+    partial = chosen & entry.shares & (full < all_shared)
 
     def last_page(pages: jax.Array) -> jax.Array:
         return jnp.where(partial, jnp.take_along_axis(pages, full[:, None], axis=1)[:, 0], 0)
@@ -320,14 +348,14 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
         s,
         refs=page_pool.hold(refs, shared),
         table=jnp.where(chosen[:, None], row, s.table),
-        request=jnp.where(chosen, candidate, s.request),
-        cached=jnp.where(chosen, cached, s.cached),
-        status=jnp.where(_mark(candidate, chosen, count), RUNNING, s.status),
+        request=jnp.where(chosen, entry.request, s.request),
+        cached=jnp.where(chosen, entry.cached, s.cached),
+        status=jnp.where(_mark(entry.request, chosen, count), RUNNING, s.status),
     )
     if s.parked is not None:
-        back = _mark(candidate, chosen & returns, count)
+        back = _mark(entry.request, chosen & entry.returns, count)
         admitted = dataclasses.replace(admitted, parked=_without(s.parked, back))
-        short = (eligible & returns & ~chosen).any()
+        short = (entry.eligible & entry.returns & ~chosen).any()
         admitted = _give_up(admitted, _last_parked(admitted) & (short | stuck))
     admitted = _evict(admitted, admitted.ready & stuck)
     return admitted, last_page(s.prompt_pages[prompt]), last_page(row)

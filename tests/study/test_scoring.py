@@ -238,6 +238,7 @@ def test_calibrated_scales_over_parts_are_those_of_all(runtime, params, samples,
     assert any((x != z).any() for x, _, z in zip(*leaves, strict=True)), "the first rows decide"
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own(runtime, params, samples):
     """A float32 product written out gives the recipe's bits; the FP8 head errs as E4M3 does."""
     wide = dataclasses.replace(get_recipe("bf16"), head="float32")

@@ -3,13 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
 from fp8rl_jax.kernels.gpu import embedding
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float32)])
 def test_rows_are_added_in_ascending_order(monkeypatch, interpreter, dtype):
     """Bitwise a loop over tokens; tokens far apart, many of one, and some outside the table."""
     monkeypatch.setattr(embedding, "triton_call", interpreter.triton_call)
