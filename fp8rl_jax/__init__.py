@@ -11,8 +11,6 @@
 `base` has errors, files and processes, `config` the fields of a run; `study` and `bench` measure.
 Read first: `learner`, models/transformer.py, training/rl.py. The names of `__all__` are defined in
 `api` and `config`, which are imported, and JAX with them, when a name is first used.
-
-Not done: rollouts on devices of their own.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +41,25 @@ def test_nothing_is_fused_into_products():
     assert len(alone) == 2 and all(found == {"dot"} for found in alone)
     more = _in_ynn_fusions({name: "LIBRARY_FUSION_TYPE_DOT" for name in options if "ynn" in name})
     assert any(found > {"dot"} for found in more), "the control: without it this proves nothing"
+
+
+def test_importing_starts_nothing():
+    """A user's program may import all modules before it names its processes and platform to JAX."""
+    root = pathlib.Path(__file__).parents[1]
+    files = (path.relative_to(root) for path in (root / "fp8rl_jax").rglob("*.py"))
+    names = [".".join(path.with_suffix("").parts) for path in files if path.stem != "__main__"]
+    program = f"""
+import importlib, jax.extend.backend
+from jax._src import xla_bridge
+assert not xla_bridge._backends
+for name in {names}:
+    importlib.import_module(name.removesuffix(".__init__"))
+    assert not xla_bridge._backends, name
+jax.extend.backend.get_backend()
+assert xla_bridge._backends, "the control"
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_keywords_are_those_of_jit():

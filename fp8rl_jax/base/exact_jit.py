@@ -8,9 +8,11 @@ jit, so only this module sets them. Eager calls and users' own jits have no zero
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -23,9 +25,26 @@ _FAST_MATH = re.compile(
 )
 
 
+class _Program:
+    """`jax.jit(fun, **kwargs)` with the options, made when it is first used: to know the options
+    JAX must start, and a module that defines programs must not start it when it is imported."""
+
+    def __init__(self, fun: Callable, kwargs: dict[str, Any]):
+        functools.update_wrapper(self, fun)
+        self._made = functools.cache(
+            lambda: jax.jit(fun, compiler_options=compiler_options(), **kwargs)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._made()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made(), name)
+
+
 def exact_jit(fun: Callable, **kwargs) -> Callable:
-    """Calls `jax.jit(fun, **kwargs)` with the compiler options that zero drift needs."""
-    return jax.jit(fun, compiler_options=compiler_options(), **kwargs)
+    """Returns `jax.jit(fun, **kwargs)` with the compiler options that zero drift needs."""
+    return _Program(fun, kwargs)
 
 
 def check_xla_flags() -> None:
