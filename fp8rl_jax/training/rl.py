@@ -162,7 +162,7 @@ def rl_step(
             if not rt.same_forward and samples.learner_logprobs is not None:
                 changed = mismatch_metrics(logp, samples.learner_logprobs[first], batch.mask[first])
                 record |= {name: changed[n] for n, name in _CHANGED.items()}
-        own = batch.mask[first] * (samples.versions[first] == step)
+        own = _comparable(batch, samples, step)[first]
         if not ahead and own.any():
             record |= mismatch_metrics(logp, rollout.logprobs[first], own)
         if rt.same_forward:
@@ -189,14 +189,21 @@ def _drift_ahead(rt: Runtime, state: TrainState, drawn: Drawn | None) -> dict[st
     if drawn is None:
         return {}
     samples = drawn.samples
-    own = samples.versions == int(state.step)
+    batch = rt.engine.batch(samples.rollout, samples.prompts)
+    own = _comparable(batch, samples, int(state.step))
     if not own.any():
         return {}
-    batch = rt.engine.batch(samples.rollout, samples.prompts)
     logp = rt.engine.score(state, batch)
     if (own == samples.rollout.mask).all():
         samples.learner_logprobs = logp
     return mismatch_metrics(logp, samples.rollout.logprobs, own)
+
+
+def _comparable(batch: Batch, samples: Samples, step: int) -> np.ndarray:
+    """Returns (B, R) bool, the tokens that the loss takes without those that other versions than
+    `step` drew. One that no version drew is left in: that the loss takes it shows as drift."""
+    older = samples.rollout.mask & (samples.versions != step)
+    return (batch.mask > 0) & ~older
 
 
 def scored(

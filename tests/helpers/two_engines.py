@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 from fp8rl_jax import sharding
 from fp8rl_jax.config import load_config
 from fp8rl_jax.data import Stream
+from fp8rl_jax.training.ahead import Rollouts
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.rl import rl_step
 from fp8rl_jax.training.runtime import Runtime, make_runtime
@@ -34,10 +35,10 @@ class SampledElsewhere:
     def __getattr__(self, name: str):
         return getattr(self._learner, name)
 
-    def sample(self, weights, prompts, watch=None):
+    def sample(self, weights, prompts, *more, **named):
         self.sampled += 1
         weights = jax.device_put(weights, self._sampler.layout.weight_shardings)
-        return self._sampler.sample(weights, prompts, watch)
+        return self._sampler.sample(weights, prompts, *more, **named)
 
 
 def _on(runtime: Runtime, device) -> Runtime:
@@ -52,11 +53,11 @@ def _steps(runtime: Runtime, params) -> dict:
     state = engine.new_state(params, optimizer_of_phase(config, "rl")[0])
     served, logprobs, rewards, drift = engine.refit(state), [], [], []
     stream = Stream(runtime.questions["train"], config.rollout.prompts_per_step, config.run.seed)
-    display = types.SimpleNamespace(rollout=lambda step, progress: None)
-    run = types.SimpleNamespace(runtime=runtime, display=display, doubted=False, drifted=False)
+    rollouts = Rollouts(runtime, stream, lambda step, progress: None)
+    run = types.SimpleNamespace(runtime=runtime, doubted=False, drifted=False)
     monitor = types.SimpleNamespace(keep=lambda state, drifted: None)
     for _ in range(_STEPS):
-        result = rl_step(run, state, served, None, stream, monitor)
+        result = rl_step(run, state, served, None, rollouts, monitor)
         state, served = result.state, result.served
         logprobs.append(result.samples.rollout.logprobs)
         rewards.append(result.record["reward_mean"])

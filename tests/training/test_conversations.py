@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import types
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tiny_run import CONFIG, overrides, reproducible
 from fp8rl_jax import train
 from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.config import load_config
+from fp8rl_jax.training import rl
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import read_jsonl
 
@@ -135,6 +137,16 @@ def test_faults_are_seen(fault, tmp_path, cache, monkeypatch):
     _run(tmp_path, cache, run__steps=1, precision__zero_drift="report", eval__every=9)
     (record,) = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert record[_DRIFT] > 1e-3
+
+
+def test_what_nobody_drew_is_compared():
+    """Of the tokens that the loss takes, an older version's alone are left out."""
+    versions = np.array([[1, -1, 2, -1]])
+    samples = types.SimpleNamespace(
+        rollout=types.SimpleNamespace(mask=versions >= 0), versions=versions
+    )
+    batch = types.SimpleNamespace(mask=np.float32([[1, 1, 1, 0]]))
+    assert rl._comparable(batch, samples, step=2).tolist() == [[False, True, True, False]]
 
 
 @pytest.mark.slow
