@@ -25,26 +25,21 @@ _FAST_MATH = re.compile(
 )
 
 
-class _Program:
-    """`jax.jit(fun, **kwargs)` with the options, made when it is first used: to know the options
-    JAX must start, and a module that defines programs must not start it when it is imported."""
-
-    def __init__(self, fun: Callable, kwargs: dict[str, Any]):
-        functools.update_wrapper(self, fun)
-        self._made = functools.cache(
-            lambda: jax.jit(fun, compiler_options=compiler_options(), **kwargs)
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._made()(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._made(), name)
-
-
 def exact_jit(fun: Callable, **kwargs) -> Callable:
-    """Returns `jax.jit(fun, **kwargs)` with the compiler options that zero drift needs."""
-    return _Program(fun, kwargs)
+    """Calls `jax.jit(fun, **kwargs)` with the compiler options that zero drift needs."""
+    return jax.jit(fun, compiler_options=compiler_options(), **kwargs)
+
+
+def exact_when_called(fun: Callable, **kwargs) -> Callable:
+    """Returns a function that calls `exact_jit(fun, **kwargs)`, made at the first call: to know the
+    options JAX must start, which the import of a module that defines a program must not do."""
+    program = functools.cache(lambda: exact_jit(fun, **kwargs))
+
+    @functools.wraps(fun)
+    def call(*args: Any) -> Any:
+        return program()(*args)
+
+    return call
 
 
 def check_xla_flags() -> None:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit, exact_when_called
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.kernels import K_BLOCK
 from fp8rl_jax.micro_batches import over_parts, split
@@ -61,7 +61,7 @@ def make_refit(
     return exact_jit(refit, **(shardings or {}))
 
 
-@exact_jit
+@exact_when_called
 def sampled_bytes(weights) -> list[jax.Array]:
     """Returns FP8 bytes to compare with those of the next refit (`changed_bytes`), uint8: of each
     stack of quantised weights the first rows of a layer in its middle, K_BLOCK of each matrix."""
@@ -71,7 +71,7 @@ def sampled_bytes(weights) -> list[jax.Array]:
     return [lax.bitcast_convert_type(x, jnp.uint8) for x in rows]
 
 
-@exact_jit
+@exact_when_called
 def changed_bytes(before: list[jax.Array], after: list[jax.Array]) -> jax.Array:
     """Returns the share of `sampled_bytes` that differ, () float32."""
     pairs = zip(before, after, strict=True)

@@ -21,7 +21,7 @@ import numpy as np
 from flax import traverse_util
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.base.exact_jit import exact_jit
+from fp8rl_jax.base.exact_jit import exact_jit, exact_when_called
 from fp8rl_jax.batch import Batch, of_sequences
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import response_logprobs
@@ -302,7 +302,7 @@ def _make_score(
     return score
 
 
-@exact_jit
+@exact_when_called
 def _compare(one: jax.Array, other: jax.Array, temperature: jax.Array):
     """Returns KL, variance of the logits' difference, and variance of `one`, each (B, R) float32,
     of logits (B, R, V).
@@ -317,7 +317,7 @@ def _compare(one: jax.Array, other: jax.Array, temperature: jax.Array):
     return divergence, jnp.var(other - one, axis=-1), jnp.var(one, axis=-1)
 
 
-@exact_jit
+@exact_when_called
 def _flips(one: jax.Array, other: jax.Array) -> jax.Array:
     """Returns whether two choices of experts (L, B, T, k) differ as sets, (L, B, T) bool."""
     return (jnp.sort(one, axis=-1) != jnp.sort(other, axis=-1)).any(-1)
@@ -330,7 +330,7 @@ def _correction(params: Any) -> jax.Array | None:
     return found[0] if found else None
 
 
-@functools.partial(exact_jit, static_argnums=0)
+@functools.partial(exact_when_called, static_argnums=0)
 def _margin(config: ModelConfig, logits: jax.Array, correction: jax.Array | None) -> jax.Array:
     """Returns the k-th largest score of the experts minus the next, (L, B, T), of logits
     (L, B, T, E) and `correction` (L, E)."""

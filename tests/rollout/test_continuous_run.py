@@ -29,9 +29,9 @@ def runs(tmp_path_factory):
     """
     looked, begin = Display.rollout, Scoring.__init__
 
-    def hand_in(self, terms, questions, responses):
+    def hand_in(self, terms, questions, responses, *more):
         _events.extend([(0, None)] * len(responses))
-        begin(self, terms, questions, responses)
+        begin(self, terms, questions, responses, *more)
 
     def look(self, step, progress):
         _events.append((int(progress.turns.max()), progress.done))
