@@ -4,34 +4,59 @@
 
     <tool_call>{"name": ..., "arguments": {...}}</tool_call>                 Hermes, Qwen2.5, Qwen3
     <tool_call><function=NAME><parameter=KEY>TEXT</parameter></function></tool_call>    Qwen3-Coder
-    [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]                     Mistral
+    [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]                     Mistral, to 2024
+    [TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}[TOOL_CALLS]...                    Mistral, from 2025
     <|python_tag|>{"name": ..., "parameters": {...}}; {...}                  Llama 3.1 to 3.3
+    <|python_start|>[NAME(KEY=VALUE, ...), ...]<|python_end|>                Llama 3.2 and 4
+    <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>  Kimi-K2
+    <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>              DeepSeek-V3.1
+    <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME and a block of JSON        DeepSeek-V3, R1
 
-In Llama's form `<|python_tag|>` may be missing; then the calls are the whole reply. Calls in a
-thought, <think>...</think>, do not count; a thought may begin in the prompt. Texts in the JSON of a
-call may contain these tags, texts in Qwen3-Coder's form may not.
-
-Not done: Mistral's newer form [TOOL_CALLS]NAME[ARGS]{...}, and calls written as Python.
+In Mistral's newer form [CALL_ID]ID and [ARGS] may be missing. In Llama's forms the tags may be
+missing; then the calls are the whole reply. Calls in a thought, <think>...</think>, do not count; a
+thought may begin in the prompt. Texts in the JSON of a call may contain these tags, texts in
+Qwen3-Coder's form and in Python may not.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import functools
 import json
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # The empty match at the beginning is the place of a call without a tag.
-_TAG = re.compile(r"\A|</?think>|</?tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>")
+_TAG = re.compile(
+    r"\A|</?think>|</?tool_call>|\[TOOL_CALLS\]|<\|python_(?:tag|start|end)\|>"
+    r"|<\|tool_call_begin\|>|<｜tool▁call▁begin｜>"
+)
 _SPACE = re.compile(r"\s*")
 _BARE = re.compile(  # a call of Llama begins so, and hardly any other JSON does
     r'''\{ \s* (?:"type" \s* : \s* "function" \s* , \s*)?
     "name" \s* : \s* "[^"]*" \s* , \s* "(?:parameters|arguments)"''',
     re.VERBOSE,
 )
+_BARE_PYTHON = re.compile(r"\[\s*[A-Za-z_][\w.]*\(\s*(?:[A-Za-z_]\w*\s*=(?!=)|\))")
+_MISTRAL = "[TOOL_CALLS]"
+# What is between the tag of a call and the JSON of its arguments, by tag.
+_HEADS = {
+    _MISTRAL: r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?",
+    "<|tool_call_begin|>": (
+        r"\s*(?:functions\.)?([^\s<{]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+    ),
+    "<｜tool▁call▁begin｜>": (
+        r"\s*(?:function<｜tool▁sep｜>)?([^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"
+    ),
+}
 _FORM = 'write {"name": ..., "arguments": {...}}'
+_NAMED_FORM = "write its arguments as a JSON object"
+_PYTHON_FORM = "write [NAME(KEY=VALUE, ...)]"
+_JSON_NAMES = {"true": True, "false": False, "null": None}  # also taken in Python
 _MOST_CALLS = 64  # of one reply
 _XML_FORM = "write <function=NAME>, <parameter=KEY>...</parameter> for each argument, </function>"
 
@@ -93,15 +118,15 @@ def parse_tool_calls(reply: str) -> list[ToolCall | str]:
     return calls
 
 
-def _json_at(text: str, start: int) -> tuple[Any, int]:
+def _json_at(text: str, start: int, form: str = _FORM) -> tuple[Any, int]:
     """Reads a JSON value that begins at `start`, after white space; returns it with its end, white
-    space included."""
+    space included. `form` is what to write instead of something else."""
     start = _after_space(text, start)
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         place = getattr(error, "pos", start) - start
-        raise _Refusal(f"the tool call is no JSON at its character {place}; {_FORM}") from None
+        raise _Refusal(f"the tool call is no JSON at its character {place}; {form}") from None
     return value, _after_space(text, end)
 
 
@@ -153,7 +178,19 @@ def _xml_call(text: str) -> ToolCall | str:
     return ToolCall(name.strip(), arguments, texts=True)
 
 
-def _listed(text: str, start: int, end: int) -> tuple[list[ToolCall | str], int]:
+def _named(text: str, start: int, end: int, head: str) -> tuple[list[ToolCall | str], int]:
+    found = re.compile(head).match(text, start, end)
+    if not found:
+        raise _Refusal(f"the tool call does not begin with a name; write NAME, then {_NAMED_FORM}")
+    arguments, behind = _json_at(text, found.end(), _NAMED_FORM)
+    if not isinstance(arguments, dict):
+        raise _Refusal(f"the tool call has no arguments by name; {_NAMED_FORM}")
+    return [ToolCall(found[1], arguments)], behind
+
+
+def _mistral(text: str, start: int, end: int) -> tuple[list[ToolCall | str], int]:
+    if not text.startswith(("[", "{"), _after_space(text, start)):
+        return _named(text, start, end, _HEADS[_MISTRAL])
     values, behind = _json_at(text, start)
     if not isinstance(values, list):
         raise _Refusal('the tool calls are no list; write [{"name": ..., "arguments": {...}}]')
@@ -165,7 +202,7 @@ def _separated(text: str, start: int, end: int) -> tuple[list[ToolCall | str], i
     while True:
         value, start = _json_at(text, start)
         calls.append(_call(value))
-        if start == len(text):
+        if start == len(text) or text.startswith("<|python_end|>", start):
             return calls, start
         if text[start] != ";":
             raise _Refusal("text follows the JSON of the tool call; write ';' between calls")
@@ -175,13 +212,62 @@ def _separated(text: str, start: int, end: int) -> tuple[list[ToolCall | str], i
 def _bare(text: str, start: int, end: int) -> tuple[list[ToolCall | str], int]:
     if _BARE.match(text, _after_space(text, start)):
         return _separated(text, start, end)
+    if _BARE_PYTHON.match(text, _after_space(text, start)):
+        return _python(text[start:end]), end
     return [], start  # an answer, perhaps in JSON
 
 
-_READERS = {
+def _python(code: str) -> list[ToolCall | str]:
+    """Reads a list of calls in Python; nothing of it is run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes such as "\d"
+            listed = ast.parse(code.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _Refusal(f"the tool calls are no list in Python; {_PYTHON_FORM}") from None
+    items = listed.elts if isinstance(listed, ast.List) else [listed]
+    return [_python_call(item) for item in items]
+
+
+def _python_call(call: ast.expr) -> ToolCall | str:
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute)):
+        return f"Error: the list has more than tool calls; {_PYTHON_FORM}"
+    name = ast.unparse(call.func)
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+    if call.args or None in arguments:
+        return f"Error: an argument of the tool call lacks its name; {_PYTHON_FORM}"
+    try:
+        return ToolCall(name, {str(key): _python_value(value) for key, value in arguments.items()})
+    except ValueError:
+        return "Error: an argument of the tool call is no plain value; write a text, number or list"
+
+
+def _python_value(value: ast.expr) -> Any:
+    """Returns what JSON could have held, or raises ValueError."""
+    match value:
+        case ast.Constant(str() | int() | float() | None as constant):
+            return constant
+        case ast.Name(id) if id in _JSON_NAMES:
+            return _JSON_NAMES[id]
+        case ast.List(items) | ast.Tuple(items):
+            return [_python_value(item) for item in items]
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+            return -number
+        case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
+            found = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if all(isinstance(key, str) for key in found):
+                return dict(zip(found, map(_python_value, values), strict=True))
+    raise ValueError
+
+
+_Reader = Callable[[str, int, int], tuple[list[ToolCall | str], int]]
+_READERS: dict[str, _Reader] = {
     "": _bare,
     "</think>": _bare,
     "<tool_call>": _tagged,
-    "[TOOL_CALLS]": _listed,
+    _MISTRAL: _mistral,
     "<|python_tag|>": _separated,
+    "<|python_start|>": _bare,
+    "<|python_end|>": _bare,
+    **{tag: functools.partial(_named, head=_HEADS[tag]) for tag in _HEADS if tag != _MISTRAL},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import time
 
 import pytest
@@ -17,12 +18,22 @@ _THOUGHTS = [
     'begun in the prompt <tool_call>{"name": "f", "arguments": {}}</tool_call></think>',
 ]
 _JSON_FORMS = [name for name in FORMS if name != "Qwen3-Coder"]
-_NAMES = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,9}", fullmatch=True)
+_NAMES = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,9}", fullmatch=True).filter(
+    lambda name: not keyword.iskeyword(name)
+)
 _TAGS = ["</tool_call>", "<tool_call>{", "<think>", "</think>", "[TOOL_CALLS]", '"};{"', "\\", "\n"]
 _TEXTS = st.lists(st.text() | st.sampled_from(_TAGS), max_size=3).map("".join)
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+_PYTHON_TEXTS = st.text() | st.sampled_from(["]", "f(x=1)", "'", '"', "\\d", "\n"])
+_PYTHON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | _PYTHON_TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_PYTHON_TEXTS, inner, max_size=3),
     max_leaves=6,
 )
 
@@ -46,6 +57,17 @@ def test_calls_as_templates_write_them_in_json(form, calls, thought):
 def test_calls_as_templates_write_them_in_xml(calls):
     found = parse_tool_calls(_THOUGHTS[1] + written("Qwen3-Coder", calls))
     assert found == [ToolCall(name, arguments, texts=True) for name, arguments in calls]
+
+
+@settings(max_examples=40, deadline=None)
+@given(_calls(_PYTHON_VALUES), st.sampled_from(_THOUGHTS), st.booleans())
+def test_calls_in_python(calls, thought, tagged):
+    lines = [
+        f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})" for name, given in calls
+    ]
+    code = f"[{', '.join(lines)}]"
+    reply = thought + (f"<|python_start|>{code}<|python_end|>" if tagged else code)
+    assert parse_tool_calls(reply) == [ToolCall(name, given) for name, given in calls]
 
 
 _F = '{"name": "f", "arguments": {}}'
@@ -74,6 +96,23 @@ _F = '{"name": "f", "arguments": {}}'
         (f"[TOOL_CALLS][{_F}, 5]", [ToolCall("f", {}), "lacks a name or arguments"]),
         (f"[TOOL_CALLS]{_F}", ["no list"]),
         ('<|python_tag|>search.call(query="x")', ["no JSON"]),
+        ("[TOOL_CALLS]f {}[TOOL_CALLS] g[ARGS] {}", [ToolCall("f", {}), ToolCall("g", {})]),
+        ("[TOOL_CALLS]f[ARGS]5", ["no arguments by name"]),
+        ("[TOOL_CALLS]f[ARGS]{x", ["no JSON at its character 1"]),
+        ("[TOOL_CALLS]", ["does not begin with a name"]),
+        ("<|tool_call_begin|>f:1:2 <|tool_call_argument_begin|>{}", [ToolCall("f:1", {})]),
+        ("<|tool_call_begin|>{}<|tool_call_end|>", ["does not begin with a name"]),
+        (f"<|python_start|>a plan<|python_end|>{_F}", [ToolCall("f", {})]),
+        (f"<|python_start|>{_F}<|python_end|>", [ToolCall("f", {})]),
+        ("[a.f(x=true, y=[null, (1, -2)])]", [ToolCall("a.f", {"x": True, "y": [None, [1, -2]]})]),
+        ("[f(x=1)] is a call.", ["no list in Python"]),
+        ("[f(x=1), 5]", [ToolCall("f", {"x": 1}), "more than tool calls"]),
+        ("[f(), f(5)]", [ToolCall("f", {}), "lacks its name"]),
+        ("[f(x=1, **y)]", ["lacks its name"]),
+        ("[f(x=g(y=1))]", ["no plain value"]),
+        ("[f(x={1: 2})]", ["no plain value"]),
+        ("[f(x), sqrt(2)]", []),
+        ("[f(x == 1)]", []),
         ("<tool_call><function=f></function></tool_call>", [ToolCall("f", {}, texts=True)]),
         ("<tool_call><function=f><parameter=a>1</parameter></tool_call>", ["not end with"]),
         ("<tool_call><function=f>a</parameter></function></tool_call>", ["is malformed"]),
@@ -106,6 +145,18 @@ def test_what_is_a_call(reply, expected):
         '<|python_tag|>{"name":"f","arguments":{}};',
         "<tool_call>" + _F,
         "<tool_call>" + " " * 99,
+        "[TOOL_CALLS]f[CALL_ID]",
+        "[TOOL_CALLS]" + "f" * 99,
+        "<|tool_call_begin|>" + ":1" * 99,
+        "<|tool_call_begin|>f" + " " * 99,
+        "<｜tool▁call▁begin｜>f" + "\n" * 99,
+        "<|python_start|>[f(a=",
+        "<|python_start|>[f(a=1)]",
+        "[f(a=",
+        "[f(a=-",
+        "[f(a='",
+        "[f(a=1),",
+        "</think>[f(a=1",
     ],
 )
 def test_hostile_replies_take_little_time(unit):

@@ -29,6 +29,26 @@ FORMS = {
         """{{ '[TOOL_CALLS] [' if loop.first else ', ' }}{{ (f | tojson)[:-1] }}"""
         """, "id": "123456789"}{{ ']' if loop.last }}"""
     ),
+    "Mistral, from 2025": ("""{{ '[TOOL_CALLS]' + f.name + '[ARGS]' + (f.arguments | tojson) }}"""),
+    "Mistral, with identifiers": (
+        """{{ '[TOOL_CALLS]' + f.name + '[CALL_ID]123456789[ARGS]' + (f.arguments | tojson) }}"""
+    ),
+    "Mistral, without [ARGS]": """{{ '[TOOL_CALLS]' + f.name + (f.arguments | tojson) }}""",
+    "Kimi-K2": (
+        """{{ '<|tool_calls_section_begin|>' if loop.first }}<|tool_call_begin|>functions."""
+        """{{ f.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>{{ f.arguments | tojson }}"""
+        """<|tool_call_end|>{{ '<|tool_calls_section_end|>' if loop.last }}"""
+    ),
+    "DeepSeek-V3": (
+        """{{ '<｜tool▁calls▁begin｜>' if loop.first else '\n' }}<｜tool▁call▁begin｜>function"""
+        """<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```"""
+        """<｜tool▁call▁end｜>{{ '<｜tool▁calls▁end｜>' if loop.last }}"""
+    ),
+    "DeepSeek-V3.1": (
+        """{{ '<｜tool▁calls▁begin｜>' if loop.first }}<｜tool▁call▁begin｜>{{ f.name }}"""
+        """<｜tool▁sep｜>{{ f.arguments | tojson }}<｜tool▁call▁end｜>"""
+        """{{ '<｜tool▁calls▁end｜>' if loop.last }}"""
+    ),
     "Qwen3-Coder": (
         """{{ '\n<tool_call>\n<function=' + f.name + '>\n' }}"""
         """{% for key, value in f.arguments.items() %}{{ '<parameter=' + key + '>\n' }}"""
