@@ -163,8 +163,9 @@ _SOURCES = _sources()
 # by 600 for heads in float32 and their study, and teachers; by 200 for Gemma 3's GGUF files and
 # SentencePiece; by 2,200 for conversations with an environment, tools, tiny tasks of them, and
 # rollouts ahead of the learner; by 800 for partial rollouts, rollouts on devices of their own, and
-# the study of staleness; by 100 for the tokens that the head's kernels leave out.)
-_MOST_LINES = {"library": 49_800, "with users": 57_150, "package": 9_300, "file": 540}
+# the study of staleness; by 100 for the tokens that the head's kernels leave out;
+# by 100 for the tool calls of six more model families.)
+_MOST_LINES = {"library": 49_900, "with users": 57_250, "package": 9_300, "file": 540}
 
 
 def test_size_stays_within_the_budget():
