@@ -86,12 +86,18 @@ def test_each_version_computes_what_it_drew(three_versions):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["bf16", "f32", "fp8_calibrated"])
-def test_recipes(recipe, tmp_path, cache, monkeypatch):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"precision__rollout": "bf16", "precision__learner": "bf16"},
+        {"precision__rollout": "f32", "precision__learner": "f32"},
+        {"precision__kv_cache": "fp8_calibrated"},
+        {"lora__rank": 4},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_recipes(fields, tmp_path, cache, monkeypatch):
     found = _rescored(monkeypatch)
-    fields = {"precision__rollout": recipe, "precision__learner": recipe}
-    if recipe == "fp8_calibrated":
-        fields = {"precision__kv_cache": recipe}
     _run(tmp_path, cache, **fields)
     assert all(differs == 0 for counts in found for _, differs in counts.values())
     assert sum(len(counts) > 1 for counts in found) >= 3
