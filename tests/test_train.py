@@ -171,6 +171,7 @@ def test_processes_agree_on_drift(monkeypatch):
         "optimizer.b1=0.5",
         "optimizer.clip_norm=0.5",
         "sft.b2=0.9",
+        "rollout.max_observation_tokens=7",
         "sft.steps=7",
         "sft.learning_rate=0.1",
         "sft.weight_decay=0.1",

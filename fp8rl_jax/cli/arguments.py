@@ -99,10 +99,10 @@ class Command:
         """Returns the remedy for a word that is not understood."""
         name, equals, value = word.partition("=")
         if self.config and name.startswith("-"):
-            from fp8rl_jax.config.names import field_meant
+            from fp8rl_jax.config.names import override_meant
 
-            if field := field_meant(name.lstrip("-")):
-                return f"write --config.{field}={value if equals else 'VALUE'}"
+            if override := override_meant(name.lstrip("-"), value if equals else "VALUE"):
+                return f"write {override}"
         if self.config and not word.startswith("-"):
             for field in (o for o in overrides if "=" not in o):  # a blank instead of '='
                 return f"write {field}={word}"

@@ -188,6 +188,10 @@ FEATURES: dict[str, Feature] = {
     ),
     "no environment": Feature(lambda r: not r.step),
     "one reply": _field("env.max_turns", lambda most: most == 1),
+    "tools beside an environment": Feature(
+        lambda r: r.config.env.step and r.config.env.tools,
+        lambda r: f"env.tools is {r.config.env.tools!r} beside env.step",
+    ),
     "several replies": _field("env.max_turns", lambda most: most > 1),
     "length of a reply": _field("rollout.max_turn_tokens"),
     "credit by turn": _field("algo.credit", lambda how: how == "turn"),
@@ -313,6 +317,12 @@ PAIRS = (
         "variables of the chat template",
         "data.chat is False",
         "set data.chat=True, or leave chat_options out",
+    ),
+    Pair(
+        "questions without chat",
+        "tools beside an environment",
+        "{one}, and only a chat template shows them",
+        "set data.chat=True, or env.tools=''",
     ),
     Pair(
         "rows of several sequences",

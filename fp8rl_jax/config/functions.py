@@ -11,6 +11,8 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.envs import reward_names
 
+# Fields of conversations: they have no meaning where nothing answers a reply.
+_OF_REPLIES = ("env.max_turns", "rollout.max_turn_tokens", "algo.credit")
 _FUNCTION = re.compile(r"(?!tfds:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -44,7 +46,8 @@ def permit(
     """Refuses functions that the user has not permitted.
 
     A configuration saved with weights is data: importing what it names would run code. In sections
-    that are not needed, fields that name such functions are reset to their defaults.
+    that are not needed, fields that name such functions are reset to their defaults, and without
+    `env.step` and `env.tools` those of conversations, too.
 
     Args:
       config: configuration that was read from a directory; changed in place.
@@ -63,6 +66,9 @@ def permit(
         if section in needed:
             refused[name] = path
         else:
+            config[section][field] = FIELDS[section][field].default
+    if not (config.env.step or config.env.tools):
+        for section, _, field in (path.partition(".") for path in _OF_REPLIES):
             config[section][field] = FIELDS[section][field].default
     if refused:
         names = ", ".join(f"{name} ({path})" for name, path in refused.items())

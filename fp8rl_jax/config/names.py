@@ -84,9 +84,41 @@ _OTHER_NAMES = {
     "optimizer.b1": "adam_beta1",
     "optimizer.b2": "adam_beta2",
     "optimizer.clip_norm": "grad_clip max_grad_norm",
+    "eval.batch_size": "per_device_eval_batch_size val_batch_size",
     "eval.every": "eval_steps test_freq val_period",
 }
+_UNITS = {  # of fields whose other names count something else
+    "run.steps": ("steps, not epochs", "num_train_epochs total_epochs"),
+    "rollout.prompts_per_step": (
+        "prompts, not responses",
+        "per_device_train_batch_size generation_batch_size",
+    ),
+    "algo.num_minibatches": ("minibatches, not the size of one", "ppo_mini_batch_size"),
+    "learner.gradient_accumulation_steps": (
+        "micro-batches, not the size of one",
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+    ),
+    "learner.tokens_per_batch": ("tokens of a row", "use_dynamic_bsz padding_free packing"),
+    "optimizer.warmup_steps": ("steps, not a share of them", "warmup_ratio"),
+}
+_UNIT_OF = {name: unit for unit, names in _UNITS.values() for name in names.split()}
 MEANT = {name: field for field, names in _OTHER_NAMES.items() for name in names.split()}
+
+
+def override_meant(path: str, value: str) -> str | None:
+    """Returns the override that a wrong name and its value stand for; None if no name is near.
+
+    Example:
+      >>> override_meant("num_generations", "8")
+      '--config.rollout.group_size=8'
+      >>> override_meant("ppo_mini_batch_size", "64")
+      '--config.algo.num_minibatches=N, minibatches, not the size of one'
+    """
+    field = field_meant(path)
+    unit = _UNIT_OF.get(path.replace("-", "_").rpartition(".")[2])
+    if field and unit:
+        return f"--config.{field}=N, {unit}"
+    return field and f"--config.{field}={value}"
 
 
 def field_meant(path: str) -> str | None:

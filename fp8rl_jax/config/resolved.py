@@ -61,6 +61,11 @@ class Resolved:
         return self.same_forward if setting == "auto" else setting == "required"
 
     @property
+    def stale(self) -> bool:
+        """Whether steps learn from what older versions of the policy drew."""
+        return self.config.rollout.ahead > 0 or self.config.rollout.most_versions > 1
+
+    @property
     def step_samples(self) -> int:
         """Responses of an RL step."""
         return self.config.rollout.prompts_per_step * self.config.rollout.group_size
@@ -79,13 +84,16 @@ class Resolved:
         """Returns whether the sampler's log-probabilities serve as the old ones, which saves a
         forward pass.
 
-        With `algo.old_logprobs` 'auto' they do under zero drift without corrections, unless the
+        With `algo.old_logprobs` 'auto' and without corrections they do where older versions drew
+        the tokens, because nothing else would weigh these, and under zero drift, unless the
         self-check or a first update has shown (`drifted`) that the learner's differ.
         """
         setting = self.config.algo.old_logprobs
         if setting != "auto":
             return setting == "rollout"
-        return self.zero_drift and not self.algorithm.corrections and not drifted
+        if self.algorithm.corrections:
+            return False
+        return self.stale or (self.zero_drift and not drifted)
 
     def with_tasks(self) -> Resolved:
         """Returns a copy with the rewards that 'auto' means for the tasks. Imports reasoning_gym,

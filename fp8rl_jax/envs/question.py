@@ -5,11 +5,14 @@ The split follows from a hash of the text, so no question is in two splits, what
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from fp8rl_jax.base.json_file import parse_json
 
 DEMONSTRATION = "demonstration"  # column with the messages of a demonstration
 SPLITS = ("sft", "train", "eval")  # demonstrations, questions of RL, held-out questions
@@ -58,10 +61,19 @@ class Question:
     def demonstration(self) -> str | Sequence[Mapping[str, Any]]:
         """The answer that supervised fine-tuning trains on; messages after the prompt, every second
         of the environment, if the row has such a column `DEMONSTRATION`."""
-        shown = self.row.get(DEMONSTRATION)
-        if isinstance(shown, list) and shown and all(isinstance(m, Mapping) for m in shown):
-            return shown
-        return self.solution or self.answer
+        return demonstrated(self.row) or self.solution or self.answer
+
+
+def demonstrated(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the messages in a row's column `DEMONSTRATION`, which may be JSON text; empty if it
+    holds no messages."""
+    shown = row.get(DEMONSTRATION)
+    if isinstance(shown, str) and shown.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            shown = parse_json(shown)
+    if isinstance(shown, list | tuple) and all(isinstance(m, Mapping) for m in shown):
+        return list(shown)
+    return []
 
 
 def split_of(text: str, eval_fraction: float = 0.1) -> str:

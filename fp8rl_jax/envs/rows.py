@@ -19,7 +19,7 @@ from typing import Any
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import parse_json
 from fp8rl_jax.envs.answers import answer_text, has_value, text_of_json
-from fp8rl_jax.envs.question import DEMONSTRATION, Question, joined
+from fp8rl_jax.envs.question import DEMONSTRATION, Question, demonstrated, joined
 from fp8rl_jax.envs.rewards.written_number import whole_number
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (place of a row for error messages, row)
@@ -130,7 +130,7 @@ class RowForm:
             and key not in self._used
             and has_value(value)
             and not (key == _TOOLS and _tools(row))
-            and key != DEMONSTRATION
+            and not (key == DEMONSTRATION and demonstrated(row))
         ]
         answer = _find(row, self.answer_key)
         if _is_conversation(answer):
@@ -180,6 +180,8 @@ class RowForm:
         tools = _tools(row)
         if tools:
             _text(text_of_json(tools), place, _TOOLS)
+        if shown := demonstrated(kept):
+            _text(text_of_json(shown), place, DEMONSTRATION)
         return Question(
             text,
             answer,

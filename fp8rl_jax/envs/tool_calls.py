@@ -230,9 +230,13 @@ def _python(code: str) -> list[ToolCall | str]:
 
 
 def _python_call(call: ast.expr) -> ToolCall | str:
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute)):
+    parts, function = [], call.func if isinstance(call, ast.Call) else call
+    while isinstance(function, ast.Attribute):
+        parts.append(function.attr)
+        function = function.value
+    if not (isinstance(call, ast.Call) and isinstance(function, ast.Name)):
         return f"Error: the list has more than tool calls; {_PYTHON_FORM}"
-    name = ast.unparse(call.func)
+    name = ".".join([function.id, *reversed(parts)])
     arguments = {keyword.arg: keyword.value for keyword in call.keywords}
     if call.args or None in arguments:
         return f"Error: an argument of the tool call lacks its name; {_PYTHON_FORM}"

@@ -30,7 +30,8 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
     """Measures accuracy on all held-out questions, set by set.
 
     One program answers each question greedily, and `eval.samples` times at `eval.temperature`.
-    With several rewards the first decides.
+    With several rewards the first decides; in conversations it is added, weighted as in training,
+    to what the environment gave.
 
     Args:
       runtime: result of `make_runtime`.
@@ -97,8 +98,7 @@ def _evaluate(
             texts += runtime.text.decode(rollout.tokens[:rows], rollout.mask[:rows])
         else:
             _, conversed = conversations.result(rollout)
-            by_name = conversed.scored(scoring, tally)[1]
-            values.append(np.sum([by_name[name] for name in ("env", *scoring.names)], axis=0))
+            values.append(conversed.scored(scoring, tally)[0])
             texts += [transcript(said) for said in conversed.said]
         length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
     found = np.concatenate(values).reshape(-1, group)

@@ -112,11 +112,6 @@ class Runtime(Resolved):
         most = self.config.rollout.max_new_tokens
         return Conversations(self.turns, self.step, questions, own_rows, most, tally)
 
-    @property
-    def stale(self) -> bool:
-        """Whether steps learn from what older versions of the policy drew."""
-        return self.config.rollout.ahead > 0 or self.config.rollout.most_versions > 1
-
     def with_slots(self, **slots: int) -> Runtime:
         """Returns the runtime, checked again, with other `max_prompt_tokens` or `max_new_tokens`.
 

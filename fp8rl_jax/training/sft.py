@@ -44,7 +44,12 @@ _FIELDS: tuple[str, ...] = (
     "learner.tokens_per_batch",
     "learner.share_prompts",
 )
-_FIELDS += ("rollout.max_prompt_tokens", "rollout.max_new_tokens")
+_FIELDS += (
+    "rollout.max_prompt_tokens",
+    "rollout.max_new_tokens",
+    "rollout.max_turn_tokens",
+    "rollout.max_observation_tokens",
+)
 _LOGS = ("sft", "eval", "samples")
 # Fields that no number of a run depends on.
 WITHOUT_EFFECT = (

@@ -52,6 +52,7 @@ _ON: dict[str, list[str]] = {
     "environment": _STEP,
     "no environment": [],
     "one reply": [],
+    "tools beside an environment": [*_STEP, "env.tools=fp8rl_jax.envs.tiny.calculator:TOOLS"],
     "several replies": ["env.max_turns=3"],
     "length of a reply": ["rollout.max_turn_tokens=3"],
     "credit by turn": ["algo.credit=turn"],
@@ -88,6 +89,10 @@ _BESIDE = {
     ],
     ("dynamic sampling", "groups of one"): ["algo.baseline=none", "algo.scale=none"],
     ("all samples at once", "several replies"): _STEP,
+    ("questions without chat", "tools beside an environment"): [
+        "env.max_turns=3",
+        "rollout.slots=2",
+    ],
     ("dynamic sampling", "credit by turn"): [*_STEP, "env.max_turns=3", "rollout.slots=2"],
     ("continuous batching", "routing replay"): ["model.num_experts=4"],
     ("partial rollouts", "several replies"): [*_STEP, "rollout.slots=2"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8rl_jax.config import all_fields
-from fp8rl_jax.config.names import MEANT, field_meant
+from fp8rl_jax.config.names import MEANT, field_meant, override_meant
 
 
 def test_the_table_names_fields_and_no_field_needs_it():
@@ -39,3 +39,21 @@ def test_the_table_names_fields_and_no_field_needs_it():
 )
 def test_field_meant(written, meant):
     assert field_meant(written) == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "value", "override"),
+    [
+        ("num_generations", "8", "--config.rollout.group_size=8"),
+        (
+            "actor.ppo_mini_batch_size",
+            "256",
+            "--config.algo.num_minibatches=N, minibatches, not the size of one",
+        ),
+        ("total-epochs", "15", "--config.run.steps=N, steps, not epochs"),
+        ("total-steps", "15", "--config.run.steps=15"),
+        ("xyzzy", "1", None),
+    ],
+)
+def test_values_in_other_units_are_not_copied(written, value, override):
+    assert override_meant(written, value) == override

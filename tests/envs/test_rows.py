@@ -9,7 +9,7 @@ from data_files import env, jsonl, parquet
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data import ByteTokenizer, ChatFormat, ChatTemplate, encode_prompt
-from fp8rl_jax.envs import check_source, load_questions
+from fp8rl_jax.envs import Question, check_source, load_questions
 
 
 def _load(path, rows, **fields):
@@ -76,6 +76,7 @@ def test_the_instruction_form(suffix, tmp_path):
             "completion.reasoning_content, completion before its last message",
         ),
         ({"question": "q", "answer": "a", "x": [[]], "y": [{}, None], "z": {"a": []}}, ""),
+        ({"question": "q", "answer": "a", "demonstration": "[not messages"}, "demonstration"),
         ({"question": "q", "answer": "a", "x": [[], [0]], "y": {"a": [False]}}, "x, y"),
         ({"question": "q", "answer": "a", "b" * 99 + "\x1b": 1}, "b" * 60),
     ],
@@ -84,6 +85,20 @@ def test_columns_beside_the_question_are_said(row, said, tmp_path):
     """Those with a value in any row; of verl's rows not what is about a row."""
     note = _load(tmp_path / "a.jsonl", [row]).note
     assert note.endswith(f"; columns not shown: {said}" if said else "1 to train on"), note
+
+
+@pytest.mark.parametrize("form", [list, tuple, json.dumps])
+def test_a_demonstration_has_messages(form):
+    """In a list, or as JSON text, which is all that a CSV file can hold."""
+    shown = [{"role": "assistant", "content": "4"}]
+    assert Question("q", "4", row={"demonstration": form(shown)}).demonstration == shown
+
+
+def test_half_a_character_in_a_demonstration(tmp_path):
+    row = {"question": "q", "answer": "a"}
+    row["demonstration"] = [{"role": "assistant", "content": "x \ud800"}]
+    with pytest.raises(UserError, match="'demonstration' has half of a character"):
+        _load(tmp_path / "a.jsonl", [row])
 
 
 def test_a_later_row_has_a_column_more(tmp_path):

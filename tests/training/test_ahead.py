@@ -14,6 +14,7 @@ from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import train
 from fp8rl_jax.config import load_config
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.training.ahead import Rollouts
 from fp8rl_jax.training.logs import read_jsonl
 
@@ -46,6 +47,20 @@ def _run(directory, cache, ahead: int, **more) -> list[dict]:
 def two_ahead(tmp_path_factory, cache):
     directory = tmp_path_factory.mktemp("ahead")
     return directory, _run(directory, cache, 2)
+
+
+@pytest.mark.parametrize("field", ["ahead=1", "most_versions=2"])
+def test_an_older_policy_is_weighed(field, tmp_path):
+    """By the recorded log-probabilities, also where drift is allowed or was found; or by a
+    correction, with log-probabilities of before the update."""
+    more = [f"--config.rollout.{field}", "--config.rollout.slots=8"]
+    for promise in ("report", "auto"):
+        promised = [*more, f"--config.precision.zero_drift={promise}"]
+        found = resolve_config(load_config(str(CONFIG), [*overrides(tmp_path), *promised]))
+        assert found.takes_rollout_logprobs(drifted=True)
+    more.append("--config.precision.learner=bf16")
+    found = resolve_config(load_config(str(CONFIG), [*overrides(tmp_path), *more]))
+    assert found.algorithm.corrections and not found.takes_rollout_logprobs(drifted=False)
 
 
 def test_a_run_two_steps_ahead(two_ahead):

@@ -19,6 +19,8 @@ from tiny_run import CONFIG, overrides, reproducible
 from fp8rl_jax import train
 from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.config import load_config
+from fp8rl_jax.config.functions import permit
+from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.training import rl
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import read_jsonl
@@ -137,6 +139,13 @@ def test_faults_are_seen(fault, tmp_path, cache, monkeypatch):
     _run(tmp_path, cache, run__steps=1, precision__zero_drift="report", eval__every=9)
     (record,) = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert record[_DRIFT] > 1e-3
+
+
+def test_without_its_step_a_run_is_one_of_one_reply(tmp_path):
+    """`sample`, `convert` and `fp8rl_jax.load` read a run's configuration without its code."""
+    config = load_config(str(CONFIG), overrides(tmp_path, **_FIELDS, **{"algo.credit": "turn"}))
+    permit(config, (), "config.json", ("precision",))
+    assert config.env.step == "" and resolve_config(config).config.env.max_turns == 1
 
 
 def test_what_nobody_drew_is_compared():

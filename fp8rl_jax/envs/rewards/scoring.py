@@ -114,7 +114,9 @@ class Scoring:
         said: Sequence[Sequence[Mapping[str, str]]] | None = None,
     ):
         """Begins the calls; `questions` has one for each response, `said` the messages of each
-        conversation after its prompt, whose last reply is the response."""
+        conversation after its prompt, whose last reply is the response, and which its environment
+        rewards as well."""
+        self._none = math.nan if said is None else 0.0  # the sum if no reward applies
         self._terms, self._calls = terms, list[list[Future]]()
         messages = said or [()] * len(responses)
         for term in terms:
@@ -130,7 +132,8 @@ class Scoring:
 
         Returns:
           The weighted sums of the rewards that apply (did not return None), and each reward by its
-          name, without its weight; nan where a call failed or no reward applies.
+          name, without its weight; nan where a call failed or no reward applies. The sum is 0 for a
+          conversation to which no reward applies: its environment's reward is added to it.
 
         Raises:
           RewardError: as `Tally.value`, or no worker process can call the reward.
@@ -142,7 +145,8 @@ class Scoring:
                 for call in calls:
                     results[-1].append(term.checked(call.result()))
                     tally.value(term.said, results[-1][-1])
-        sums = [weighted_sum(self._terms, values) for values in zip(*results, strict=True)]
+        rows = zip(*results, strict=True)
+        sums = [weighted_sum(self._terms, values, self._none) for values in rows]
         by_name = {
             term.name: [value if isinstance(value, float) else math.nan for value in values]
             for term, values in zip(self._terms, results, strict=True)

@@ -118,13 +118,15 @@ class Term(NamedTuple):
         return value if value.place else value._replace(place=definition(self.function))
 
 
-def weighted_sum(terms: Sequence[Term], values: Sequence[float | Failure | None]) -> float:
+def weighted_sum(
+    terms: Sequence[Term], values: Sequence[float | Failure | None], none: float = math.nan
+) -> float:
     """Sums the `Term.checked` values of a response, weighted, over the terms that apply; returns
-    nan (not scored) if a call failed or no term applies."""
+    nan (not scored) if a call failed, and `none` if no term applies."""
     if any(isinstance(value, Failure) for value in values):
         return math.nan
     parts = [t.weight * v for t, v in zip(terms, values, strict=True) if isinstance(v, float)]
-    return functools.reduce(operator.add, parts) if parts else math.nan  # sum() rounds differently
+    return functools.reduce(operator.add, parts) if parts else none  # sum() rounds differently
 
 
 def load_rewards(

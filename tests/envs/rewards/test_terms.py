@@ -128,6 +128,20 @@ def test_the_row_is_the_fourth_argument(module):
     assert (str(values), tally.errors) == ("[7.0, nan]", 1)
 
 
+def test_a_reward_that_does_not_apply_leaves_a_conversation_its_environments(module):
+    """The sum of nothing is 0 beside the environment's reward; a failure is no reward."""
+    module(
+        "def rare(prompt, response, answer, row):\n"
+        "    return {'none': None, 'one': 1.0}[response]\n"
+    )
+    questions, said = [Question("q", "a")] * 3, [[{"role": "assistant", "content": "x"}]] * 3
+    terms, tally = load_rewards("0.5*rewards_of_rows:rare"), Tally("RL step 1")
+    values, _ = Scoring(terms, questions, ["none", "one", "other"], said).result(tally)
+    assert (str(values), tally.errors) == ("[0.0, 0.5, nan]", 1)
+    values, _ = Scoring(terms, questions[:1], ["none"]).result(tally)
+    assert str(values) == "[nan]"
+
+
 def test_weights():
     """A sum with weights; one reward alone is itself, without rounding."""
     question = [Question("q", "0.1")]
