@@ -409,8 +409,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "old_logprobs": Field(
             "auto",
             "source of the old log-probabilities: learner, recomputed before the first update; "
-            "rollout, the sampler's; auto, the learner's with a correction, else the sampler's with "
-            "rollouts of older policies, or under zero drift until a first update shows a "
+            "rollout, the sampler's; auto, the learner's with a correction, else the sampler's "
+            "with rollouts of older policies, or under zero drift until a first update shows a "
             "difference",
             choices=("auto", "learner", "rollout"),
         ),
