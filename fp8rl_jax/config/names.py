@@ -87,21 +87,16 @@ _OTHER_NAMES = {
     "eval.batch_size": "per_device_eval_batch_size val_batch_size",
     "eval.every": "eval_steps test_freq val_period",
 }
-_UNITS = {  # of fields whose other names count something else
-    "run.steps": ("steps, not epochs", "num_train_epochs total_epochs"),
-    "rollout.prompts_per_step": (
-        "prompts, not responses",
-        "per_device_train_batch_size generation_batch_size",
-    ),
-    "algo.num_minibatches": ("minibatches, not the size of one", "ppo_mini_batch_size"),
-    "learner.gradient_accumulation_steps": (
-        "micro-batches, not the size of one",
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
-    ),
-    "learner.tokens_per_batch": ("tokens of a row", "use_dynamic_bsz padding_free packing"),
-    "optimizer.warmup_steps": ("steps, not a share of them", "warmup_ratio"),
+# What the field counts -> other names of it that count something else.
+_UNITS = {
+    "steps, not epochs": "num_train_epochs total_epochs",
+    "prompts, not responses": "per_device_train_batch_size generation_batch_size",
+    "minibatches, not the size of one": "ppo_mini_batch_size",
+    "micro-batches, not the size of one": "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+    "tokens of a row": "use_dynamic_bsz padding_free packing",
+    "steps, not a share of them": "warmup_ratio",
 }
-_UNIT_OF = {name: unit for unit, names in _UNITS.values() for name in names.split()}
+_UNIT_OF = {name: unit for unit, names in _UNITS.items() for name in names.split()}
 MEANT = {name: field for field, names in _OTHER_NAMES.items() for name in names.split()}
 
 
