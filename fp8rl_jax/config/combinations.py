@@ -215,6 +215,13 @@ FEATURES: dict[str, Feature] = {
     "correction": _field("algo.correction", lambda which: which not in ("auto", "none")),
     "the rollout's log-probabilities": _field("algo.old_logprobs", lambda own: own == "rollout"),
     "loss reinforce": _field("algo.loss", lambda loss: loss == "reinforce"),
+    "older versions without a correction": Feature(
+        lambda r: r.stale and not r.algorithm.corrections,
+        lambda r: (
+            f"rollout.ahead = {r.config.rollout.ahead}, "
+            f"rollout.most_versions = {r.config.rollout.most_versions}"
+        ),
+    ),
     "no divergence": Feature(
         lambda r: (
             not r.config.algo.kl_coef and not (r.config.algo.teacher and r.config.algo.teacher_coef)
@@ -365,6 +372,12 @@ PAIRS = (
         "several updates of a rollout",
         "algo.loss = 'reinforce' has no ratio to the policy before",
         "write 1 for both, or take ppo or cispo",
+    ),
+    Pair(
+        "loss reinforce",
+        "older versions without a correction",
+        "algo.loss = 'reinforce' has no ratio to the version that drew a token",
+        "set algo.correction='tis', or take ppo or cispo",
     ),
     Pair(
         "KL in the reward",

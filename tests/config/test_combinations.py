@@ -67,6 +67,7 @@ _ON: dict[str, list[str]] = {
     "correction": ["algo.correction=tis"],
     "the rollout's log-probabilities": ["algo.old_logprobs=rollout"],
     "loss reinforce": ["algo.loss=reinforce"],
+    "older versions without a correction": ["rollout.ahead=1"],
     "several updates of a rollout": ["algo.num_minibatches=2"],
     "KL in the reward": ["algo.kl_in=reward", "algo.kl_coef=0.1"],
     "another estimator than k1": ["algo.kl_estimator=k2"],
