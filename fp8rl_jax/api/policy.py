@@ -28,6 +28,8 @@ from fp8rl_jax.base.errors import NonFiniteError, UserError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.base.json_file import plain
 from fp8rl_jax.batch import Batch, make_batch
+from fp8rl_jax.config.functions import OF_REPLIES
+from fp8rl_jax.config.load import reset
 from fp8rl_jax.data import Prompt, Tokenizer, encode_demonstration, encode_prompt, join, pad_rows
 from fp8rl_jax.drift.compare import by_row
 from fp8rl_jax.learner import TrainState
@@ -46,14 +48,11 @@ from fp8rl_jax.training.runtime import Runtime, make_runtime
 from fp8rl_jax.training.step_record import StepRecord
 
 # Static batches of one reply, and one update on all samples of a call.
-_PLAIN: dict[str, Any] = {"rollout.slots": 0, "algo.epochs": 1, "algo.num_minibatches": 1}
-_PLAIN |= {"env.step": "", "env.tools": "", "env.max_turns": 1, "rollout.max_turn_tokens": 0}
-_PLAIN |= {
-    "mesh.rollout": 0,
-    "algo.credit": "response",
-    "rollout.ahead": 0,
-    "rollout.most_versions": 1,
-}
+_RESET = (
+    *("env.step", "env.tools", *OF_REPLIES),
+    *("rollout.slots", "rollout.ahead", "rollout.most_versions", "mesh.rollout"),
+    *("algo.epochs", "algo.num_minibatches"),
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -209,9 +208,7 @@ def load(
             f"has no config.json), nor a published model: {', '.join(PRESETS)}"
         )
     config = with_fields(base, fields, "load")
-    for path, value in _PLAIN.items():
-        section, _, field = path.partition(".")
-        config[section][field] = value
+    reset(config, _RESET)
     keep_programs(config)
     runtime = make_runtime(config, with_questions=False)
     if base.get("run") and not is_released(config):

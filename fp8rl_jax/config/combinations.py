@@ -217,10 +217,7 @@ FEATURES: dict[str, Feature] = {
     "loss reinforce": _field("algo.loss", lambda loss: loss == "reinforce"),
     "older versions without a correction": Feature(
         lambda r: r.stale and not r.algorithm.corrections,
-        lambda r: (
-            f"rollout.ahead = {r.config.rollout.ahead}, "
-            f"rollout.most_versions = {r.config.rollout.most_versions}"
-        ),
+        lambda r: "rollout.ahead is above 0, or rollout.most_versions above 1",
     ),
     "no divergence": Feature(
         lambda r: (

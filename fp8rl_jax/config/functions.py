@@ -8,11 +8,11 @@ from collections.abc import Collection
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.config.fields import FIELDS
+from fp8rl_jax.config.load import reset
 from fp8rl_jax.envs import reward_names
 
 # Fields of conversations: they have no meaning where nothing answers a reply.
-_OF_REPLIES = ("env.max_turns", "rollout.max_turn_tokens", "algo.credit")
+OF_REPLIES = ("env.max_turns", "rollout.max_turn_tokens", "algo.credit")
 _FUNCTION = re.compile(r"(?!tfds:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -60,16 +60,14 @@ def permit(
     """
     refused = {}
     for name, path in named_functions(config).items():
-        section, _, field = path.partition(".")
         if name in permitted or name.partition(":")[0] in permitted:
             continue
-        if section in needed:
+        if path.partition(".")[0] in needed:
             refused[name] = path
         else:
-            config[section][field] = FIELDS[section][field].default
+            reset(config, [path])
     if not (config.env.step or config.env.tools):
-        for section, _, field in (path.partition(".") for path in _OF_REPLIES):
-            config[section][field] = FIELDS[section][field].default
+        reset(config, OF_REPLIES)
     if refused:
         names = ", ".join(f"{name} ({path})" for name, path in refused.items())
         modules = ",".join(dict.fromkeys(name.partition(":")[0] for name in refused))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import ml_collections
@@ -305,6 +305,12 @@ def literal(text: str) -> Any:
 
 def _no_literal(name: str) -> None:
     raise ValueError(f"{name} is text")
+
+
+def reset(config: ml_collections.ConfigDict, paths: Iterable[str]) -> None:
+    """Sets fields, given as 'section.field', to their defaults."""
+    for section, _, field in (path.partition(".") for path in paths):
+        config[section][field] = FIELDS[section][field].default
 
 
 def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:

@@ -65,14 +65,17 @@ class Question:
 
 
 def demonstrated(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the messages in a row's column `DEMONSTRATION`, which may be JSON text; empty if it
-    holds no messages."""
-    shown = row.get(DEMONSTRATION)
-    if isinstance(shown, str) and shown.lstrip().startswith("["):
+    """Returns the messages in a row's column `DEMONSTRATION`; empty if it holds no messages."""
+    return objects(row.get(DEMONSTRATION))
+
+
+def objects(value: Any) -> list[Mapping[str, Any]]:
+    """Returns a list of objects that may be JSON text; empty if `value` is anything else."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError):
-            shown = parse_json(shown)
-    if isinstance(shown, list | tuple) and all(isinstance(m, Mapping) for m in shown):
-        return list(shown)
+            value = parse_json(value)
+    if isinstance(value, list | tuple) and all(isinstance(part, Mapping) for part in value):
+        return list(value)
     return []
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import parse_json
 from fp8rl_jax.envs.answers import answer_text, has_value, text_of_json
-from fp8rl_jax.envs.question import DEMONSTRATION, Question, demonstrated, joined
+from fp8rl_jax.envs.question import DEMONSTRATION, Question, demonstrated, joined, objects
 from fp8rl_jax.envs.rewards.written_number import whole_number
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (place of a row for error messages, row)
@@ -427,19 +427,10 @@ def without_none(value: Any) -> Any:
     return [without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the function schemas in the column `tools` (a list or its JSON); [] for none."""
-    tools = row.get(_TOOLS)
-    if isinstance(tools, list | tuple):
-        tools = without_none(_readable(list(tools)))
-    elif isinstance(tools, str) and tools.lstrip().startswith("["):
-        try:
-            tools = parse_json(tools)
-        except ValueError:
-            return []
-    if not isinstance(tools, list):
-        return []
-    return tools if all(isinstance(tool, dict) and tool for tool in tools) else []
+    tools = objects(without_none(_readable(row.get(_TOOLS))))
+    return tools if all(tools) else []
 
 
 def is_json_of_messages(question: Question) -> bool:
