@@ -309,8 +309,9 @@ def _no_literal(name: str) -> None:
 
 def reset(config: ml_collections.ConfigDict, paths: Iterable[str]) -> None:
     """Sets fields, given as 'section.field', to their defaults."""
+    defaults = default_config()
     for section, _, field in (path.partition(".") for path in paths):
-        config[section][field] = FIELDS[section][field].default
+        config[section][field] = defaults[section][field]
 
 
 def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
