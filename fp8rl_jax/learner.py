@@ -24,10 +24,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch
-from fp8rl_jax.kernels import tree_norm
+from fp8rl_jax.kernels import resolve, tree_norm
 from fp8rl_jax.micro_batches import join_parts, over_parts, split
 from fp8rl_jax.models import (
     ONE_DEVICE,
@@ -398,7 +399,7 @@ def make_gradients(
             broken = broken.any(axis=0)
             tapped = {name: join_parts(x, batch_axis(name)) for name, x in tapped.items()}
         value, grads, seen, sums = total
-        norm = norm_of_gradients(recipe.kernels)(grads)
+        norm = (tree_norm if recipe.kernels == "exact" else optax.tree.norm)(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         changes = good & (batch.weights != 0).any()
         scaling = update_scaling(params, recipe, state.scaling_state, seen)
@@ -424,11 +425,6 @@ def make_gradients(
     return gradients
 
 
-def norm_of_gradients(implementation: str) -> Callable[[Any], jax.Array]:
-    """Returns a function from a tree to its global norm, () float32; `exact` fixes the order."""
-    return tree_norm if implementation == "exact" else optax.tree.norm
-
-
 def make_train_step(
     model: ModelConfig,
     recipe: Recipe | str,
@@ -444,7 +440,7 @@ def make_train_step(
 
     Args:
       model, recipe, loss: as for `make_gradients`, which describes `logp` and `metrics`.
-      optimizer: result of `make_optimizer`.
+      optimizer: result of `make_optimizer`, or another of optax.
       donate: give the state's memory to the new state; False leaves the old state usable.
       shardings: keywords for jit on a mesh.
       options: keywords of `make_gradients`.
@@ -454,18 +450,30 @@ def make_train_step(
     weights.
     """
     gradients = make_gradients(model, recipe, loss, **options)
+    optimizer = optax.with_extra_args_support(optimizer)
 
     def train_step(state: TrainState, base, batch: Batch, rope):
-        state = with_base(state, base)
-        found, logp, metrics = gradients(state, batch, rope)
-        values = trained(state.params)
-        updates, opt_state = optimizer.update(found.params, state.opt_state, values)
-        params = with_trained(state.params, optax.apply_updates(values, updates))
-        new = dataclasses.replace(
-            state, params=params, opt_state=opt_state, scaling_state=found.scaling_state
-        )
-        new, state = without_base((new, state))
-        return keep_if(found.changes, new, state), logp, metrics
+        found, logp, metrics = gradients(with_base(state, base), batch, rope)
+
+        def update(state: TrainState, found: Gradients) -> TrainState:
+            values = trained(state.params)
+            updates, opt_state = optimizer.update(
+                found.params, state.opt_state, values, norm=metrics["grad_norm"]
+            )
+            return dataclasses.replace(
+                state,
+                params=with_trained(state.params, optax.apply_updates(values, updates)),
+                opt_state=opt_state,
+                scaling_state=found.scaling_state,
+            )
+
+        # XLA:CPU chooses between numbers in more passes, with copies of the old moments; XLA:GPU
+        # copies what a branch returns.
+        if resolve(get_recipe(recipe).kernels) == "reference":
+            new = lax.cond(found.changes, update, lambda state, found: state, state, found)
+        else:
+            new = keep_if(found.changes, update(state, found), state)
+        return new, logp, metrics
 
     donated = {"donate_argnums": 0} if donate else {}
     return TrainStep(exact_jit(train_step, **donated, **(shardings or {})))

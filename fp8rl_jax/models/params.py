@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
-from fp8rl_jax.kernels import keep, round_bf16
+from fp8rl_jax.kernels import keep, resolve, round_bf16
 from fp8rl_jax.models.arrays import (
     EXPERTS,
     HEAD,
@@ -296,6 +296,8 @@ def trainable_params(
 ):
     """Pairs masters with the bytes that the forward pass reads.
 
+    A `BoundWeight.value` of the result may hold `Bits`.
+
     Differentiate with respect to `params`, or the adapters in it (and `probes`); `weights` must
     come from outside the differentiated function, or pass through `lax.stop_gradient`.
 
@@ -312,9 +314,13 @@ def trainable_params(
             return master
         state, probe = (tree.get(_site(path)) for tree in (scaling or {}, probes or {}))
         value = lax.stop_gradient(_value(weight))
+        if as_bits and role_of(path_of(path)) == LINEAR:
+            value = keep(value)
         own = adapters.get(path_of(path)[:-1])
         return BoundWeight(value, master, lax.stop_gradient(state), probe, own)
 
+    # Where no kernel reads the stacks: XLA:CPU would convert them whole, to slice a layer out.
+    as_bits = resolve(get_recipe(recipe).kernels) == "reference"
     adapters: dict = {}
     if isinstance(params, Adapted):
         whole, params = scaled(params), lax.stop_gradient(merged(params))

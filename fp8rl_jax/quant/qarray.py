@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.kernels import K_BLOCK, block_matmul, fp8_max, stored, to_e4m3, widened
+from fp8rl_jax.kernels import K_BLOCK, block_matmul, fp8_max, in_bits, stored, to_e4m3, widened
 from fp8rl_jax.kernels.reference.matmul import wide_type
 from fp8rl_jax.quant import scaling
 
@@ -140,7 +140,7 @@ def _blocked(x: jax.Array, blocks: tuple[int, ...]) -> tuple[jax.Array, tuple[in
     """Pads with zeros, which never change an amax, and splits each axis into (count, block)."""
     counts = tuple(-(-n // b) for n, b in zip(x.shape, blocks, strict=True))
     widths = [(0, c * b - n) for n, b, c in zip(x.shape, blocks, counts, strict=True)]
-    x = jnp.pad(x, widths) if any(w for _, w in widths) else x
+    x = in_bits(lambda x: jnp.pad(x, widths), x) if any(w for _, w in widths) else x
     return x.reshape(tuple(n for pair in zip(counts, blocks, strict=True) for n in pair)), counts
 
 
@@ -192,7 +192,8 @@ def quantize_with(
       The QArray, and the amax of each block: float32, shaped as the scale.
     """
     blocks = _resolve(x.shape, block_shape)
-    padded, counts = _blocked(x.astype(jnp.float32), blocks)
+    padded, counts = _blocked(x, blocks)
+    padded = padded.astype(jnp.float32)
     inner = tuple(range(1, padded.ndim, 2))
     amax = scaling.find_amax(padded, inner).reshape(counts)
     # Without the barrier XLA folds the quotients 448/amax and 1/s, and 54% of scales are wrong.
@@ -203,7 +204,7 @@ def quantize_with(
     else:
         q = cast_at_scale(padded, spread, dtype)
     q = q.reshape(tuple(c * b for c, b in zip(counts, blocks, strict=True)))
-    q = q[tuple(slice(0, n) for n in x.shape)]
+    q = in_bits(lambda q: q[tuple(slice(0, n) for n in x.shape)], q)
     return QArray(q, 1.0 / s, tuple(block_shape)), amax
 
 

@@ -146,7 +146,7 @@ def _primal(
     recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, jax.Array, Quantized | None, Quantized | None]:
     """Returns the product, x in the compute dtype, and the quantised x and w (None in bf16)."""
-    value = compute_value(x.value, recipe)
+    value, w = compute_value(x.value, recipe), kept(w)
     multiply = functools.partial(fprop, recipe, experts=experts, dtype=dtype, devices=rows.devices)
     if recipe.activation is None:
         weight = compute_value(plain_value(w.value), recipe)
@@ -307,7 +307,7 @@ def _backward(
     del dtype
     gather = lhs.gather
     dy, experts = compute_value(dy, recipe), residual.experts
-    x, weight, seen = _gathered(kept(residual.x), gather), residual.weight, residual.seen
+    x, weight, seen = _gathered(kept(residual.x), gather), kept(residual.weight), residual.seen
     rows: Matrix
     columns: Matrix
     if recipe.gradient is None or recipe.weight is None:

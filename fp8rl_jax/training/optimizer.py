@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +16,22 @@ import ml_collections
 import optax
 
 from fp8rl_jax.config.resolved import rl_updates
-from fp8rl_jax.learner import norm_of_gradients
 from fp8rl_jax.models.arrays import is_matrix
 from fp8rl_jax.models.stacks import Path, path_of
 
 
-class Optimizer(NamedTuple):
+class Optimizer(optax.GradientTransformationExtraArgs):
     """An optax chain of two transformations, gradient clipping and AdamW, with both parts.
 
     Attributes:
-      init, update: functions of the chain.
+      init, update: functions of the chain. `update` takes the gradients' global norm as `norm`, and
+        computes it if it is not given.
       clip: ``clip(gradient, norm)`` clips one array's gradient as the chain does, given the global
         norm of all gradients.
       by_array: ``by_array(decays)`` returns AdamW for one array, with decay or without. Its state
         has the structure of the chain's second state.
     """
 
-    init: Callable
-    update: Callable
     clip: Callable[[jax.Array, jax.Array], jax.Array]
     by_array: Callable[[bool], optax.GradientTransformation]
 
@@ -48,7 +45,6 @@ def make_optimizer(
     clip_norm: float,
     decay_steps: int = 0,
     end_fraction: float = 1.0,
-    norm: Callable = optax.tree.norm,
 ) -> tuple[Optimizer, optax.Schedule]:
     """Returns AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
 
@@ -62,7 +58,6 @@ def make_optimizer(
       decay_steps: number of updates, warm-up included, after which a cosine decay ends at
         `end_fraction` of the peak; 0 for a constant rate.
       end_fraction: see decay_steps.
-      norm: function from a tree of gradients to its global norm.
 
     Returns:
       The optimiser and its schedule (update -> learning rate).
@@ -93,14 +88,18 @@ def make_optimizer(
     def clip(gradient: jax.Array, norm: jax.Array) -> jax.Array:
         return jnp.where(norm < clip_norm, gradient, gradient / norm * clip_norm)
 
-    def clip_all(gradients, _):
-        return jax.tree.map(functools.partial(clip, norm=norm(gradients)), gradients)
+    def clip_all(gradients, state, params=None, *, norm=None, **others):
+        norm = optax.tree.norm(gradients) if norm is None else norm
+        return jax.tree.map(functools.partial(clip, norm=norm), gradients), state
 
     def by_array(decays: bool) -> optax.GradientTransformation:
         return adamw(lambda path: decays)
 
-    chain = optax.chain(optax.stateless(clip_all), adamw(is_matrix))
-    return Optimizer(chain.init, chain.update, clip, by_array), schedule
+    clipping = optax.GradientTransformationExtraArgs(optax.init_empty_state, clip_all)
+    chain = optax.chain(clipping, adamw(is_matrix))
+    optimizer = Optimizer(*chain)
+    optimizer.clip, optimizer.by_array = clip, by_array
+    return optimizer, schedule
 
 
 def updates_made(opt_state: optax.OptState) -> int:
@@ -120,4 +119,4 @@ def optimizer_of_phase(
         updates = sft.steps if phase == "sft" else rl_updates(config)
         decay = {"decay_steps": updates, "end_fraction": own.end_fraction}
     rates = own.learning_rate, own.warmup_steps, rl.b1, own.b2, own.weight_decay, rl.clip_norm
-    return make_optimizer(*rates, **decay, norm=norm_of_gradients(config.precision.cpu_products))
+    return make_optimizer(*rates, **decay)

@@ -27,6 +27,10 @@ class Bits:
     bits: jax.Array
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
+
 
 def as_bytes(x: jax.Array) -> jax.Array:
     """Views FP8 as uint8 and float16 or bf16 as uint16; returns other types unchanged."""

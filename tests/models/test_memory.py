@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from fp8rl_jax import models
+from fp8rl_jax.batch import make_batch
+from fp8rl_jax.learner import LossConfig, make_train_step, new_state
 from fp8rl_jax.quant import get_recipe, make_dot_general
+from fp8rl_jax.training.optimizer import make_optimizer
 
 _MODEL = models.ModelConfig(259, 256, 768, 4, 4, 2, 64)
 _ROWS, _LENGTH = 3, 160
@@ -118,3 +121,23 @@ def test_a_linear_layer_keeps_its_input_once(name):
     else:
         scales = 4 * (512 // 128 * 256 + 2 * 3) if name == "fp8" else 8
         assert kept == 512 * 256 + 256 * 384 + scales
+
+
+def test_working_memory_of_a_train_step():
+    """Gradients, their squares and a few layers beside the state, in bytes a parameter. A copy of
+    AdamW's moments would add 8; of the weights in float16 or padded in float32, 2 or 4 each."""
+    model = models.ModelConfig(259, 320, 768, 8, 5, 5, 64)  # 320: blocks of 128 do not divide it
+    optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
+    params = jax.eval_shape(
+        lambda: models.init_params(model, jax.random.key(0, impl="threefry2x32"))
+    )
+    key = np.zeros(2, np.uint32)
+    state = jax.eval_shape(lambda params: new_state(params, optimizer, key, "fp8"), params)
+    tokens, ones = np.zeros((2, 64), np.int32), np.ones(2, np.float32)
+    lengths, mask = np.full(2, 32, np.int32), np.ones((2, 32), bool)
+    batch = make_batch(tokens, lengths, tokens[:, 32:], mask, ones, ones)
+    step = make_train_step(model, "fp8", optimizer, LossConfig())
+    rope = tuple(map(jnp.asarray, models.rope_tables(model, 64)))
+    memory = step.lower(state, batch, rope).compile().memory_analysis()
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    assert 4 < memory.temp_size_in_bytes / count < 9

@@ -116,8 +116,9 @@ def _weight_spec(weight, cut: bool, storage: int):
     if isinstance(weight, QArray):
         one = weight.block_shape[-1] == -1  # one scale for all columns
         scale = spec(weight.scale, cut and not one, storage)
-        return QArray(spec(weight.qvalue, cut, storage), scale, weight.block_shape)
-    return spec(weight, cut, storage)
+        value = _weight_spec(weight.qvalue, cut, storage)
+        return QArray(value, scale, weight.block_shape)  # type: ignore[arg-type]
+    return jax.tree.map(lambda x: spec(x, cut, storage), weight)
 
 
 def _stack_spec(weight, logical: str, mesh, stored: bool):

@@ -97,7 +97,7 @@ def test_every_form_of_a_weight_is_cut_alike(params):
     assert jax.tree.structure(specs) == jax.tree.structure(paired)
     gate = specs["layers"]["gate_proj"]["kernel"]
     assert isinstance(gate, BoundWeight) and isinstance(gate.value, QArray)
-    assert gate.master == gate.value.qvalue == _COLUMNS
+    assert gate.master == gate.value.qvalue.bits == _COLUMNS
     assert gate.value.scale == _WHOLE, "one scale for all columns"
     assert set(jax.tree.leaves((gate.scaling, gate.probe))) == {_WHOLE}
     plain = models.weight_specs(params, _CONFIG, recipe, _tensor(2))
