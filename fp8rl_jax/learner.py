@@ -399,8 +399,7 @@ def make_gradients(
             broken = broken.any(axis=0)
             tapped = {name: join_parts(x, batch_axis(name)) for name, x in tapped.items()}
         value, grads, seen, sums = total
-        on_cpu = resolve(recipe.kernels) == "reference"
-        norm = (tree_norm if on_cpu else optax.tree.norm)(grads)
+        norm = (tree_norm if resolve(recipe.kernels) == "reference" else optax.tree.norm)(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         changes = good & (batch.weights != 0).any()
         scaling = update_scaling(params, recipe, state.scaling_state, seen)

@@ -124,8 +124,8 @@ def test_a_linear_layer_keeps_its_input_once(name):
 
 
 def test_working_memory_of_a_train_step():
-    """Gradients, their squares and a few layers beside the state, in bytes a parameter. A copy of
-    AdamW's moments would add 8; of the weights in float16 or padded in float32, 2 or 4 each."""
+    """Gradients, clipped gradients and a few layers beside the state, in bytes a parameter. Copies
+    of AdamW's moments would add 8; of the weights in float16 or padded in float32, 2 or 4."""
     model = models.ModelConfig(259, 320, 768, 8, 5, 5, 64)  # 320: blocks of 128 do not divide it
     optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
     params = jax.eval_shape(
