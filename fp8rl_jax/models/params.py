@@ -296,8 +296,6 @@ def trainable_params(
 ):
     """Pairs masters with the bytes that the forward pass reads.
 
-    A `BoundWeight.value` of the result may hold `Bits`.
-
     Differentiate with respect to `params`, or the adapters in it (and `probes`); `weights` must
     come from outside the differentiated function, or pass through `lax.stop_gradient`.
 

@@ -242,7 +242,8 @@ class BoundWeight:
     """A weight as the forward pass sees it, with its master and the states of its site.
 
     Attributes:
-      value: QArray (quantised once per update: exactly what the rollout holds), or an array.
+      value: QArray (quantised once per update: exactly what the rollout holds), or an array. Its
+        FP8 and bf16 may be `Bits` (`kernels.keep`).
       master: float32 parameter that `value` stands for. Receives the gradient; its value is read
         only by the backward pass of recipes that need the bf16 weight. None: `value` receives the
         gradient if it is an array.
