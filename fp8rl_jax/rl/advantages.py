@@ -48,13 +48,15 @@ def _scored_groups(rewards: np.ndarray) -> np.ndarray:
 
 
 def group_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Returns ``A / (population standard deviation of the group's rewards + 1e-4)`` (GRPO).
+    """Returns ``A / (population standard deviation of the group's rewards + 1e-4)`` (GRPO); 0 in a
+    group of equal rewards, which a baseline of the whole step, or none, leaves away from 0.
 
     Libraries that divide by the sample standard deviation (ddof 1) get sqrt((G - 1) / G) of this.
     """
     of_groups = np.nanstd(_scored_groups(rewards), axis=1)
     deviation = np.repeat(of_groups + 1e-4, rewards.shape[1])
-    return np.where(mask, advantages / deviation[:, None], 0.0)
+    differs = np.repeat(informative_groups(rewards), rewards.shape[1])
+    return np.where(mask & differs[:, None], advantages / deviation[:, None], 0.0)
 
 
 def batch_std(advantages: np.ndarray, rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -51,7 +51,8 @@ def _expected(rewards, mask, baseline, scale):
             }[baseline]
             found[i, j] = reward - base
     if scale == "group_std":
-        found /= np.array([[statistics.pstdev(group) + 1e-4] for group in groups])
+        widths = [statistics.pstdev(g) + 1e-4 if len({*g}) > 1 else np.inf for g in groups]
+        found /= np.array(widths)[:, None]
     if scale == "batch_std":
         found /= statistics.pstdev(x for x in found.flat if not np.isnan(x)) + 1e-8
     if scale == "token_std":
@@ -107,6 +108,17 @@ def test_nothing_changes_where_all_are_scored(baseline, scale):
         np.testing.assert_array_equal(
             found, np.where(mask, advantages.reshape(-1, 1) / deviation, 0)
         )
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_groups_of_equal_rewards_have_no_gradient(baseline):
+    """Also where the baseline is that of the whole step, or none."""
+    rewards = np.array([[1.0, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
+    mask = _mask(rewards.shape)
+    _, found = _prepared(rewards, mask, baseline=baseline)
+    of_groups = found.advantages.reshape(3, -1)
+    assert of_groups.any(axis=1).tolist() == [False, True, False]
+    assert np.abs(of_groups).max() < 3
 
 
 def test_a_group_with_one_score_has_no_gradient():

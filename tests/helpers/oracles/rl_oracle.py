@@ -66,9 +66,14 @@ def no_baseline(rewards):
 
 
 def group_std(advantages, rewards, mask):
-    """GRPO (2402.03300), section 4.1.2: over the deviation of the group's rewards (+ 1e-4)."""
+    """GRPO (2402.03300), section 4.1.2: over the deviation of the group's rewards (+ 1e-4); a group
+    of equal rewards says nothing, whatever the baseline."""
 
-    widths = [deviation(group) + 1e-4 for group in rewards for _ in group]
+    widths = [
+        deviation(group) + 1e-4 if len(set(group)) > 1 else math.inf
+        for group in rewards
+        for _ in group
+    ]
     return table(mask, lambda row, t: advantages[row][t] / widths[row])
 
 
