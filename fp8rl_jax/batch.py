@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.models.kv_cache import PAGE, pages_of
+from fp8rl_jax.models.truncation import Truncation
 from fp8rl_jax.rl.aggregation import token_mean
 
 Array = Any  # numpy on the host, jax.Array on the device
@@ -82,6 +83,9 @@ class Batch:
       packing: where the sequences of a row are, or None.
       teacher: a teacher's hidden states and output head, or None.
       lengths: (B,) int32, number of tokens of prompt and response together; None with `packing`.
+      truncation, kept: as in `Rollout`: log-probabilities are over the tokens that were kept when
+        the targets were drawn. Without `kept` they are those that the truncation keeps of the
+        learner's logits, so its weights must be those that drew.
     """
 
     tokens: Array
@@ -98,6 +102,8 @@ class Batch:
     packing: Packing | None = None
     teacher: TeacherOutputs | None = None
     lengths: Array = None
+    truncation: Truncation | None = flax.struct.field(pytree_node=False, default=None)
+    kept: Array = None
 
     @property
     def places(self) -> dict[str, Array]:
@@ -348,7 +354,9 @@ def pack(
     rows, starts, begins, filled, count = assign(lengths, longest, capacity, devices, given)
     shared = 0 * starts if given is None else np.where(begins == starts, 0, given.slots)
     shape = count * devices, capacity
-    found = {name: np.zeros(shape, getattr(batch, name).dtype) for name in _BY_RESPONSE}
+    names = _BY_RESPONSE if batch.kept is None else (*_BY_RESPONSE, "kept")
+    arrays = {name: np.asarray(getattr(batch, name)) for name in names}
+    found = {name: np.zeros((*shape, *x.shape[2:]), x.dtype) for name, x in arrays.items()}
     tokens, first = np.zeros(shape, np.int32), np.full(shape, capacity, np.int32)
     pages = np.zeros((shape[0], capacity // PAGE, 2), np.int32)
     pages[..., 0] = np.arange(capacity // PAGE)
@@ -366,13 +374,21 @@ def pack(
         predictors[row, flat] = np.arange(before.start, before.stop)
         predicted[row, before] = np.arange(begin, begin + count)
         temperature[row, flat] = batch.temperature[index]
-        for name in _BY_RESPONSE:
-            found[name][row, flat] = getattr(batch, name)[index, :count]
+        for name, array in arrays.items():
+            found[name][row, flat] = array[index, :count]
     packing = Packing(first, predictors, predicted, pages if share_prompts else None)
     slots = Slots(rows, starts, responses, shared, lengths, prompts, filled)
     routing = {name: _pack_routing(x, slots, shape) for name, x in batch.routing.items()}
-    own = {"temperature": temperature, "routing": routing, "packing": packing}
-    return Batch(tokens, None, **found, **own), slots  # type: ignore[arg-type]
+    packed = Batch(
+        tokens=tokens,
+        prompt_lengths=None,
+        temperature=temperature,
+        routing=routing,
+        packing=packing,
+        truncation=batch.truncation,
+        **found,  # type: ignore[arg-type]
+    )
+    return packed, slots
 
 
 def _pack_routing(routing: jax.Array, slots: Slots, shape: tuple[int, int]) -> jax.Array:

@@ -167,15 +167,32 @@ def response_logprobs(
     hidden = rows_at(out.hidden, *batch.predictions)
     head = output_head(params, model, parallel)
     counts = None if batch.packing is None else batch.mask > 0
-    tokens = batch.targets, batch.temperature
-    logp, entropy = token_logprobs(hidden, head, *tokens, recipe, parallel, counts)
+    logp, entropy = token_logprobs(
+        hidden,
+        head,
+        batch.targets,
+        batch.temperature,
+        recipe,
+        parallel,
+        counts,
+        batch.truncation,
+        batch.kept,
+    )
     if batch.teacher is not None:
         assert teacher_head is not None
-        q = batch.teacher.hidden, teacher_head
-        divergence = token_divergences(
-            hidden, head, *q, batch.temperature, recipe, parallel, counts
+        out.aux["teacher_kl"] = token_divergences(
+            hidden,
+            head,
+            batch.teacher.hidden,
+            teacher_head,
+            batch.temperature,
+            recipe,
+            parallel,
+            counts,
+            batch.targets,
+            batch.truncation,
+            batch.kept,
         )
-        out.aux["teacher_kl"] = divergence
     if LOGITS in taps:
         logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe, parallel)
         out.aux["taps"][LOGITS] = logits.reshape(*batch.targets.shape, -1)

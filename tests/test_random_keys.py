@@ -59,7 +59,7 @@ def _draws() -> np.ndarray:
     key = jax.random.fold_in(jax.random.wrap_key_data(data, impl="threefry2x32"), 2)
     ids = jnp.arange(8, dtype=jnp.int32)
     keys = sample_keys(key, ids, jnp.full(8, 3, jnp.int32))
-    return np.asarray(sample_token(jnp.zeros((8, 97)), keys, jnp.ones(8), 0, 1.0))
+    return np.asarray(sample_token(jnp.zeros((8, 97)), keys, jnp.ones(8)))
 
 
 @pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg"])

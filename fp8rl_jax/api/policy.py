@@ -282,7 +282,7 @@ def sample(
         policy.weights, Prompts.numbered(tokens, lengths, key, temperatures), sampler=sampler
     )
     count = len(asked) * group_size
-    rows_of = {n: getattr(out, n)[:count] for n in ("tokens", "mask", "logprobs", "finished")}
+    rows_of = {name: array[:count] for name, array in out.rows.items()}
     taps = {name: x[:, :count] for name, x in out.taps.items()}
     out = dataclasses.replace(out, **rows_of, taps=taps)
     texts = sized.text.decode(np.asarray(out.tokens), np.asarray(out.mask))
@@ -303,7 +303,8 @@ def score(
 
     Args:
       policy: from `load` or `train_step`.
-      prompts: samples of any policy, or questions, which need `responses`.
+      prompts: samples of any policy, scored over the tokens that its top-k and top-p kept; or
+        questions, which need `responses`, scored over the whole vocabulary.
       responses: one text for each question; the token that ends a response is scored, too.
       temperature: divides the logits for `responses`; samples have recorded their own.
 

@@ -29,7 +29,11 @@ class Programs:
         key = "sample", rollout.max_prompt_tokens, rollout.max_new_tokens, group_size
         if key not in self._made:
             self._made[key] = runtime.engine.make_sampler(
-                group_size, rollout.top_k, rollout.top_p, runtime.engine.replayed_taps
+                group_size,
+                rollout.top_k,
+                rollout.top_p,
+                runtime.engine.replayed_taps,
+                records_kept=True,  # any policy may score the samples
             )
         return self._made[key]
 

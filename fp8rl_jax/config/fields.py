@@ -399,6 +399,12 @@ FIELDS: dict[str, dict[str, Field]] = {
             "'module:function'; auto: tis if the recipes differ and old_logprobs is not 'rollout' "
             "(where the ratio holds the difference)",
         ),
+        "truncated_sampling": Field(
+            "renormalised",
+            "with rollout.top_k or top_p, over what log-probabilities and divergences are: "
+            "renormalised, the kept tokens; whole, the vocabulary, a biased gradient",
+            choices=("renormalised", "whole"),
+        ),
         "routing_replay": Field(
             "none",
             "what the learner takes from the rollout's routers: none; experts: which experts, in "

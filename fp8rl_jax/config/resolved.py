@@ -10,7 +10,7 @@ import ml_collections
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.envs import Term, eval_tasks, load_rewards, load_step
-from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.models import ModelConfig, Truncation
 from fp8rl_jax.quant import Recipe, same_forward
 from fp8rl_jax.rl import Algorithm
 
@@ -64,6 +64,25 @@ class Resolved:
     def stale(self) -> bool:
         """Whether steps learn from what older versions of the policy drew."""
         return self.config.rollout.ahead > 0 or self.config.rollout.most_versions > 1
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """The truncation over whose tokens log-probabilities of responses are; None for all."""
+        rollout = self.config.rollout
+        whole = rollout.top_k == 0 and rollout.top_p == 1.0
+        if whole or self.config.algo.truncated_sampling == "whole":
+            return None
+        return Truncation(rollout.top_k, rollout.top_p)
+
+    @property
+    def records_kept(self) -> bool:
+        """Whether rollouts record the tokens that the truncation kept: other weights or recipes
+        than those that drew them score the responses."""
+        if self.truncation is None:
+            return False
+        updates = self.config.algo.epochs * self.config.algo.num_minibatches
+        others = self.stale or updates > 1 or self.algorithm.needs_reference
+        return others or not self.same_forward
 
     @property
     def step_samples(self) -> int:

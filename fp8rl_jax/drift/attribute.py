@@ -30,10 +30,10 @@ from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
 from fp8rl_jax.drift.own_products import try_own_products
 from fp8rl_jax.drift.programs import Host, Programs, Taps
+from fp8rl_jax.models import Truncation
 from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
 from fp8rl_jax.quant import BoundWeight, QArray, is_weight
 from fp8rl_jax.rl import mismatch_metrics
-from fp8rl_jax.rollout.sampling import mask_top_k, mask_top_p
 
 # A swapped-in value is quantised again, which may change the last bit of its scale.
 _REQUANTISED = 1e-6
@@ -322,8 +322,9 @@ def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> 
     """Finds which definition of the log-probability each side follows.
 
     Returns:
-      {'rollout' | 'learner': 'full vocabulary', 'without temperature', 'renormalised' (over top-k
-      and top-p) or 'another'}; {} if the logits were not observed, or differ.
+      {'rollout' | 'learner': 'full vocabulary', 'without temperature', 'kept tokens' (of top-k and
+      top-p) or 'another'; 'expected': the run's definition}; {} if the logits were not observed, or
+      differ.
     """
     logits = seen.rollout_logits
     if logits is None or seen.logits is None or seen.logits["differ"]:
@@ -331,8 +332,10 @@ def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> 
     mask, config = np.asarray(rollout.mask), programs.runtime.config.rollout
     rows, targets = jnp.asarray(logits[mask]), rollout.tokens[mask]
     warm = rows / config.temperature
-    kept = mask_top_p(mask_top_k(warm, config.top_k) if config.top_k else warm, config.top_p)
-    definitions = {"full vocabulary": warm, "without temperature": rows, "renormalised": kept}
+    definitions = {"full vocabulary": warm, "without temperature": rows}
+    if config.top_k or config.top_p < 1:
+        cut = Truncation(config.top_k, config.top_p).cut(warm, jnp.ones(len(rows)))
+        definitions["kept tokens"] = jnp.where(cut.keeps(warm), warm, -jnp.inf)
 
     def follows(values: np.ndarray) -> str:
         for name, logits in definitions.items():
@@ -342,4 +345,8 @@ def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> 
                 return name
         return "another"
 
-    return {"rollout": follows(rollout.logprobs), "learner": follows(logp)}
+    return {
+        "rollout": follows(rollout.logprobs),
+        "learner": follows(logp),
+        "expected": "full vocabulary" if programs.runtime.truncation is None else "kept tokens",
+    }

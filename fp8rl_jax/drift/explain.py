@@ -251,12 +251,14 @@ def _logprob(evidence: Evidence) -> dict | None:
             "multiply by the same head through block_matmul on both sides",
         )
     sides = evidence.alternatives
-    odd = [side for side in ("rollout", "learner") if sides.get(side) != "full vocabulary"]
+    expected = sides["expected"]
+    odd = [side for side in ("rollout", "learner") if sides[side] != expected]
     what = {
         "without temperature": "leaves the temperature out",
-        "renormalised": "renormalises over the tokens that top-k and top-p keep",
+        "kept tokens": "renormalises over the tokens that top-k and top-p keep",
+        "full vocabulary": "takes the whole vocabulary, also tokens that top-k and top-p leave out",
         "another": "follows another definition",
-        "full vocabulary": "follows the definition, and the last bits differ",
+        expected: "follows the definition, and the last bits differ",
     }
     said = [f"the {side} {what[sides[side]]}" for side in odd or ("learner",)]
     return _verdict(
@@ -265,5 +267,5 @@ def _logprob(evidence: Evidence) -> dict | None:
         + ", and ".join(said)
         + ".",
         "compute it by logprobs_of_logits(scaled_logits(logits, temperature), token) on both "
-        "sides: full vocabulary, after temperature, before top-k and top-p",
+        f"sides, over the {expected}",
     )

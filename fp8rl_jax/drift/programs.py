@@ -90,7 +90,11 @@ class Programs:
         sampler, weights = engine.sampler, self.runtime.for_sampling(self.weights)
         if taps:
             sampler = engine.make_sampler(
-                config.group_size, config.top_k, config.top_p, tuple(taps)
+                config.group_size,
+                config.top_k,
+                config.top_p,
+                tuple(taps),
+                engine.resolved.records_kept,
             )
         return processes.fetch(engine.sample(weights, self.prompts, sampler=sampler))
 

@@ -7,6 +7,7 @@
      ModelConfig --> arrays.py --> parameters --> transformer.forward <--> KV cache
                      one row each  params.py               |
                                                         hidden --> head --> logprobs.py
+                                                                    (over those of truncation.py)
 
 Read first: config.py (fields in which families differ), arrays.py (every array of a model),
 transformer.py (`forward`), decoder_layer.py (one layer: attention.py or latent_attention.py, then
@@ -21,6 +22,7 @@ model with experts.
 
 from fp8rl_jax.models.arrays import LINEAR_LAYERS, param_shapes
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.divergence import token_divergences
 from fp8rl_jax.models.kv_cache import (
     PAGE,
     KVCache,
@@ -36,7 +38,6 @@ from fp8rl_jax.models.logprobs import (
     logprobs_of_logits,
     output_head,
     scaled_logits,
-    token_divergences,
     token_logprobs,
 )
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
@@ -59,3 +60,4 @@ from fp8rl_jax.models.params import (
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.taps import Swap
 from fp8rl_jax.models.transformer import REMAT, ForwardOutput, forward
+from fp8rl_jax.models.truncation import Truncation

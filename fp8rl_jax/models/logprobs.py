@@ -1,12 +1,13 @@
-"""The log-probability: float32, full vocabulary, after temperature.
+"""The log-probability: float32, after temperature, over the tokens that may be drawn.
 
-``logp(t) = logits_t / temperature - log sum_v exp(logits_v / temperature)``. The sampler records
-it for the token it chose, the learner recomputes it for the same token; both by
-`_logprobs_of_logits`. Top-k and top-p choose the token and never renormalise this value.
+``logp(t) = logits_t / temperature - log sum_v exp(logits_v / temperature)``, over all tokens v, or
+those that top-k and top-p keep (truncation.py). The sampler records it for the token it chose, the
+learner recomputes it for the same token; both by `_logprobs_of_logits`.
 
 On a GPU both use kernels (kernels/gpu/head.py) that give a row the same bits. The learner's kernel
 never stores the logits. The sampler stores the logits of its few rows, because it draws from them,
-and its kernel reads them.
+and its kernel reads them. So does the learner, for a chunk of tokens at a time, where it must find
+the tokens that a truncation keeps.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.columns import split_head
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.parallel.specs import head_spec
+from fp8rl_jax.models.truncation import Truncation, kept_tokens
 from fp8rl_jax.quant import BoundWeight, Recipe, Rows, Weight, compute_value, matmul
 from fp8rl_jax.quant.varying import varying_vjp
 
@@ -108,38 +110,52 @@ def _row_logprobs(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _chunk_logprobs(
     recipe: Recipe,
     parallel: Parallel,
+    truncation: Truncation | None,
     hidden: jax.Array,
     head: Weight,
     targets: jax.Array,
-    inverse: jax.Array,
+    temperature: jax.Array,
+    recorded: jax.Array | None,
     any_counts: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy) of rows; 0 if `any_counts`, () bool, says that none counts.
 
-    Keeps the arguments and logsumexp for the backward pass, which recomputes the logits and no
-    more: the gradient of a row's log-probability with respect to them is
-    ``(one_hot(target) - softmax) * inverse``. The choice is made here, within the derivative's
-    rules: JAX's own derivative of a `cond` within a loop would keep a copy of the head for every
-    chunk.
+    Keeps the arguments, logsumexp and the cut for the backward pass, which recomputes the logits
+    and no more: the gradient of a row's log-probability with respect to them is
+    ``(one_hot(target) - softmax) * inverse``, over the tokens that are kept. The choice is made
+    here, within the derivative's rules: JAX's own derivative of a `cond` within a loop would keep a
+    copy of the head for every chunk.
     """
-    return _chunk_forward(recipe, parallel, hidden, head, targets, inverse, any_counts)[0]
+    rows = hidden, head, targets, temperature, recorded, any_counts
+    return _chunk_forward(recipe, parallel, truncation, *rows)[0]
 
 
-def _chunk_forward(recipe, parallel, hidden, head, targets, inverse, any_counts):
-    operands = hidden, head, targets, inverse
+def _chunk_forward(
+    recipe, parallel, truncation, hidden, head, targets, temperature, recorded, any_counts
+):
+    operands = hidden, head, targets, temperature, recorded
 
     def some(operands):
-        return _row_logprobs(recipe, parallel, *operands)
+        hidden, head, targets, temperature, recorded = operands
+        if truncation is None:
+            inverse = inverse_temperature(temperature)
+            return _row_logprobs(recipe, parallel, hidden, head, targets, inverse), None
+        logits = head_logits(hidden, head, recipe, parallel)
+        scaled = scaled_logits(logits, temperature)
+        keeps, cut = kept_tokens(
+            truncation, scaled, targets, temperature, recorded, logits.shape[1]
+        )
+        return _logprobs_over(keeps, logits, scaled, targets, temperature, recipe, parallel), cut
 
-    found = _if_any(any_counts, some, operands)
-    return found[:2], (operands, found[2], any_counts)
+    (logp, entropy, logsumexp), cut = if_any(any_counts, some, operands)
+    return (logp, entropy), (operands, logsumexp, cut, any_counts)
 
 
-def _if_any(any_counts: jax.Array | None, run: Callable, operands):
+def if_any(any_counts: jax.Array | None, run: Callable, operands):
     """Returns ``run(operands)``, or zeros if `any_counts` is False."""
     if any_counts is None:
         return run(operands)
@@ -150,66 +166,33 @@ def _if_any(any_counts: jax.Array | None, run: Callable, operands):
     return lax.cond(any_counts, run, none, operands)
 
 
-def _chunk_backward(recipe, parallel, residual, cotangents):
-    operands, logsumexp, any_counts = residual
+def _chunk_backward(recipe, parallel, truncation, residual, cotangents):
+    operands, logsumexp, cut, any_counts = residual
 
     def gradients(operands):
-        hidden, head, targets, inverse = operands
+        hidden, head, targets, temperature, recorded = operands
+        inverse = inverse_temperature(temperature)
         logits, pull = jax.vjp(lambda x, w: head_logits(x, w, recipe, parallel), hidden, head)
         is_target = jnp.arange(logits.shape[1], dtype=targets.dtype) == targets[:, None]
-        probability = jnp.exp(logits * inverse[:, None] - logsumexp[:, None])
+        scaled = logits * inverse[:, None]
+        probability = jnp.exp(scaled - logsumexp[:, None])
+        if truncation is not None:
+            keeps, _ = kept_tokens(
+                truncation,
+                prevent_fma(scaled),
+                targets,
+                temperature,
+                recorded,
+                logits.shape[1],
+                cut,
+            )
+            probability = jnp.where(keeps, probability, 0.0)
         return pull((is_target - probability) * (cotangents[0] * inverse)[:, None])
 
-    return (*_if_any(any_counts, gradients, operands), None, None, None)
+    return (*if_any(any_counts, gradients, operands), None, None, None, None)
 
 
 _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
-
-
-def _all_logprobs(recipe: Recipe, parallel: Parallel, inverse, hidden, head):
-    """Returns the log-probabilities (M, V) of all tokens."""
-    logits = head_logits(hidden, head, recipe, parallel)
-    return jax.nn.log_softmax(logits * inverse[:, None], axis=-1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunk_divergences(recipe, parallel, hidden, head, other, inverse, any_counts):
-    """Returns KL (M,) of rows from those of `other`: hidden states (M, D') and head (D', V).
-
-    `any_counts` and what is kept as in `_chunk_logprobs`.
-    """
-    return _divergence_forward(recipe, parallel, hidden, head, other, inverse, any_counts)[0]
-
-
-def _divergence_forward(recipe, parallel, hidden, head, other, inverse, any_counts):
-    operands = hidden, head, other, inverse
-
-    def divergence(operands):
-        hidden, head, other, inverse = operands
-        logprobs = functools.partial(_all_logprobs, recipe, parallel, inverse)
-        logp, logq = logprobs(hidden, head), logprobs(*other)
-        p, d = jnp.exp(logp), logq - logp
-        # The sum of p e^d is 1, so this is the sum of -p d, in terms that are never negative.
-        small = p * (jnp.expm1(jnp.minimum(d, 1)) - d)
-        return jnp.where(d > 1, jnp.exp(logq) - p * (1 + d), small).sum(-1)
-
-    return _if_any(any_counts, divergence, operands), (operands, any_counts)
-
-
-def _divergence_backward(recipe, parallel, residual, cotangent):
-    operands, any_counts = residual
-
-    def gradients(operands):
-        hidden, head, other, inverse = operands
-        logprobs = functools.partial(_all_logprobs, recipe, parallel, inverse)
-        logp, pull = jax.vjp(logprobs, hidden, head)
-        # Without the derivative of the first log p, which is the same for all tokens.
-        return pull(jnp.exp(logp) * (logp - logprobs(*other)) * cotangent[:, None])
-
-    return (*_if_any(any_counts, gradients, operands), None, None, None)
-
-
-_chunk_divergences.defvjp(_divergence_forward, _divergence_backward)
 
 
 def _by_kernel(recipe: Recipe, parallel: Parallel) -> bool:
@@ -298,6 +281,8 @@ def token_logprobs(
     recipe: Recipe,
     parallel: Parallel = ONE_DEVICE,
     counts: jax.Array | None = None,
+    truncation: Truncation | None = None,
+    recorded: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log-probabilities of `targets`, by chunks of tokens: (B, T, V) is never in memory.
 
@@ -310,6 +295,10 @@ def token_logprobs(
       parallel: as for `forward`.
       counts: (B, T) bool, tokens that count: chunks without any are not computed, and get 0. None
         for all.
+      truncation: how the targets were drawn, if not from the whole vocabulary: log-probabilities
+        and entropy are over the tokens that it kept.
+      recorded: (B, T, C) int32, which tokens were kept, by `Truncation.record`; None for those that
+        it keeps of these logits.
 
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
@@ -317,17 +306,17 @@ def token_logprobs(
     batch, length = targets.shape
     if temperature.ndim == 1:
         temperature = jnp.broadcast_to(temperature[:, None], (batch, length))
-    if _by_kernel(recipe, parallel):
+    if _by_kernel(recipe, parallel) and truncation is None:
         inverse = inverse_temperature(temperature)
         return _token_logprobs_by_kernel(hidden, head, targets, inverse, counts, recipe, parallel)
 
-    def logp(hidden, targets, temperature, any_counts=None):
-        inverse = inverse_temperature(temperature)
-        return _chunk_logprobs(recipe, parallel, hidden, head, targets, inverse, any_counts)
+    def logp(hidden, targets, temperature, recorded, any_counts=None):
+        rows = targets, temperature, recorded, any_counts
+        return _chunk_logprobs(recipe, parallel, truncation, hidden, head, *rows)
 
-    rows = hidden, targets, temperature
+    rows = hidden, targets, temperature, recorded
     if counts is not None or parallel.devices > 1:
-        values, entropy = _by_chunks_of_all_rows(logp, rows, counts, parallel.row_devices)
+        values, entropy = by_chunks_of_all_rows(logp, rows, counts, parallel.row_devices)
         return values, entropy
     count = batch * length
     chunk = min(_CHUNK, count)
@@ -336,19 +325,19 @@ def token_logprobs(
         x = pad_to(x.reshape(count, *x.shape[2:]), 0, chunk)
         return x.reshape(-1, chunk, *x.shape[1:])
 
-    chunks = tuple(map(chunks_of, rows))
+    chunks = jax.tree.map(chunks_of, rows)
     if len(chunks[0]) == 1:
-        values, entropy = logp(*(x[0] for x in chunks))
+        values, entropy = logp(*jax.tree.map(lambda x: x[0], chunks))
     else:
         values, entropy = lax.map(lambda xs: logp(*xs), chunks)
     return tuple(x.reshape(-1)[:count].reshape(batch, length) for x in (values, entropy))
 
 
-def _by_chunks_of_all_rows(
+def by_chunks_of_all_rows(
     logp: Callable, rows: tuple, counts: jax.Array | None, devices: int
 ) -> tuple[jax.Array, ...]:
-    """Computes ``logp(*rows)``, a tuple of arrays (B, T), of arrays (B, T, ...) by chunks of tokens
-    of all B rows; 0 for the chunks in which no token counts.
+    """Computes ``logp(*rows)``, a tuple of arrays (B, T), of arrays (B, T, ...), or None, by chunks
+    of tokens of all B rows; 0 for the chunks in which no token counts.
 
     A product's order on a CPU depends on how many rows each device has. These chunks have equally
     many on all of them, where chunks of tokens in order would lie on one.
@@ -361,11 +350,11 @@ def _by_chunks_of_all_rows(
         x = x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(len(x), batch * chunk, *x.shape[3:])
 
-    chunks = tuple(map(chunks_of, rows))
+    chunks = jax.tree.map(chunks_of, rows)
     if counts is not None:
         chunks = *chunks, chunks_of(counts).any(1)
     if len(chunks[0]) == 1:
-        found = tuple(x[None] for x in logp(*(x[0] for x in chunks)))
+        found = tuple(x[None] for x in logp(*jax.tree.map(lambda x: x[0], chunks)))
     else:
         found = lax.map(lambda xs: logp(*xs), chunks)
 
@@ -375,34 +364,33 @@ def _by_chunks_of_all_rows(
     return tuple(map(joined, found))
 
 
-def token_divergences(
-    hidden: jax.Array,
-    head: Weight,
-    other_hidden: jax.Array,
-    other_head: jax.Array,
+def _logprobs_over(
+    keeps: jax.Array | None,
+    logits: jax.Array,
+    scaled: jax.Array,
+    tokens: jax.Array,
     temperature: jax.Array,
     recipe: Recipe,
-    parallel: Parallel = ONE_DEVICE,
-    counts: jax.Array | None = None,
-) -> jax.Array:
-    """Returns ``KL(p || q) = sum_v p_v (log p_v - log q_v)`` over the full vocabulary, (B, T)
-    float32 in nats, by chunks of tokens: differentiable in p, and exactly 0 where p and q have
-    equal logits.
+    parallel: Parallel,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (logp, entropy, logsumexp) of tokens, (M,) float32 each, over the tokens of `keeps`
+    (M, W) bool, None for all; the other arguments as for `drawn_logprobs`."""
+    if keeps is not None:
+        scaled = jnp.where(keeps, scaled, -jnp.inf)
+    if not _by_kernel(recipe, parallel):
+        return _logprobs_of_logits(scaled, tokens)
+    if keeps is not None:
+        logits = jnp.where(keeps[:, : logits.shape[1]], logits, -jnp.inf)
 
-    Args:
-      hidden, head, temperature, recipe, parallel, counts: as for `token_logprobs`; they give p.
-      other_hidden, other_head: (B, T, D') and (D', V) of q, a constant.
-    """
-    if temperature.ndim == 1:
-        temperature = jnp.broadcast_to(temperature[:, None], hidden.shape[:2])
+    def kernel(logits, scaled, tokens, inverse):
+        return gpu_kernels().head.logprobs_of_logits(logits, tokens, inverse)
 
-    def divergence(hidden, temperature, other, any_counts=None):
-        inverse = inverse_temperature(temperature)
-        rows = hidden, head, (other, other_head), inverse, any_counts
-        return (_chunk_divergences(recipe, parallel, *rows),)
+    def plain(logits, scaled, tokens, inverse):
+        return _logprobs_of_logits(scaled, tokens)
 
-    rows = hidden, temperature, other_hidden
-    return _by_chunks_of_all_rows(divergence, rows, counts, parallel.row_devices)[0]
+    run = functools.partial(by_platform, recipe.kernels, kernel, plain)
+    inverse = inverse_temperature(temperature)
+    return parallel.by_own_rows(run, logits, scaled, tokens, inverse)
 
 
 def drawn_logprobs(
@@ -412,6 +400,7 @@ def drawn_logprobs(
     temperature: jax.Array,
     recipe: Recipe,
     parallel: Parallel = ONE_DEVICE,
+    keeps: jax.Array | None = None,
 ) -> jax.Array:
     """Returns log-probabilities of drawn tokens, (M,) float32, with the bits of `token_logprobs`.
 
@@ -420,19 +409,9 @@ def drawn_logprobs(
       tokens: (M,) int32; temperature: (M,) float32.
       recipe: numerics.
       parallel: as for `forward`.
+      keeps: (M, W) bool, the tokens that may be drawn; None for all.
     """
-
-    def kernel(logits, scaled, tokens, inverse):
-        return gpu_kernels().head.logprobs_of_logits(logits, tokens, inverse)[0]
-
-    def plain(logits, scaled, tokens, inverse):
-        return logprobs_of_logits(scaled, tokens)[0]
-
-    if not _by_kernel(recipe, parallel):
-        return logprobs_of_logits(scaled, tokens)[0]
-    run = functools.partial(by_platform, recipe.kernels, kernel, plain)
-    inverse = inverse_temperature(temperature)
-    return parallel.by_own_rows(run, logits, scaled, tokens, inverse)
+    return _logprobs_over(keeps, logits, scaled, tokens, temperature, recipe, parallel)[0]
 
 
 @jax.custom_vjp

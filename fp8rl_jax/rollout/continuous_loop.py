@@ -90,6 +90,7 @@ class BatchState:
       turns, drawn, prefilled: (1,) int32, numbers of turns, tokens drawn and tokens prefilled.
       needed: (1,) int32; the rollout ends with the first so many requests.
       keys: (M, 2) uint32 as in `Earlier`, or None if `Requests.key` is the key of all.
+      kept: (M, R, C) int32 as in `Rollout`, or None.
     """
 
     pool: tuple[Stored, ...]
@@ -103,6 +104,7 @@ class BatchState:
     prefilled: jax.Array
     needed: jax.Array
     keys: jax.Array | None
+    kept: jax.Array | None
 
 
 @flax.struct.dataclass
@@ -115,6 +117,7 @@ class Earlier:
       keys: (M, 2) uint32, key data of the step that numbered a response's sample.
       needed: (D,) int32, number of each device's first requests that the call completes; it ends
         with them, whatever others lack.
+      kept: (M, R, C) int32 as in `Rollout`, or None.
     """
 
     tokens: Any
@@ -123,6 +126,7 @@ class Earlier:
     finished: Any
     keys: Any
     needed: Any
+    kept: Any = None
 
 
 @flax.struct.dataclass
@@ -228,6 +232,7 @@ class ContinuousLoop:
             prefilled=zero,
             needed=earlier.needed if earlier else zero + count,
             keys=earlier.keys if earlier else None,
+            kept=earlier.kept if earlier else loop.sampler.no_kept(count, loop.model.vocab_size),
         )
 
     def unfinished(self, state: BatchState) -> jax.Array:
@@ -346,7 +351,9 @@ class ContinuousLoop:
         if state.keys is not None:
             key = jax.random.wrap_key_data(state.keys[request], impl="threefry2x32")
         keys = sample_keys(key, requests.sample_ids[request], position + 1)
-        token, logp, _ = loop.draw(prepared, hidden[:, 0], keys, requests.temperature[request])
+        token, logp, _, kept = loop.draw(
+            prepared, hidden[:, 0], keys, requests.temperature[request]
+        )
         index = position + 1 - plan.prompt_lengths[plan.prompt]
         ended = draws & is_end(token, loop.sampler.eos_ids)
         full = draws & (index + 1 >= requests.limits[request])
@@ -375,6 +382,7 @@ class ContinuousLoop:
             finished=state.finished.at[row].set(ended, mode="drop"),
             replies=replies,
             drawn=state.drawn + draws.sum(),
+            kept=None if state.kept is None else state.kept.at[row, index].set(kept, mode="drop"),
         )
 
     def extend(self, requests: Requests, more: Extension, state: BatchState) -> BatchState:
@@ -400,5 +408,13 @@ class ContinuousLoop:
         tokens = jnp.take_along_axis(state.tokens, start[:, None] + index, axis=1)
         tokens = jnp.where(known, tokens, sampler.pad_id)
         mask = known if state.replies is None else state.replies.drawn
-        of_all = None if state.replies is None else lengths
-        return Rollout(tokens, mask, state.logprobs, state.finished, {}, of_all)
+        return Rollout(
+            tokens=tokens,
+            mask=mask,
+            logprobs=state.logprobs,
+            finished=state.finished,
+            taps={},
+            lengths=None if state.replies is None else lengths,
+            kept=state.kept,
+            truncation=sampler.scored_truncation,
+        )

@@ -33,6 +33,7 @@ from fp8rl_jax.models import (
     KVCache,
     ModelConfig,
     Parallel,
+    Truncation,
     drawn_logprobs,
     for_decoding,
     forward,
@@ -64,6 +65,9 @@ class SamplerConfig:
       max_turns: replies of a response at most; above 1 only in rollout/continuous.py.
       max_turn_tokens: tokens of a reply at most; 0 for what is left of R.
       taps: names of intermediate values to return as well (models/taps.py, and 'logits').
+      whole_logprobs: record log-probabilities over the whole vocabulary, not over the tokens that
+        top_k and top_p keep.
+      records_kept: record which tokens these are.
     """
 
     max_new_tokens: int
@@ -76,6 +80,26 @@ class SamplerConfig:
     max_turns: int = 1
     max_turn_tokens: int = 0
     taps: tuple[str, ...] = ()
+    whole_logprobs: bool = False
+    records_kept: bool = False
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """Which tokens are drawn from; None for all."""
+        whole = self.top_k == 0 and self.top_p == 1.0
+        return None if whole else Truncation(self.top_k, self.top_p)
+
+    @property
+    def scored_truncation(self) -> Truncation | None:
+        """The truncation over whose tokens log-probabilities are recorded; None for all tokens."""
+        return None if self.whole_logprobs else self.truncation
+
+    def no_kept(self, rows: int, vocabulary: int) -> jax.Array | None:
+        """Returns (rows, R, C) int32, records of kept tokens that hold nothing; None without."""
+        if self.scored_truncation is None or not self.records_kept:
+            return None
+        numbers = self.scored_truncation.recorded_numbers(vocabulary)
+        return jnp.zeros((rows, self.max_new_tokens, numbers), jnp.int32)
 
 
 @flax.struct.dataclass
@@ -90,6 +114,9 @@ class Rollout:
         truncated.
       lengths: (B,) int32, tokens of the response with those of the environment between its replies;
         None for responses of one reply, whose tokens were all drawn.
+      kept: (B, R, C) int32, which tokens the truncation kept for each draw, by `Truncation.record`;
+        None if that was not recorded.
+      truncation: the truncation over whose tokens the log-probabilities are; None for all tokens.
       taps: {name: (L, B, Tp + R, ...), or (B, Tp + R, ...) outside the layers}, slot == position;
         'logits': (B, R, V) float32. The last token drawn was not run through the model, so it has
         no taps.
@@ -101,6 +128,15 @@ class Rollout:
     finished: Any
     taps: dict[str, jax.Array]
     lengths: Any = None
+    kept: Any = None
+    truncation: Truncation | None = flax.struct.field(pytree_node=False, default=None)
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        """The arrays (B, ...) that are there, by the names of their fields."""
+        names = ("tokens", "mask", "logprobs", "finished", "lengths", "kept")
+        arrays = {name: getattr(self, name) for name in names}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 @flax.struct.dataclass
@@ -206,20 +242,35 @@ class Loop:
 
     def draw(
         self, prepared: Prepared, hidden: jax.Array, keys: jax.Array, temperature: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Draws tokens (M,) from hidden states (M, D); returns them, their log-probabilities (M,)
-        and logits (M, V)."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Draws tokens (M,) from hidden states (M, D); returns them, their log-probabilities (M,),
+        logits (M, V), and which tokens were kept (M, C), or None if that is not recorded."""
+        sampler = self.sampler
         logits = head_logits(hidden, prepared.head, self.recipe, self.parallel)
         scaled = scaled_logits(logits, temperature)
-        token = sample_token(scaled, keys, temperature, self.sampler.top_k, self.sampler.top_p)
-        logp = drawn_logprobs(logits, scaled, token, temperature, self.recipe, self.parallel)
-        return token, logp, logits
+        keeps, kept, drawn_from = None, None, scaled
+        if sampler.truncation is not None:
+            keeps = sampler.truncation.cut(scaled, temperature).keeps(scaled)
+            drawn_from = jnp.where(keeps, scaled, -jnp.inf)
+            if sampler.records_kept and not sampler.whole_logprobs:
+                kept = sampler.truncation.record(keeps, logits.shape[1])
+        token = sample_token(drawn_from, keys, temperature)
+        logp = drawn_logprobs(
+            logits,
+            scaled,
+            token,
+            temperature,
+            self.recipe,
+            self.parallel,
+            None if sampler.whole_logprobs else keeps,
+        )
+        return token, logp, logits, kept
 
     def _draw(self, prepared: Prepared, requests: Requests, hidden, index):
         keys = sample_keys(requests.key, requests.sample_ids, self._start(requests) + index)
         return self.draw(prepared, hidden, keys, requests.temperature)
 
-    def _record(self, rollout: Rollout, index, done, token, logp, logits) -> Rollout:
+    def _record(self, rollout: Rollout, index, done, token, logp, logits, kept) -> Rollout:
         sampler, taps = self.sampler, rollout.taps
         if LOGITS in taps:
             taps = taps | {LOGITS: taps[LOGITS].at[:, index].set(logits)}
@@ -230,6 +281,7 @@ class Loop:
             logprobs=rollout.logprobs.at[:, index].set(jnp.where(done, 0.0, logp)),
             finished=rollout.finished | (~done & is_end(token, sampler.eos_ids)),
             taps=taps,
+            kept=None if rollout.kept is None else rollout.kept.at[:, index].set(kept),
         )
 
     def prefill(self, prepared: Prepared, prompts: jax.Array, requests: Requests) -> LoopState:
@@ -272,6 +324,8 @@ class Loop:
             logprobs=jnp.zeros(shape, jnp.float32),
             finished=jnp.zeros((batch,), bool),
             taps=taps,
+            kept=sampler.no_kept(batch, self.model.vocab_size),
+            truncation=sampler.scored_truncation,
         )
         zero = jnp.int32(0)
         last = jnp.repeat(last, sampler.group_size, axis=0)

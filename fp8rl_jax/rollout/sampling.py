@@ -1,8 +1,8 @@
-"""Draws the next token: temperature, top-k, top-p, greedy. Random bits depend on the sample alone.
+"""Draws the next token, or takes the most likely one. Random bits depend on the sample alone.
 
 ``key = fold_in(fold_in(fold_in(run_key, step), sample_id), position)``: the row, batch or device of
-a sample changes nothing. Top-k and top-p mask tokens for the draw only; the recorded
-log-probability is over the full vocabulary (models/logprobs.py).
+a sample changes nothing. Logits come divided by the temperature, those of tokens that top-k and
+top-p leave out as -inf (models/truncation.py).
 
 Tokens are drawn by inverting the cumulative distribution, with two uniform numbers a row: one
 chooses a block of tokens, the other a token of the block. Noise for every token of the vocabulary
@@ -14,8 +14,6 @@ Resolution: a uniform number is a multiple of 2^-24, and sums are float32. A blo
 is therefore chosen with probability q + e, |e| about 2^-24 (6e-8), and so is a token within its
 block: the relative error of a token's probability is about 2^-24 over that of its block. A block of
 a probability far below 2^-24 may never be chosen.
-
-Not done: top-p without sorting the vocabulary.
 """
 
 from __future__ import annotations
@@ -46,27 +44,6 @@ def sample_keys(key: jax.Array, sample_ids: jax.Array, positions: jax.Array) -> 
         return jax.random.fold_in(jax.random.fold_in(key, sample_id), position)
 
     return jax.vmap(of_row, in_axes=(0 if key.ndim else None, 0, 0))(key, sample_ids, positions)
-
-
-def mask_top_k(logits: jax.Array, top_k: int) -> jax.Array:
-    """Keeps each row's k largest logits and all that equal the k-th; the rest become -inf."""
-    threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
-
-
-def mask_top_p(logits: jax.Array, top_p: float) -> jax.Array:
-    """Keeps the most likely tokens until their probability reaches `top_p`, and all tokens that are
-    as likely as the last of these.
-
-    Nucleus sampling (Holtzman et al., arXiv:1904.09751). The most likely token always stays. The
-    set is the smallest possible, with two exceptions: equal logits stay or go together, so that
-    their order does not matter; and a float32 sum rounded to just below `top_p` lets one more in.
-    """
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    probability = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    threshold = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= threshold, logits, -jnp.inf)
 
 
 def _first(found: jax.Array) -> jax.Array:
@@ -134,28 +111,21 @@ def draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
     return invert(inside, uniforms[:, 1]) * blocks + block
 
 
-def sample_token(
-    scaled: jax.Array, keys: jax.Array, temperature: jax.Array, top_k: int, top_p: float
-) -> jax.Array:
+def sample_token(scaled: jax.Array, keys: jax.Array, temperature: jax.Array) -> jax.Array:
     """Draws the next token of each row.
 
     Args:
-      scaled: (B, W) logits divided by the temperature.
+      scaled: (B, W) logits divided by the temperature; -inf for tokens that may not be drawn.
       keys: (B,) random keys.
       temperature: (B,); 0 takes the most likely token, the first one of equals.
-      top_k: number of tokens to keep, 0 for all.
-      top_p: probability mass to keep, 1.0 for all.
 
     Returns:
       (B,) int32; 0 for a row with NaN.
     """
-    masked = mask_top_k(scaled, top_k) if top_k else scaled
-    if top_p < 1.0:
-        masked = mask_top_p(masked, top_p)
     top = max_last(scaled)[:, None]  # the log-probability takes the same maximum: computed once
-    missing = -masked.shape[1] % EXP_LANES
-    masked = jnp.pad(masked, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    weights = lax.optimization_barrier(jnp.exp(masked - top))
+    missing = -scaled.shape[1] % EXP_LANES
+    padded = jnp.pad(scaled, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    weights = lax.optimization_barrier(jnp.exp(padded - top))
     bits = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys)
     # Multiples of 2^-24 below 1; `jax.random.uniform` gives multiples of 2^-23.
     uniforms = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)

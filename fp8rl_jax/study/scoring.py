@@ -135,7 +135,7 @@ def sample(
     runtime = dataclasses.replace(runtime, config=frozen, rollout_recipe=recipe)
     settings = config.rollout
     engine = runtime.engine
-    sampler = engine.make_sampler(group, settings.top_k, settings.top_p)
+    sampler = engine.make_sampler(group, settings.top_k, settings.top_p, records_kept=True)
     size, key = settings.prompts_per_step, engine.keys["rollout"]
     parts, progress = [], Part("questions answered", len(questions), note)
     scales = kv_scales(runtime, params, recipe, *runtime.text.prompts(list(questions)))

@@ -174,18 +174,17 @@ class Rollouts:
 
     def restore(self, step: int, meta: Mapping[str, Any]) -> None:
         """Takes over what `kept` returned at the checkpoint of `step`."""
-        self._first, questions = step, self._runtime.questions["train"]
-        self._learnt = [Responses(**_of_text(text, questions)) for text in meta.get("begun", [])]
+        self._first, runtime = step, self._runtime
+        self._learnt = [Responses(**_of_text(text, runtime)) for text in meta.get("begun", [])]
         self._later = self._learnt
         for saved in meta.get("rollouts", []):
             record = StepRecord(step + len(self._begun) + 1)
             record |= saved["record"]
             self.questions.position = saved["position"]
-            samples = Samples(**_of_text(saved["arrays"], questions))
+            samples = Samples(**_of_text(saved["arrays"], runtime))
             self._begun.append(_done(Drawn(samples, record, saved["position"], self._later)))
 
 
-_ROWS = ("tokens", "mask", "logprobs", "finished", "lengths")  # of a Rollout
 _PROMPTS = ("tokens", "lengths", "temperature", "first_ids")  # of Prompts
 _OWN = ("versions", "rewards", "counts", "turns", "learner_logprobs")  # of Samples
 
@@ -194,8 +193,8 @@ def _as_text(begun: Responses, places: dict[int, int]) -> str:
     """Returns the arrays of `Samples` or of responses that were begun; `places`: numbers of the
     questions by `id`."""
     arrays = {"questions": np.array([places[id(question)] for question in begun.questions])}
-    parts = (("rollout", begun.rollout, _ROWS), ("prompts", begun.prompts, _PROMPTS))
-    for part, source, names in (*parts, ("own", begun, _OWN)):
+    arrays |= {f"rollout/{name}": np.asarray(x) for name, x in begun.rollout.rows.items()}
+    for part, source, names in (("prompts", begun.prompts, _PROMPTS), ("own", begun, _OWN)):
         values = {f"{part}/{name}": getattr(source, name, None) for name in names}
         arrays |= {name: np.asarray(x) for name, x in values.items() if x is not None}
     if isinstance(begun, Samples):
@@ -206,8 +205,9 @@ def _as_text(begun: Responses, places: dict[int, int]) -> str:
     return base64.b64encode(content.getvalue()).decode()
 
 
-def _of_text(text: str, questions: list) -> dict[str, Any]:
+def _of_text(text: str, runtime: Runtime) -> dict[str, Any]:
     """Returns the fields of what `_as_text` was given."""
+    questions = runtime.questions["train"]
     with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as found:
         arrays = dict(found)
 
@@ -219,7 +219,7 @@ def _of_text(text: str, questions: list) -> dict[str, Any]:
     own = part("own")
     return {
         "questions": [questions[index] for index in arrays["questions"]],
-        "rollout": Rollout(**part("rollout"), taps={}),
+        "rollout": Rollout(**part("rollout"), taps={}, truncation=runtime.truncation),
         "prompts": Prompts(key=key, **part("prompts")),
         **own,
         **({"by_name": part("by_name")} if "rewards" in own else {}),

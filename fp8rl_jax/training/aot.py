@@ -88,6 +88,11 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     tokens = np.zeros((rows, runtime.sequence_tokens), np.int32)
     batch = make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
     batch, _ = runtime.engine.packed(batch)
+    batch = dataclasses.replace(batch, truncation=runtime.truncation)
+    if runtime.truncation is not None and runtime.records_kept:
+        numbers = runtime.truncation.recorded_numbers(runtime.model.vocab_size)
+        shape = jax.ShapeDtypeStruct((*batch.targets.shape, numbers), jnp.int32)
+        batch = dataclasses.replace(batch, kept=shape)
     batch = sharding.laid_out(batch, runtime.layout.rows)
     return state, with_teacher_shapes(batch, runtime, runtime.layout), _rope(runtime)
 

@@ -270,8 +270,16 @@ class JaxEngine(Engine):
         weights, checksum, health = self.compiled_refit(*policy)
         return Served(weights, checksum, health, state.step, sampled_bytes(weights))
 
-    def make_sampler(self, group_size: int, top_k: int, top_p: float, taps: tuple[str, ...] = ()):
-        """Returns a jitted sampler with the run's prompt and response slots."""
+    def make_sampler(
+        self,
+        group_size: int,
+        top_k: int,
+        top_p: float,
+        taps: tuple[str, ...] = (),
+        records_kept: bool = False,
+    ):
+        """Returns a jitted sampler with the run's prompt and response slots; `records_kept` as in
+        `SamplerConfig`."""
         resolved, rollout = self.resolved, self.config.rollout
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens,
@@ -280,6 +288,8 @@ class JaxEngine(Engine):
             pad_id=self.pad_id,
             top_k=top_k,
             top_p=top_p,
+            whole_logprobs=self.config.algo.truncated_sampling == "whole",
+            records_kept=records_kept,
             cache_slots=self.cache_slots,
             max_turns=1 if taps else self.config.env.max_turns,
             max_turn_tokens=rollout.max_turn_tokens,
@@ -312,8 +322,13 @@ class JaxEngine(Engine):
     def sampler(self):
         """The rollout program; see `make_sampler`."""
         rollout = self.config.rollout
-        choice = rollout.group_size, rollout.top_k, rollout.top_p
-        return self.make_sampler(*choice, self.replayed_taps)
+        return self.make_sampler(
+            rollout.group_size,
+            rollout.top_k,
+            rollout.top_p,
+            self.replayed_taps,
+            self.resolved.records_kept,
+        )
 
     @functools.cached_property
     def eval_sampler(self):
@@ -358,6 +373,8 @@ class JaxEngine(Engine):
             prompts.temperature,
             advantages=advantages,
             old_logprobs=rollout.logprobs,
+            truncation=rollout.truncation,
+            kept=rollout.kept,
             routing={n: jnp.moveaxis(rollout.taps[n], 0, 1) for n in self.replayed_taps},
             **({} if rollout.lengths is None else {"lengths": lengths + rollout.lengths}),
         )

@@ -57,9 +57,21 @@ class Responses:
         rows, most = len(questions) * rollout.group_size, rollout.max_new_tokens
         temperature = np.full(rows, rollout.temperature, np.float32)
         none = np.zeros((rows, most), np.int32)
+        kept, truncation = None, runtime.truncation
+        if truncation is not None and runtime.records_kept:
+            numbers = truncation.recorded_numbers(runtime.model.vocab_size)
+            kept = np.zeros((rows, most, numbers), np.int32)
         return cls(
             questions,
-            Rollout(none, none > 0, none.astype(np.float32), np.zeros(rows, bool), {}),
+            Rollout(
+                tokens=none,
+                mask=none > 0,
+                logprobs=none.astype(np.float32),
+                finished=np.zeros(rows, bool),
+                taps={},
+                kept=kept,
+                truncation=truncation,
+            ),
             none - 1,
             Prompts.numbered(*runtime.text.prompts(questions), key, temperature, first),
         )
@@ -96,10 +108,9 @@ def complete(
         return _together(np.stack([*values]), shape[1])
 
     def of_rollouts(rollout: Rollout) -> list[Rollout]:
-        names = ("tokens", "mask", "logprobs", "finished")
-        arrays = (_apart(np.asarray(getattr(rollout, name)), *shape) for name in names)
-        rows = [dict(zip(names, one, strict=True)) for one in zip(*arrays, strict=True)]
-        return [Rollout(**one, taps={}) for one in rows]
+        arrays = {name: _apart(np.asarray(x), *shape) for name, x in rollout.rows.items()}
+        of_batch = ({name: x[i] for name, x in arrays.items()} for i in range(shape[0]))
+        return [dataclasses.replace(rollout, taps={}, **rows) for rows in of_batch]
 
     asked, rollouts = [b.prompts for b in everything], [b.rollout for b in everything]
     prompts = Prompts(
@@ -117,6 +128,7 @@ def complete(
         finished=joined(r.finished for r in rollouts),
         keys=joined(np.tile(jax.random.key_data(p.key), (rows, 1)) for p in asked),
         needed=np.full(shape[1], rows // shape[1], np.int32),
+        kept=None if rollouts[0].kept is None else joined(r.kept for r in rollouts),
     )
 
     def watch_first(progress: Progress) -> None:

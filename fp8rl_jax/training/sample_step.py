@@ -194,19 +194,15 @@ def _joined(rounds: list[Samples]) -> Samples:
     prompts = Prompts(key=rounds[0].prompts.key, **asked)
     rollouts = [r.rollout for r in rounds]
     taps = {n: jnp.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps}
-    rollout = Rollout(**join(rollouts, _row_fields(rollouts[0])), taps=taps)
+    rows: dict[str, Any] = join(rollouts, rollouts[0].rows)
+    rollout = dataclasses.replace(rollouts[0], taps=taps, **rows)
     by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
     questions = [q for r in rounds for q in r.questions]
     return Samples(questions, rollout, prompts=prompts, by_name=by_name, **arrays)
 
 
-def _row_fields(rollout: Rollout) -> tuple[str, ...]:
-    """Returns the names of the fields that have rows."""
-    names = ("tokens", "mask", "logprobs", "finished")
-    return names if rollout.lengths is None else (*names, "lengths")
-
-
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:
     """Returns rows of a rollout whose taps are all (L, B, ...)."""
-    fields = {name: getattr(rollout, name)[rows] for name in _row_fields(rollout)}
-    return Rollout(**fields, taps={name: x[:, rows] for name, x in rollout.taps.items()})
+    fields = {name: array[rows] for name, array in rollout.rows.items()}
+    taps = {name: x[:, rows] for name, x in rollout.taps.items()}
+    return dataclasses.replace(rollout, taps=taps, **fields)

@@ -27,7 +27,6 @@ from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.models import attention, decoder_layer, feed_forward, layers
 from fp8rl_jax.quant import Activation, Recipe, compute_value, get_recipe, rule
 from fp8rl_jax.rollout import sampler
-from fp8rl_jax.rollout.sampling import mask_top_p
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -130,8 +129,8 @@ def constant_tables(params, tokens, config, recipe, **options):
     )
 
 
-def _renormalised(logits, scaled, tokens, *others):
-    return models.logprobs_of_logits(mask_top_p(scaled, 0.8), tokens)[0]
+def _whole_vocabulary(logits, scaled, tokens, *others):
+    return models.logprobs_of_logits(scaled, tokens)[0]
 
 
 def _bf16_router(x, kernel, bias, implementation):
@@ -167,11 +166,11 @@ FAULTS = {
         culprit="logprob",
         words=("the learner leaves the temperature out",),
     ),
-    "top-p renormalised": Fault(
+    "top-p not renormalised": Fault(
         ("rollout.top_p=0.8",),
-        rollout=_patch(sampler, "drawn_logprobs", _renormalised),
+        rollout=_patch(sampler, "drawn_logprobs", _whole_vocabulary),
         culprit="logprob",
-        words=("the rollout renormalises",),
+        words=("the rollout takes the whole vocabulary",),
     ),
     "per-tensor activations": Fault(
         (

@@ -109,6 +109,7 @@ class Case:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    records_kept: bool = False
     remat: str = "none"
     micro_batches: int = 1
     extra_slots: int = 0  # learner sequences longer than the sampler's
@@ -246,6 +247,8 @@ def _batch(case: Case, prompts, lengths, out, order) -> Batch:
         temperature=np.full(rows, case.temperature, np.float32),
         advantages=rng.standard_normal(rows).astype(np.float32),
         old_logprobs=out.logprobs,
+        truncation=out.truncation,
+        kept=out.kept,
         routing={name: _rows_first(out.taps[name], case) for name in ROUTING[: case.replay]},
     )
     return jax.tree.map(lambda x: x[order], batch)
@@ -286,6 +289,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
             case.top_p,
             case.cache_slots,
             taps=("logits", *ROUTING[: case.replay]),
+            records_kept=case.records_kept,
         ),
     )
     rng = np.random.default_rng(case.seed)

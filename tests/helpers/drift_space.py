@@ -39,7 +39,11 @@ FACTORS: dict[str, dict[str, object]] = {
     "width": {"128": 128, "256": 256, "512": 512},
     "weights": {"random": False, "outliers": True},
     "head": {"own": False, "tied": True},
-    "sampling": {"T 1": (1.0, 0, 1.0), "T 0.5 top-k": (0.5, 20, 1.0), "T 1.5 top-p": (1.5, 0, 0.9)},
+    "sampling": {  # temperature, top-k, top-p, whether the kept tokens are recorded
+        "T 1": (1.0, 0, 1.0, False),
+        "T 0.5 top-k": (0.5, 20, 1.0, True),
+        "T 1.5 top-p": (1.5, 0, 0.9, False),
+    },
     "end": {"late": 0.0, "early": 1.0},
     "prompts": {
         "1": (9,),
@@ -139,7 +143,7 @@ def case_of(choice: Choice, tap_logits: bool = False) -> Case:
         recipe = dataclasses.replace(recipe, kv=v["kv"])
     prompts: tuple[int, ...] = v["prompts"]  # type: ignore[assignment]
     new_tokens = v["length"] - max(prompts)  # type: ignore[operator]
-    temperature, top_k, top_p = v["sampling"]  # type: ignore[misc]
+    temperature, top_k, top_p, records_kept = v["sampling"]  # type: ignore[misc]
     experts, chosen = v["ffn"]  # type: ignore[misc]
     three = isinstance(recipe, Recipe) and recipe.first_layers
     return Case(
@@ -158,6 +162,7 @@ def case_of(choice: Choice, tap_logits: bool = False) -> Case:
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        records_kept=records_kept,
         remat=v["remat"],
         micro_batches=v["micro-batches"],
         eos_share=v["end"],

@@ -9,7 +9,6 @@ import pytest
 from random_model import initial_params, quantized
 
 from fp8rl_jax import models, rollout
-from fp8rl_jax.rollout.sampling import mask_top_k, mask_top_p, sample_token
 
 EOS, PAD = 258, 256
 MODEL = models.ModelConfig(259, 128, 128, 1, 2, 1, 32)
@@ -132,36 +131,3 @@ def test_greedy_takes_the_most_likely(weights, rope):
 def test_a_cache_too_short_is_refused(weights, rope):
     with pytest.raises(ValueError, match="give at least 22"):
         _run(_sampler(1, cache_slots=21), weights, rope, [3], 1)
-
-
-# The choice of a token.
-
-
-def _draw(logits, temperature=1.0, top_k=0, top_p=1.0, count=4000):
-    keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), count)
-    rows = jnp.tile(jnp.asarray(logits, jnp.float32), (count, 1))
-    drawn = sample_token(rows, keys, jnp.full(count, temperature), top_k, top_p)
-    return np.bincount(np.asarray(drawn), minlength=len(logits)) / count
-
-
-def test_frequencies_are_the_softmax():
-    logits = np.array([0.0, 1.0, 2.0, -1.0])
-    expected = np.exp(logits) / np.exp(logits).sum()
-    np.testing.assert_allclose(_draw(logits), expected, atol=4 * np.sqrt(0.25 / 4000))
-
-
-def test_top_k_and_top_p():
-    logits = np.log(np.array([0.5, 0.25, 0.15, 0.1]))
-    np.testing.assert_allclose(_draw(logits, top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.04)
-    np.testing.assert_allclose(_draw(logits, top_p=0.7), [2 / 3, 1 / 3, 0, 0], atol=0.04)
-    assert (_draw(logits, top_p=1e-6) == [1, 0, 0, 0]).all()
-    kept = np.isfinite(np.asarray(mask_top_p(jnp.asarray(logits)[None], 0.76)))
-    np.testing.assert_array_equal(kept, [[True, True, True, False]])
-    ties = np.isfinite(np.asarray(mask_top_k(jnp.zeros((1, 4)), 2)))
-    assert ties.all(), "ties of the k-th stay"
-
-
-def test_recorded_value_is_over_the_full_vocabulary(weights, rope):
-    """top-k = 1 draws the most likely token; its recorded log-probability is not 0."""
-    out = _run(_sampler(1, top_k=1, taps=("logits",)), weights, rope, [6], 1)
-    assert (out.logprobs[out.mask] < -0.1).all()

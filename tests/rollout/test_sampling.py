@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.rollout.sampling import draw, invert, mask_top_p, sample_keys, sample_token
+from fp8rl_jax.models import Truncation
+from fp8rl_jax.rollout.sampling import draw, invert, sample_keys, sample_token
 
 _invert, _draw = exact_jit(invert), exact_jit(draw)
 _LAST = 1 - 2.0**-24  # the largest uniform number
@@ -21,13 +22,19 @@ def _logits(width: int, deviation: float) -> np.ndarray:
     return logits.astype(np.float32)
 
 
+def _truncated(scaled: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """Logits with -inf for the tokens that top-k and top-p leave out."""
+    keeps = Truncation(top_k, top_p).cut(scaled, jnp.ones(len(scaled))).keeps(scaled)
+    return jnp.where(keeps, scaled, -jnp.inf)
+
+
 def _counts(logits: np.ndarray, draws: int, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
     """How often each token is chosen with so many keys."""
     one = jnp.full(1, temperature, jnp.float32)
-    scaled = jnp.asarray(logits, jnp.float32)[None]
+    scaled = _truncated(jnp.asarray(logits, jnp.float32)[None], top_k, top_p)
 
     def chosen(key):
-        return sample_token(scaled, key[None], one, top_k, top_p)[0]
+        return sample_token(scaled, key[None], one)[0]
 
     @exact_jit
     def count(key):
@@ -99,7 +106,7 @@ def test_every_sample_and_position_has_a_key_of_its_own():
 def test_ties_of_top_p_stay_together(top_p, kept):
     """Of probabilities 1/2, three of 1/8 and two of 1/16: with one of equal ones all are kept."""
     logits = jnp.log(jnp.asarray([[0.125, 0.5, 0.0625, 0.125, 0.0625, 0.125]]))
-    assert int((mask_top_p(logits, top_p) > -jnp.inf).sum()) == kept
+    assert int((_truncated(logits, 0, top_p) > -jnp.inf).sum()) == kept
 
 
 def test_a_share_of_exact_sums():
@@ -153,9 +160,7 @@ def test_greedy_and_rows_of_nan():
     logits = np.array([[1, 3, 3, 0], [np.nan, 2, 3, 1], [5, 4, 4, 5]], np.float32)
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), 3)
     for temperature, expected in ((0.0, [1, 0, 0]), (1.0, None)):
-        found = np.asarray(
-            sample_token(jnp.asarray(logits), keys, jnp.full(3, temperature), 0, 1.0)
-        )
+        found = np.asarray(sample_token(jnp.asarray(logits), keys, jnp.full(3, temperature)))
         assert found[1] == 0
         assert expected is None or found.tolist() == expected
 
@@ -165,7 +170,7 @@ def test_a_row_does_not_depend_on_others(settings):
     """The same tokens alone, among a few and among many."""
     rows = jnp.asarray(np.stack([_logits(1008, 1.0) * s for s in np.linspace(0.1, 3, 33)]))
     keys = jax.random.split(jax.random.key(2, impl="threefry2x32"), 33)
-    program = exact_jit(lambda x, k: sample_token(x, k, jnp.ones(len(k)), *settings))
+    program = exact_jit(lambda x, k: sample_token(_truncated(x, *settings), k, jnp.ones(len(k))))
     whole = np.asarray(program(rows, keys))
     assert len(set(whole.tolist())) > 5
     for some in (slice(0, 1), slice(32, 33), slice(3, 8)):
