@@ -7,14 +7,16 @@ import contextlib
 import fcntl
 import resource
 import socket
+import sys
 import threading
 import time
+import types
 
 import pytest
 
 from fp8rl_jax.base import meeting
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.base.meeting import Place, meet, place_of_environment
+from fp8rl_jax.base.meeting import Place, meet, place_of_environment, this_place
 
 _OURS = {"FP8RL_COORDINATOR": "a:1", "FP8RL_PROCESSES": "2", "FP8RL_PROCESS_ID": "0"}
 _SLURM = {
@@ -70,6 +72,18 @@ def test_variables_of_ours_that_cannot_be(variables, words, monkeypatch):
     _set(monkeypatch, _OURS | variables)
     with pytest.raises(UserError, match=words):
         place_of_environment()
+
+
+def test_where_jax_has_joined_the_environment_says_nothing(monkeypatch):
+    _set(monkeypatch, _OURS)
+    state = types.SimpleNamespace(
+        client=object(), num_processes=3, process_id=2, coordinator_address="c:7"
+    )
+    joined = types.SimpleNamespace(global_state=state)
+    monkeypatch.setitem(sys.modules, "jax._src.distributed", joined)
+    assert this_place() == Place(3, 2, "c:7")
+    state.client = None
+    assert this_place() == Place(2, 0, "a:1")
 
 
 @pytest.mark.parametrize("value", [None, "", "x", "1.0", "-1", "9" * 5000])

@@ -16,15 +16,18 @@ import threading
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 import read_part
 from hf_checkpoints import CONFIGS, fields_of, fp8_tensors, named, params_of, write
+from jax._src import distributed
 from marks import slow
 from tiny_run import CONFIG, overrides, reproducible
 
 from fp8rl_jax import cli
 from fp8rl_jax.base import processes
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.sharding import between_hosts
 
@@ -45,6 +48,18 @@ _SMALL = {
 
 
 _CLI = ["-m", "fp8rl_jax.cli"]
+# The same in a program that has joined by itself.
+_JOINED_BEFORE = [
+    "-c",
+    "import os, jax\n"
+    "from fp8rl_jax.cli import entry\n"
+    "jax.distributed.initialize(\n"
+    "    os.environ.pop('FP8RL_COORDINATOR'),\n"
+    "    int(os.environ.pop('FP8RL_PROCESSES')),\n"
+    "    int(os.environ.pop('FP8RL_PROCESS_ID')),\n"
+    ")\n"
+    "entry()\n",
+]
 
 
 def _train(
@@ -90,14 +105,18 @@ _CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("more", [{}, slow(_CONVERSATIONS)], ids=["one reply", "conversations"])
-def test_two_processes_are_one(more, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "program"),
+    [({}, _CLI), slow(_CONVERSATIONS, _CLI), slow({}, _JOINED_BEFORE)],
+    ids=["one reply", "conversations", "joined before"],
+)
+def test_two_processes_are_one(more, program, tmp_path):
     """Every record, times aside, and the states: two processes of one device, one of two. What an
     environment says to one process's responses reaches the other."""
     roots = [tmp_path / "two", tmp_path / "one"]
     for root, (count, devices) in zip(roots, ((2, 1), (1, 2)), strict=True):
         root.mkdir()
-        _finished(_train(root, count, devices, **more))
+        _finished(_train(root, count, devices, program=program, **more))
     two, one = map(reproducible, roots)
     for record in (*two["metrics"], *one["metrics"]):
         assert record.get("turns_mean", 3.0) >= 3.0
@@ -136,6 +155,38 @@ def test_devices_for_rollouts(more, tmp_path):
     drifts = [r.get("train_rollout_logprob_abs_diff_max", 0.0) for r in own["metrics"]]
     assert set(drifts) == {0.0}
     assert _checksums(roots[0]) == _checksums(roots[1]) != {}
+
+
+def test_joined_before(monkeypatch):
+    """What the calling program has initialised is used, and nothing is joined."""
+    begun = []
+    monkeypatch.setattr(processes, "_begin", lambda: begun.append(processes.number()))
+    monkeypatch.setattr(jax.distributed, "initialize", None)
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    monkeypatch.setattr(distributed.global_state, "num_processes", 2)
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    processes.join()
+    assert begun == [1]
+    assert processes.count() == 2 and not processes.first()
+
+
+def test_not_joined(monkeypatch):
+    """A failure of JAX leaves one process, which says so."""
+    monkeypatch.setenv("FP8RL_COORDINATOR", "a:1")
+    monkeypatch.setenv("FP8RL_PROCESSES", "2")
+    monkeypatch.setenv("FP8RL_PROCESS_ID", "1")
+
+    def initialize(num_processes, process_id, **others):
+        distributed.global_state.num_processes = num_processes
+        distributed.global_state.process_id = process_id
+        distributed.global_state.client = object()
+        raise ValueError("no")
+
+    monkeypatch.setattr(processes, "meet", lambda place: None)
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(UserError, match=r"process 1 of 2 cannot join .* \(ValueError: no\)"):
+        processes.join()
+    assert processes.count() == 1 and processes.first()
 
 
 def test_exchange_by_store(monkeypatch):

@@ -12,6 +12,7 @@ import contextlib
 import os
 import selectors
 import socket
+import sys
 import time
 from typing import NamedTuple
 
@@ -35,6 +36,20 @@ class Place(NamedTuple):
     processes: int = 1
     process: int = 0
     coordinator: str | None = None
+
+
+def this_place() -> Place:
+    """Returns this process's place: according to JAX if `jax.distributed` has been initialised, by
+    `processes.join` or by the program that calls us, else according to the environment.
+
+    Raises:
+      UserError: as `place_of_environment`.
+    """
+    distributed = sys.modules.get("jax._src.distributed")  # not imported here: JAX takes a second
+    if distributed is None or distributed.global_state.client is None:
+        return place_of_environment()
+    state = distributed.global_state
+    return Place(state.num_processes, state.process_id, state.coordinator_address)
 
 
 def place_of_environment() -> Place:

@@ -4,7 +4,8 @@ Every process runs the same Python on the same host values. Only process 0 write
 Values that depend on a clock, a file, a signal or a user's function are evaluated in one process
 and sent to all. With one process every function here is trivial and costs nothing.
 
-`join` finds the other processes by `meeting`.
+`join` finds the other processes by `meeting`, unless the program that calls us has initialised
+`jax.distributed` before.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
+from jax._src import distributed  # its state and its store have no public names
 from jax.experimental import multihost_utils
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
 from fp8rl_jax.base.errors import UserError, raised
-from fp8rl_jax.base.meeting import JOIN_SECONDS, Place, meet, place_of_environment
+from fp8rl_jax.base.meeting import JOIN_SECONDS, Place, meet, this_place
 
 _HEARTBEAT_SECONDS = 60  # without a heartbeat JAX declares a process dead
 _LOOK_SECONDS = 2.0  # between two checks whether another process has ended
@@ -48,7 +50,6 @@ class Traffic(NamedTuple):
     bytes: int = 0
 
 
-_joined = Place()
 _traffic = Traffic()
 _by_store = False
 _exchanges: collections.Counter[str] = collections.Counter()  # made through the store, by thread
@@ -57,16 +58,27 @@ _exchanges: collections.Counter[str] = collections.Counter()  # made through the
 def join() -> None:
     """Joins the processes that the environment names; call it before anything uses a device.
 
+    If `jax.distributed` has been initialised, its processes are taken, and nothing is joined.
     Afterwards only process 0 has a standard output. Each process checks every few seconds whether
     another one has ended with an error, and then ends too; see `end`.
 
     Raises:
       UserError: the environment is incomplete, or another process cannot be reached.
     """
-    global _joined
-    place = place_of_environment()
+    place = this_place()
     if place.processes == 1:
         return
+    if not jax.distributed.is_initialized():
+        _initialize(place)
+    _begin()
+
+
+def _initialize(place: Place) -> None:
+    """Lets JAX join the processes.
+
+    Raises:
+      UserError: another process cannot be reached.
+    """
     # JAX's service would take SIGTERM, and knows no other signal; see cli/interrupt.py.
     jax.config.update("jax_enable_preemption_service", False)
     options: dict[str, Any] = {}
@@ -89,14 +101,21 @@ def join() -> None:
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=60,
         )
-    except Exception as error:  # JAX and gRPC raise many types
+    except BaseException as error:  # JAX and gRPC raise many types
+        vars(distributed.global_state).clear()  # it holds the numbers of the attempt: see `count`
+        if not isinstance(error, Exception):
+            raise
         raise UserError(
             f"process {place.process} of {place.processes} cannot join the others "
             f"({raised(error)}): start all of them with the same coordinator and "
             "number, each with its own process number, and a port that is free on process 0's host"
         ) from None
-    _joined = place
-    _own_standard_output(place.process == 0)
+
+
+@functools.cache  # once, however often commands are run in this process
+def _begin() -> None:
+    """Prepares one of several processes: its standard output, and its end with the others."""
+    _own_standard_output(first())
     threading.Thread(target=_watch, daemon=True).start()
 
 
@@ -112,13 +131,18 @@ def _own_standard_output(mine: bool) -> None:
 
 
 def count() -> int:
-    """Returns the number of processes."""
-    return _joined.processes
+    """Returns the number of processes: `jax.process_count()`, always.
+
+    It is read where JAX takes it from when it makes its devices. JAX's function would start them:
+    messages, and the choice whether to join, come earlier; and it waits for a lock that is held
+    while they start, in which a process that must end with another one may not wait.
+    """
+    return distributed.global_state.num_processes
 
 
 def number() -> int:
-    """Returns this process's number, from 0 on."""
-    return _joined.process
+    """Returns this process's number, from 0 on: `jax.process_index()`, always (see `count`)."""
+    return distributed.global_state.process_id
 
 
 def first() -> bool:
@@ -330,8 +354,6 @@ def end(status: int, text: str = "") -> int:
 
 
 def _client():
-    from jax._src import distributed  # the store has no public name
-
     return distributed.global_state.client
 
 

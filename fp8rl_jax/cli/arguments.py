@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from fp8rl_jax.base.errors import UserError, refused_by_system
-from fp8rl_jax.base.meeting import place_of_environment
+from fp8rl_jax.base.meeting import this_place
 from fp8rl_jax.base.paths import expanded
 
 
@@ -242,7 +242,7 @@ def keep_programs(setting: str = "") -> None:
 def note(text: str) -> None:
     """Prints a line to standard error (results go to standard output), in process 0 only."""
     processes = sys.modules.get("fp8rl_jax.base.processes")  # not there before JAX is loaded
-    if processes.first() if processes else place_of_environment().process == 0:
+    if processes.first() if processes else this_place().process == 0:
         print(text, file=sys.stderr, flush=True)
 
 

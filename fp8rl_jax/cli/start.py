@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.base.meeting import place_of_environment
+from fp8rl_jax.base.meeting import this_place
 from fp8rl_jax.cli.arguments import Command
 
 _OPEN_FILES = 64  # open at once: a checkpoint, its arrays, the workers of a reward
@@ -46,7 +46,7 @@ def prepare(command: Command) -> None:
             f"fp8rl {command.name} may open {most} files at a time (`ulimit -n`): allow "
             f"{_OPEN_FILES} or more"
         )
-    asked = place_of_environment().processes
+    asked = this_place().processes
     if asked > 1 and not command.processes:
         raise UserError(
             f"fp8rl {command.name} runs in one process, and this is one of {asked}: start it "

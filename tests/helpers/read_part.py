@@ -20,6 +20,8 @@ from fp8rl_jax.sharding import make_mesh
 
 def main(path: str, fsdp: int, expert: int) -> None:
     processes.join()
+    assert processes.count() == jax.process_count()
+    assert processes.number() == jax.process_index()
     read = []
 
     def counted(*arguments):
