@@ -19,6 +19,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.meeting import Place, meet, place_of_environment, this_place
 
 _OURS = {"FP8RL_COORDINATOR": "a:1", "FP8RL_PROCESSES": "2", "FP8RL_PROCESS_ID": "0"}
+_JAX = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
 _SLURM = {
     "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_NTASKS": "2",
@@ -30,7 +31,7 @@ _SLURM = {
 
 
 def _set(monkeypatch, variables: dict[str, str | None]) -> None:
-    for name in (*_OURS, *_SLURM, "JAX_COORDINATOR_PORT"):
+    for name in (*_OURS, *_JAX, *_SLURM, "JAX_COORDINATOR_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         if value is not None:
@@ -42,8 +43,14 @@ def test_environments_that_can_be(monkeypatch):
         ({}, Place()),
         (_OURS, Place(2, 0, "a:1")),
         (_OURS | {"FP8RL_COORDINATOR": "[::1]:65535"}, Place(2, 0, "[::1]:65535")),
+        (_JAX, Place(2, 0, "a:1")),
+        (_JAX | {"JAX_PROCESS_ID": "1", "JAX_COORDINATOR_PORT": "1"}, Place(2, 1, "a:1")),
+        (_JAX | {"JAX_NUM_PROCESSES": "1"}, Place(1, 0, "a:1")),
+        (_JAX | _OURS | {"FP8RL_PROCESSES": "3"}, Place(3, 0, "a:1")),
         (_SLURM, Place(2, 1)),
         (_SLURM | _OURS, Place(2, 0, "a:1")),
+        (_SLURM | _JAX, Place(2, 0, "a:1")),
+        (_SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Place(2, 1)),  # JAX takes both
         ({"SLURM_STEP_NUM_TASKS": "1"}, Place()),
         ({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8"}, Place()),  # a batch script
     ]:
@@ -74,6 +81,27 @@ def test_variables_of_ours_that_cannot_be(variables, words, monkeypatch):
         place_of_environment()
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (
+            {"JAX_NUM_PROCESSES": None, "JAX_PROCESS_ID": None},
+            "JAX_COORDINATOR_ADDRESS is set and JAX_NUM_PROCESSES, JAX_PROCESS_ID is not: set all "
+            "three, to HOST:PORT of process 0, the number of processes and the number of this one",
+        ),
+        ({"JAX_COORDINATOR_ADDRESS": None}, "JAX_PROCESS_ID is set and JAX_COORDINATOR_ADDRESS is"),
+        ({"JAX_COORDINATOR_ADDRESS": "here"}, "JAX_COORDINATOR_ADDRESS is 'here': write HOST:PORT"),
+        ({"JAX_COORDINATOR_ADDRESS": ":1"}, "JAX_COORDINATOR_ADDRESS is ':1': write HOST:PORT"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two' and JAX_PROCESS_ID '0': write"),
+        ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID '2': write a number of processes, and one from"),
+    ],
+)
+def test_variables_of_jax_that_cannot_be(variables, words, monkeypatch):
+    _set(monkeypatch, _JAX | variables)
+    with pytest.raises(UserError, match=words):
+        place_of_environment()
+
+
 def test_where_jax_has_joined_the_environment_says_nothing(monkeypatch):
     _set(monkeypatch, _OURS)
     state = types.SimpleNamespace(
@@ -94,7 +122,7 @@ def test_variables_of_slurm_that_cannot_be(name, value, monkeypatch):
     if value and name == "SLURM_STEP_NODELIST":
         return  # a name
     _set(monkeypatch, _SLURM | {name: value})
-    with pytest.raises(UserError, match=f"{name} is .*: start the tasks with srun, or set FP8RL_"):
+    with pytest.raises(UserError, match=f"{name} is .*: start the tasks with srun, or set JAX_"):
         place_of_environment()
 
 

@@ -48,7 +48,16 @@ _SMALL = {
 
 
 _CLI = ["-m", "fp8rl_jax.cli"]
-# The same in a program that has joined by itself.
+# The same with JAX's three variables instead of ours, and in a program that has joined by itself.
+_BY_JAX = [
+    "-c",
+    "import os\n"
+    "from fp8rl_jax.cli import entry\n"
+    "os.environ['JAX_COORDINATOR_ADDRESS'] = os.environ.pop('FP8RL_COORDINATOR')\n"
+    "os.environ['JAX_NUM_PROCESSES'] = os.environ.pop('FP8RL_PROCESSES')\n"
+    "os.environ['JAX_PROCESS_ID'] = os.environ.pop('FP8RL_PROCESS_ID')\n"
+    "entry()\n",
+]
 _JOINED_BEFORE = [
     "-c",
     "import os, jax\n"
@@ -107,8 +116,8 @@ _CONVERSATIONS = {
 
 @pytest.mark.parametrize(
     ("more", "program"),
-    [({}, _CLI), slow(_CONVERSATIONS, _CLI), slow({}, _JOINED_BEFORE)],
-    ids=["one reply", "conversations", "joined before"],
+    [({}, _CLI), slow(_CONVERSATIONS, _CLI), slow({}, _BY_JAX), slow({}, _JOINED_BEFORE)],
+    ids=["one reply", "conversations", "JAX's variables", "joined before"],
 )
 def test_two_processes_are_one(more, program, tmp_path):
     """Every record, times aside, and the states: two processes of one device, one of two. What an
@@ -172,9 +181,9 @@ def test_joined_before(monkeypatch):
 
 def test_not_joined(monkeypatch):
     """A failure of JAX leaves one process, which says so."""
-    monkeypatch.setenv("FP8RL_COORDINATOR", "a:1")
-    monkeypatch.setenv("FP8RL_PROCESSES", "2")
-    monkeypatch.setenv("FP8RL_PROCESS_ID", "1")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
 
     def initialize(num_processes, process_id, **others):
         distributed.global_state.num_processes = num_processes

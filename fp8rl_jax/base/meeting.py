@@ -1,8 +1,8 @@
 """Finds the processes of a program by the environment, and waits until all have connected.
 
-The environment holds `FP8RL_COORDINATOR`, `FP8RL_PROCESSES` and `FP8RL_PROCESS_ID`, or Slurm's
-variables. With the former, all processes connect to the coordinator's port before JAX starts its
-service there, so that an error can name the missing processes (JAX would abort at its deadline).
+The environment holds the three variables of FP8RL_... or of JAX_... (`_OURS`, `_JAX`), or Slurm's.
+With the former, all processes connect to the coordinator's port before JAX starts its service
+there, so that an error can name the missing processes (JAX would abort at its deadline).
 Connections of other programs to that port are ignored.
 """
 
@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 from fp8rl_jax.base.errors import UserError
 
-_VARIABLES = ("FP8RL_COORDINATOR", "FP8RL_PROCESSES", "FP8RL_PROCESS_ID")
+# HOST:PORT of process 0, the number of processes, and this process's number.
+_OURS = ("FP8RL_COORDINATOR", "FP8RL_PROCESSES", "FP8RL_PROCESS_ID")
+_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
 _SLURM_NUMBERS = (_SLURM_TASKS, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
 _HELLO = b"fp8rl process "  # prefix of a process's message to process 0
@@ -58,29 +60,47 @@ def place_of_environment() -> Place:
     Raises:
       UserError: a variable is missing or is not a number.
     """
-    given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
-    if given:
-        missing = [name for name in _VARIABLES if name not in given]
-        if missing:
-            raise UserError(
-                f"{', '.join(given)} is set and {', '.join(missing)} is not: set all three, or none"
-            )
-        coordinator, *numbers = given.values()
-        host_and_port = coordinator.rpartition(":")
-        if not host_and_port[1] or not 0 < (_whole(host_and_port[2]) or 0) < 2**16:
-            raise UserError(
-                f"FP8RL_COORDINATOR is {coordinator!r}: write HOST:PORT of process 0, with a port "
-                "from 1 to 65535"
-            )
-        count, process = map(_whole, numbers)
-        if count is None or process is None or process >= count:
-            raise UserError(
-                f"FP8RL_PROCESSES is {numbers[0]!r} and FP8RL_PROCESS_ID {numbers[1]!r}: write a "
-                "number of processes, and one from 0 to below it"
-            )
-        return Place(count, process, coordinator)
     tasks = os.environ.get(_SLURM_TASKS)  # set by `srun`, not by a batch script
-    return Place() if tasks in (None, "1") else _place_in_slurm()
+    in_slurm = tasks not in (None, "1")
+    place = _place_in_variables(_OURS) or _place_in_variables(_JAX, without_numbers=in_slurm)
+    if place is None:
+        return _place_in_slurm() if in_slurm else Place()
+    return place
+
+
+def _place_in_variables(names: tuple[str, str, str], without_numbers: bool = False) -> Place | None:
+    """Returns the place that three variables hold; None if none of them is set.
+
+    Args:
+      names: `_OURS` or `_JAX`.
+      without_numbers: whether the address may be set alone, which JAX then takes itself.
+
+    Raises:
+      UserError: some of them are missing, or not numbers.
+    """
+    values = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if not values or (without_numbers and list(values) == [names[0]]):
+        return None
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise UserError(
+            f"{', '.join(values)} is set and {', '.join(missing)} is not: set all three, to "
+            "HOST:PORT of process 0, the number of processes and the number of this one, or none"
+        )
+    coordinator, *numbers = values.values()
+    host, _, port = coordinator.rpartition(":")
+    if not host or not 0 < (_whole(port) or 0) < 2**16:
+        raise UserError(
+            f"{names[0]} is {coordinator!r}: write HOST:PORT of process 0, with a port from 1 to "
+            "65535"
+        )
+    count, process = map(_whole, numbers)
+    if count is None or process is None or process >= count:
+        raise UserError(
+            f"{names[1]} is {numbers[0]!r} and {names[2]} {numbers[1]!r}: write a number of "
+            "processes, and one from 0 to below it"
+        )
+    return Place(count, process, coordinator)
 
 
 def _place_in_slurm() -> Place:
@@ -97,14 +117,14 @@ def _place_in_slurm() -> Place:
         found = ", ".join(f"{name} is {os.environ.get(name)!r}" for name in wrong)
         raise UserError(
             f"this is a step of Slurm with several tasks, and {found}: start the tasks with srun, "
-            f"or set {', '.join(_VARIABLES)}"
+            f"or set {', '.join(_JAX)}"
         )
     tasks, process, of_job = (numbers[name] for name in _SLURM_NUMBERS[:3])
     if not process < tasks == of_job:
         said = ", ".join(f"{name} is {numbers[name]}" for name in _SLURM_NUMBERS[:3])
         raise UserError(
             f"Slurm's variables contradict each other: {said}; start the tasks with srun, or set "
-            + ", ".join(_VARIABLES)
+            + ", ".join(_JAX)
         )
     port = os.environ.get("JAX_COORDINATOR_PORT")
     if port and not 0 < (_whole(port) or 0) < 2**16:
@@ -133,8 +153,8 @@ def meet(place: Place) -> None:
     if problem:
         raise UserError(
             f"process {place.process} of {place.processes} cannot join the others: {problem}; "
-            "start all of them with the same FP8RL_COORDINATOR and FP8RL_PROCESSES, and each with "
-            "its own FP8RL_PROCESS_ID"
+            "start all of them with the same coordinator and number of processes, and each with "
+            "its own process number"
         )
 
 

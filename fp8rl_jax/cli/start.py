@@ -50,7 +50,7 @@ def prepare(command: Command) -> None:
     if asked > 1 and not command.processes:
         raise UserError(
             f"fp8rl {command.name} runs in one process, and this is one of {asked}: start it "
-            "once, without FP8RL_PROCESSES and outside srun"
+            "once, without JAX_NUM_PROCESSES or FP8RL_PROCESSES and outside srun"
         )
     processes.join()
 
