@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import resource
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ import types
 
 import pytest
 
+from fp8rl_jax import cli
 from fp8rl_jax.base import meeting
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.meeting import Place, meet, place_of_environment, this_place
@@ -30,8 +32,53 @@ _SLURM = {
 }
 
 
+# What launchers tell process 1 of two: the numbers of all and of itself come first.
+_LAUNCHERS = {
+    "torchrun": {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "29500",
+    },
+    "Open MPI": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"},
+    "MPICH": {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"},
+    "MVAPICH": {"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"},
+    "Horovod": {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"},
+    "jsrun": {"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "1"},
+    "Flux": {"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1", "FLUX_JOB_NNODES": "1"},
+    "JAXJob": {
+        "NUM_PROCESSES": "2",
+        "PROCESS_ID": "1",
+        "COORDINATOR_ADDRESS": "a",
+        "COORDINATOR_PORT": "6666",
+    },
+    "torch runtime": {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_NPROC_PER_NODE": "auto",
+        "PET_MASTER_ADDR": "a",
+        "PET_MASTER_PORT": "29400",
+    },
+    "SkyPilot": {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "a\nb"},
+    "dstack": {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "a"},
+    "LeaderWorkerSet": {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "a"},
+    "AWS Batch": {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "1"},
+}
+# Where the launcher's variables hold the coordinator.
+_ADDRESSES = {
+    "torchrun": "a:29501",
+    "JAXJob": "a:6666",
+    "torch runtime": "a:29400",
+    "SkyPilot": "a:8476",
+    "dstack": "a:8476",
+    "LeaderWorkerSet": "a:8476",
+}
+
+
 def _set(monkeypatch, variables: dict[str, str | None]) -> None:
-    for name in (*_OURS, *_JAX, *_SLURM, "JAX_COORDINATOR_PORT"):
+    launchers = [name for variables in _LAUNCHERS.values() for name in variables]
+    for name in (*_OURS, *_JAX, *_SLURM, "JAX_COORDINATOR_PORT", *launchers):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         if value is not None:
@@ -53,6 +100,9 @@ def test_environments_that_can_be(monkeypatch):
         (_SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Place(2, 1)),  # JAX takes both
         ({"SLURM_STEP_NUM_TASKS": "1"}, Place()),
         ({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "8"}, Place()),  # a batch script
+        ({"JOB_COMPLETION_INDEX": "1"}, Place()),  # of a Kubernetes Job: how many, it does not say
+        ({"SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_ID": "1"}, Place()),  # independent jobs
+        ({"RAY_JOB_ID": "01000000", "RAY_NODE_ID": "a"}, Place()),
     ]:
         _set(monkeypatch, variables)
         assert place_of_environment() == place
@@ -102,8 +152,70 @@ def test_variables_of_jax_that_cannot_be(variables, words, monkeypatch):
         place_of_environment()
 
 
+@pytest.mark.parametrize("name", [*_LAUNCHERS])
+def test_one_of_several_is_not_alone(name, monkeypatch):
+    """What to write is in the error, and then the processes join."""
+    variables = _LAUNCHERS[name]
+    processes, process = list(variables)[:2]
+    _set(monkeypatch, variables)
+    with pytest.raises(UserError, match=f"^{processes} is 2: .*{name}.*unset {processes}") as error:
+        place_of_environment()
+    line = str(error.value).split("`")[1].replace("HOST:PORT", "b:9")
+    shown = subprocess.run(
+        ["bash", "-c", f"{line}; echo $JAX_COORDINATOR_ADDRESS $JAX_NUM_PROCESSES $JAX_PROCESS_ID"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    written = dict(zip(_JAX, shown.stdout.split(), strict=True))
+    _set(monkeypatch, variables | written)
+    assert place_of_environment() == Place(2, 1, _ADDRESSES.get(name, "b:9"))
+    _set(monkeypatch, variables | _OURS)
+    assert place_of_environment() == Place(2, 0, "a:1")
+    for changed in (
+        {processes: "1", process: "0"},
+        {processes: None},
+        {process: None},  # one without the other is left over in a shell
+        {processes: "1:4"},
+        {processes: ""},
+    ):
+        _set(monkeypatch, variables | changed)
+        assert place_of_environment() == Place()
+
+
+def test_the_launcher_of_most_processes_is_named(monkeypatch):
+    """One within another, and none within Slurm unless it starts more than Slurm does."""
+    torchrun = _LAUNCHERS["torchrun"] | {"WORLD_SIZE": "16"}
+    _set(monkeypatch, _LAUNCHERS["SkyPilot"] | torchrun)
+    with pytest.raises(UserError, match=r"^WORLD_SIZE is 16: torchrun"):
+        place_of_environment()
+    _set(monkeypatch, _SLURM | torchrun)
+    with pytest.raises(UserError, match=r"^WORLD_SIZE is 16: torchrun"):
+        place_of_environment()
+    _set(monkeypatch, _SLURM | _LAUNCHERS["SkyPilot"] | _LAUNCHERS["MPICH"])
+    assert place_of_environment() == Place(2, 1)
+    alone = _JAX | {"JAX_NUM_PROCESSES": "1"}  # says nothing of what was started within it
+    _set(monkeypatch, alone | _LAUNCHERS["Open MPI"])
+    with pytest.raises(UserError, match=r"^OMPI_COMM_WORLD_SIZE is 2: Open MPI"):
+        place_of_environment()
+
+
+def test_a_command_ends_with_status_2(monkeypatch, capsys):
+    """In one line, before it reads the configuration; help is for everyone."""
+    _set(monkeypatch, _LAUNCHERS["Open MPI"])
+    assert cli.run(["train", "--help"]) == cli.run(["--version"]) == 0
+    capsys.readouterr()
+    assert cli.run(["train", "--config", "there_is_none"]) == 2
+    output, error = capsys.readouterr()
+    assert error.startswith("error: OMPI_COMM_WORLD_SIZE is 2: Open MPI has started these")
+    assert error.count("\n") == 1 and not output
+    _set(monkeypatch, _JAX)
+    assert cli.run(["report", "there_is_none"]) == 2
+    assert "this is one of 2: start it once, without JAX_NUM_PROCESSES" in capsys.readouterr().err
+
+
 def test_where_jax_has_joined_the_environment_says_nothing(monkeypatch):
-    _set(monkeypatch, _OURS)
+    _set(monkeypatch, _LAUNCHERS["torchrun"] | {"WORLD_SIZE": "4"})
     state = types.SimpleNamespace(
         client=object(), num_processes=3, process_id=2, coordinator_address="c:7"
     )
@@ -111,7 +223,8 @@ def test_where_jax_has_joined_the_environment_says_nothing(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax._src.distributed", joined)
     assert this_place() == Place(3, 2, "c:7")
     state.client = None
-    assert this_place() == Place(2, 0, "a:1")
+    with pytest.raises(UserError, match="WORLD_SIZE is 4"):
+        this_place()
 
 
 @pytest.mark.parametrize("value", [None, "", "x", "1.0", "-1", "9" * 5000])

@@ -4,6 +4,10 @@ The environment holds the three variables of FP8RL_... or of JAX_... (`_OURS`, `
 With the former, all processes connect to the coordinator's port before JAX starts its service
 there, so that an error can name the missing processes (JAX would abort at its deadline).
 Connections of other programs to that port are ignored.
+
+Other launchers (`_LAUNCHERS`) do not say where process 0 listens, or not in a form that is ours to
+use. A process that one of them has started as one of several is refused, since it would do alone
+what all shall do together.
 """
 
 from __future__ import annotations
@@ -29,6 +33,51 @@ _LONGEST_LINE = 2**15  # bytes of either line; an answer may name thousands of p
 _MOST_STRANGERS = 100  # open connections that have not sent a process's number
 JOIN_SECONDS = 300.0  # until all processes must have connected
 _GRACE_SECONDS = 15.0  # after that, until process 0 must have answered
+_UNKNOWN = "HOST:PORT"  # of process 0, if a launcher does not tell it
+
+
+class _Launcher(NamedTuple):
+    """A program that starts processes; the variables in which it tells each of them their number
+    and its own; and HOST:PORT of process 0 as a shell can write it, if its variables hold that."""
+
+    name: str
+    processes: str
+    process: str
+    coordinator: str = _UNKNOWN
+
+
+# The launcher with the largest number is named, of equal ones the first: torchrun may run under
+# SkyPilot. Not here: what has a number of its own and none of all (PMIx, a Kubernetes Job's
+# completion index, Ray), and arrays of independent jobs.
+_LAUNCHERS = (
+    # torchrun listens at MASTER_PORT itself. DeepSpeed, Accelerate, Ray Train's TorchTrainer and
+    # Kubeflow's PyTorchJob set the same variables.
+    _Launcher("torchrun or its like", "WORLD_SIZE", "RANK", "$MASTER_ADDR:$((MASTER_PORT + 1))"),
+    _Launcher("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    _Launcher("MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
+    _Launcher("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    _Launcher("Horovod", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    _Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    _Launcher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    _Launcher(
+        "Kubeflow's JAXJob", "NUM_PROCESSES", "PROCESS_ID", "$COORDINATOR_ADDRESS:$COORDINATOR_PORT"
+    ),
+    _Launcher(
+        "Kubeflow Trainer's torch runtime",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+        "$PET_MASTER_ADDR:$PET_MASTER_PORT",
+    ),
+    _Launcher(
+        "SkyPilot",
+        "SKYPILOT_NUM_NODES",
+        "SKYPILOT_NODE_RANK",
+        '$(echo "$SKYPILOT_NODE_IPS" | head -n1):8476',
+    ),
+    _Launcher("dstack", "DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "$DSTACK_MASTER_NODE_IP:8476"),
+    _Launcher("LeaderWorkerSet", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "$LWS_LEADER_ADDRESS:8476"),
+    _Launcher("AWS Batch", "AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX"),
+)
 
 
 class Place(NamedTuple):
@@ -58,13 +107,16 @@ def place_of_environment() -> Place:
     """Returns this process's place according to the environment.
 
     Raises:
-      UserError: a variable is missing or is not a number.
+      UserError: a variable is missing or is not a number, or a launcher has started more processes
+        than those that can join.
     """
     tasks = os.environ.get(_SLURM_TASKS)  # set by `srun`, not by a batch script
     in_slurm = tasks not in (None, "1")
     place = _place_in_variables(_OURS) or _place_in_variables(_JAX, without_numbers=in_slurm)
     if place is None:
-        return _place_in_slurm() if in_slurm else Place()
+        place = _place_in_slurm() if in_slurm else Place()
+    if place.processes == 1 or place.coordinator is None:
+        _refuse_more_than(place.processes)
     return place
 
 
@@ -101,6 +153,31 @@ def _place_in_variables(names: tuple[str, str, str], without_numbers: bool = Fal
             "processes, and one from 0 to below it"
         )
     return Place(count, process, coordinator)
+
+
+def _refuse_more_than(processes: int) -> None:
+    """Raises UserError if a launcher says that there are more processes than so many."""
+    launcher = max(_LAUNCHERS, key=_processes_of)
+    if _processes_of(launcher) <= processes:
+        return
+    address, number_of_all, number = _JAX
+    remark = ""
+    if launcher.coordinator == _UNKNOWN:
+        remark = " with the host of process 0 and a port that is free there"
+    raise UserError(
+        f"{launcher.processes} is {_processes_of(launcher)}: {launcher.name} has started these "
+        f"processes, and they have not joined; write in each of them, before the command, "
+        f"`export {address}={launcher.coordinator} {number_of_all}=${launcher.processes} "
+        f"{number}=${launcher.process}`{remark}, or `unset {launcher.processes}` to run alone"
+    )
+
+
+def _processes_of(launcher: _Launcher) -> int:
+    """Returns the number of processes that a launcher says there are, 1 if it says nothing: one
+    variable without the other may be left over in somebody's shell."""
+    if not os.environ.get(launcher.process):
+        return 1
+    return _whole(os.environ.get(launcher.processes, "")) or 1
 
 
 def _place_in_slurm() -> Place:

@@ -63,7 +63,8 @@ def join() -> None:
     another one has ended with an error, and then ends too; see `end`.
 
     Raises:
-      UserError: the environment is incomplete, or another process cannot be reached.
+      UserError: the environment is incomplete, names a launcher whose processes cannot join, or
+        another process cannot be reached.
     """
     place = this_place()
     if place.processes == 1:
