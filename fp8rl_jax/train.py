@@ -68,6 +68,7 @@ def train(
       NonFiniteError: loss or gradient became NaN; the last good state is saved.
       DriftError: drift appeared and zero drift is required; the state after that step is saved.
     """
+    processes.check_joined()
     runtime, display = make_runtime(config), Display()
     check = functools.partial(_self_check, runtime, display.note)
     with display, preflight(runtime, resume, check) as (lock, lines, checked):

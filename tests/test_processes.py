@@ -28,8 +28,10 @@ from tiny_run import CONFIG, overrides, reproducible
 from fp8rl_jax import cli
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.sharding import between_hosts
+from fp8rl_jax.train import train
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _SMALL = {
@@ -175,12 +177,13 @@ def test_joined_before(monkeypatch):
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
     monkeypatch.setattr(distributed.global_state, "process_id", 1)
     processes.join()
+    processes.check_joined()
     assert begun == [1]
     assert processes.count() == 2 and not processes.first()
 
 
 def test_not_joined(monkeypatch):
-    """A failure of JAX leaves one process, which says so."""
+    """A failure of JAX leaves one process, which may say so; it does not train all of the job."""
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
@@ -196,6 +199,8 @@ def test_not_joined(monkeypatch):
     with pytest.raises(UserError, match=r"process 1 of 2 cannot join .* \(ValueError: no\)"):
         processes.join()
     assert processes.count() == 1 and processes.first()
+    with pytest.raises(UserError, match="this is process 1 of 2, and they have not joined: call "):
+        train(load_config(str(CONFIG)))
 
 
 def test_exchange_by_store(monkeypatch):

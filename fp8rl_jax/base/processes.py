@@ -74,6 +74,18 @@ def join() -> None:
     _begin()
 
 
+def check_joined() -> None:
+    """Raises UserError if the environment says that this is one of several processes, and they have
+    not joined: each of them would do what all shall do together."""
+    place = this_place()
+    if place.processes > count():
+        raise UserError(
+            f"the environment says that this is process {place.process} of {place.processes}, and "
+            "they have not joined: call fp8rl_jax.base.processes.join() first, before anything "
+            "uses a device"
+        )
+
+
 def _initialize(place: Place) -> None:
     """Lets JAX join the processes.
 
