@@ -175,12 +175,17 @@ def test_one_of_several_is_not_alone(name, monkeypatch):
     for changed in (
         {processes: "1", process: "0"},
         {processes: None},
-        {process: None},  # one without the other is left over in a shell
         {processes: "1:4"},
         {processes: ""},
     ):
         _set(monkeypatch, variables | changed)
         assert place_of_environment() == Place()
+    _set(monkeypatch, variables | {process: None})
+    if name in ("Flux", "JAXJob"):
+        assert place_of_environment() == Place()
+    else:
+        with pytest.raises(UserError, match=f"^{processes} is 2"):
+            place_of_environment()
 
 
 def test_the_launcher_of_most_processes_is_named(monkeypatch):

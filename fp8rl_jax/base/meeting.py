@@ -38,12 +38,15 @@ _UNKNOWN = "HOST:PORT"  # of process 0, if a launcher does not tell it
 
 class _Launcher(NamedTuple):
     """A program that starts processes; the variables in which it tells each of them their number
-    and its own; and HOST:PORT of process 0 as a shell can write it, if its variables hold that."""
+    and its own; HOST:PORT of process 0 as a shell can write it, if its variables hold that; and
+    whether the number of all means nothing without the own one, because others use its name or a
+    batch script has it."""
 
     name: str
     processes: str
     process: str
     coordinator: str = _UNKNOWN
+    both: bool = False
 
 
 # The launcher with the largest number is named, of equal ones the first: torchrun may run under
@@ -58,9 +61,13 @@ _LAUNCHERS = (
     _Launcher("MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     _Launcher("Horovod", "HOROVOD_SIZE", "HOROVOD_RANK"),
     _Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-    _Launcher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    _Launcher("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", both=True),
     _Launcher(
-        "Kubeflow's JAXJob", "NUM_PROCESSES", "PROCESS_ID", "$COORDINATOR_ADDRESS:$COORDINATOR_PORT"
+        "Kubeflow's JAXJob",
+        "NUM_PROCESSES",
+        "PROCESS_ID",
+        "$COORDINATOR_ADDRESS:$COORDINATOR_PORT",
+        both=True,
     ),
     _Launcher(
         "Kubeflow Trainer's torch runtime",
@@ -173,9 +180,8 @@ def _refuse_more_than(processes: int) -> None:
 
 
 def _processes_of(launcher: _Launcher) -> int:
-    """Returns the number of processes that a launcher says there are, 1 if it says nothing: one
-    variable without the other may be left over in somebody's shell."""
-    if not os.environ.get(launcher.process):
+    """Returns the number of processes that a launcher says there are, 1 if it says nothing."""
+    if launcher.both and not os.environ.get(launcher.process):
         return 1
     return _whole(os.environ.get(launcher.processes, "")) or 1
 
