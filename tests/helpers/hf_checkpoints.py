@@ -18,7 +18,7 @@ from oracles import quant_oracle
 from oracles.decoder_oracle import random_params
 from safetensors.numpy import save_file
 
-from fp8rl_jax.models import ModelConfig, init_params
+from fp8rl_jax.models import ModelConfig, param_shapes
 from fp8rl_jax.models.hf.config_json import config_json
 
 _SIZES = dict(
@@ -147,13 +147,15 @@ CONFIGS = {
 }
 
 
-@functools.cache
 def params_of(name: str, seed: int = 0):
     """Random float32 numpy parameters of CONFIGS[name]; norms and biases too."""
-    shapes = jax.eval_shape(
-        lambda: init_params(CONFIGS[name], jax.random.key(0, impl="threefry2x32"))
-    )
-    params = random_params(shapes, seed)
+    return random_of(CONFIGS[name], seed)
+
+
+@functools.cache
+def random_of(config: ModelConfig, seed: int = 0):
+    """Random float32 numpy parameters of a configuration, as `params_of`."""
+    params = random_params(param_shapes(config), seed)
     generator = np.random.default_rng(seed + 1)
 
     def leaf(path, x):
