@@ -21,6 +21,7 @@ _PART = r"[A-Za-z0-9][\w.-]*"  # of a repository's name on the Hub
 _HUB_ID = re.compile(rf"{_PART}/({_PART})", re.ASCII)
 _HUB = "hf:"
 _HUB_NAME = re.compile(rf"{_HUB}({_PART}/{_PART})(?:@([\w./-]+))?", re.ASCII)
+_SNAPSHOT = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+)/snapshots/([^/]+)/?$", re.ASCII)
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -84,6 +85,13 @@ def _snapshot(name: str, where: str, kind: str) -> str:
             f"{where} is {name!r}, which is not in {constants.HF_HUB_CACHE}: run `hf download "
             f"{repository}{options}` first"
         ) from None
+
+
+def hub_repository(path: str) -> tuple[str, str] | None:
+    """Returns (ORG/NAME, commit) of a snapshot's directory in a cache of huggingface_hub, which is
+    what `expanded` makes of `hf:ORG/NAME`; None for any other path."""
+    named = _SNAPSHOT.search(path)
+    return (f"{named[1]}/{named[2]}", named[3]) if named else None
 
 
 def hub_download(path: str) -> str:

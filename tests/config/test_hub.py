@@ -10,6 +10,7 @@ import pytest
 from hf_checkpoints import CONFIGS, named, params_of, write
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.paths import hub_repository
 from fp8rl_jax.cli.main import run
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.model_source import load_params, read_model
@@ -60,6 +61,8 @@ def test_a_model(hub, tmp_path, capsys):
     (tmp_path / "empty.py").write_text(_EMPTY)
     for seed, name in enumerate(("hf:acme/tiny", "hf:acme/tiny@v1")):
         config = load_config(str(tmp_path / "empty.py"), [f"--config.model.checkpoint={name}"])
+        commit = _COMMITS["main" if name == "hf:acme/tiny" else "v1"]
+        assert hub_repository(config.model.checkpoint) == ("acme/tiny", commit)
         assert read_model(config)[0] == CONFIGS["qwen2"]
         ours, theirs = map(jax.tree.leaves, (load_params(config), params_of("qwen2", seed)))
         for one, other in zip(ours, theirs, strict=True):
