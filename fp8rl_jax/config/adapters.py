@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import ml_collections
 
+from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, param_shapes
 from fp8rl_jax.models.hf.peft import check_adapter, load_adapter
@@ -67,5 +68,6 @@ def begun(config: ml_collections.ConfigDict, model: ModelConfig, params: Any) ->
     if not config.lora.checkpoint or found is params:
         return found
     check_adapters(config, model)
-    adapters = load_adapter(config.lora.checkpoint, model, found.adapters)
+    new = processes.fetch(found.adapters)
+    adapters = load_adapter(config.lora.checkpoint, model, new)
     return dataclasses.replace(found, adapters=adapters)

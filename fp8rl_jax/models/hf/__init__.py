@@ -11,7 +11,8 @@
 
 Read first: tables.py (which tensor is which part of which parameter), then loader.py and writer.py.
 rope_json.py reads rotary embeddings, blockwise.py and mxfp4.py define FP8 and MXFP4 in checkpoints,
-finite.py counts NaN and infinity, peft.py reads and writes adapters.
+finite.py counts NaN and infinity, peft.py reads and writes adapters: peft_tensors.py says which
+tensor is which, peft_file.py checks files.
 
 Not done: weights in torch's own format, GGUF files of other architectures than llama, qwen2, qwen3.
 """
