@@ -166,8 +166,9 @@ _SOURCES = _sources()
 # the study of staleness; by 100 for the tokens that the head's kernels leave out;
 # by 150 for the tool calls of six more model families, and names with other units; by 50 for a
 # train step that copies neither weights nor moments on a CPU; by 424 for log-probabilities over the
-# tokens that top-k and top-p keep; by 130 for other launchers' variables.)
-_MOST_LINES = {"library": 50_554, "with users": 57_870, "package": 9_568, "file": 540}
+# tokens that top-k and top-p keep; by 130 for other launchers' variables; by 487 for adapters as
+# PEFT applies and writes them.)
+_MOST_LINES = {"library": 51_050, "with users": 58_380, "package": 10_040, "file": 540}
 
 
 def test_size_stays_within_the_budget():
