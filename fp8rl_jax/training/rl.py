@@ -130,7 +130,8 @@ def rl_step(
         samples = drawn.samples
         record |= drawn.record
         if ahead and step % rt.config.run.check_every == 0:
-            record |= _drift_ahead(rt, state, rollouts.drawn_by(step))
+            state, drift = _drift_ahead(rt, state, rollouts.drawn_by(step))
+            record |= drift
 
         # 2. Log-probabilities before the update, and under the reference policy.
         hold_settings()
@@ -163,8 +164,10 @@ def rl_step(
                 changed = mismatch_metrics(logp, samples.learner_logprobs[first], batch.mask[first])
                 record |= {name: changed[n] for n, name in _CHANGED.items()}
         own = _comparable(batch, samples, step)[first]
-        if not ahead and own.any():
-            record |= mismatch_metrics(logp, rollout.logprobs[first], own)
+        if own.any():
+            compared = mismatch_metrics(logp, rollout.logprobs[first], own)
+            if not record.get(DRIFT_MAX, 0.0) > compared[DRIFT_MAX]:  # of a later rollout
+                record |= compared
         if rt.same_forward:
             record["refit_checksum_ok"] = bool(
                 updates[0]["checksum"] == np.asarray(served.checksum)
@@ -183,20 +186,33 @@ def rl_step(
     return StepResult(state, served, samples, logp, record)
 
 
-def _drift_ahead(rt: Runtime, state: TrainState, drawn: Drawn | None) -> dict[str, float]:
-    """Returns the drift of a rollout that `state` has drawn, scored by the learner, and keeps the
-    scores: the step that learns from it will have another policy. {} without a rollout."""
+def _drift_ahead(
+    rt: Runtime, state: TrainState, drawn: Drawn | None
+) -> tuple[TrainState, dict[str, float]]:
+    """Returns the drift of a rollout that `state` has drawn, and the state; {} without a rollout.
+    `state` is donated. The step that learns from the rollout will have another policy.
+
+    With one forward function the train step itself computes the log-probabilities, of the first
+    update's rows: no token counts, so the state stays as it is. Otherwise the learner scores all
+    rows, and the scores are kept for the step that learns from them.
+    """
     if drawn is None:
-        return {}
+        return state, {}
     samples = drawn.samples
     batch = rt.engine.batch(samples.rollout, samples.prompts)
     own = _comparable(batch, samples, int(state.step))
     if not own.any():
-        return {}
-    logp = rt.engine.score(state, batch)
-    if (own == samples.rollout.mask).all():
-        samples.learner_logprobs = logp
-    return mismatch_metrics(logp, samples.rollout.logprobs, own)
+        return state, {}
+    if rt.same_forward:
+        rows = len(own) // rt.config.algo.num_minibatches
+        own = own[:rows]
+        nothing = dataclasses.replace(batch, weights=np.zeros_like(batch.weights))
+        state, logp, _ = rt.engine.update(state, jax.tree.map(lambda x: x[:rows], nothing))
+    else:
+        logp = rt.engine.score(state, batch)
+        if (own == samples.rollout.mask).all():
+            samples.learner_logprobs = logp
+    return state, mismatch_metrics(logp, samples.rollout.logprobs[: len(own)], own)
 
 
 def _comparable(batch: Batch, samples: Samples, step: int) -> np.ndarray:

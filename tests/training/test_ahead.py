@@ -12,7 +12,8 @@ import pytest
 import train_process
 from tiny_run import CONFIG, overrides, reproducible
 
-from fp8rl_jax import train
+from fp8rl_jax import learner, train
+from fp8rl_jax.base.errors import DriftError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.training.ahead import Rollouts
@@ -73,6 +74,27 @@ def test_a_run_two_steps_ahead(two_ahead):
     assert stale[0] == 0.0 and min(stale[1:]) > 1e-3
     assert all(record["ratio_mean"] != 1.0 for record in records[1:])
     assert all(record["refit_checksum_ok"] for record in records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"ahead": 1}, {"ahead": 0, "rollout__most_versions": 2}])
+def test_a_fault_of_the_train_step_alone_is_seen(fields, tmp_path, cache, monkeypatch):
+    """Where the scoring program has none: in each step that compares, and where drift is forbidden
+    the run ends."""
+    right = learner.response_logprobs
+
+    def planted(*arguments, **keywords):
+        logp, *others = right(*arguments, **keywords)
+        of_train_step = "teacher_head" in keywords
+        return (logp + 1e-3 if of_train_step else logp), *others
+
+    monkeypatch.setattr(learner, "response_logprobs", planted)
+    fields = {"rollout__slots": 8, "run__steps": 3, **fields}
+    records = _run(tmp_path / "1", cache, precision__zero_drift="report", **fields)
+    drifts = [record[_DRIFT] for record in records if _DRIFT in record]
+    assert len(drifts) >= 2 and min(drifts) > 9e-4
+    with pytest.raises(DriftError, match="appeared at RL step 1"):
+        _run(tmp_path / "2", cache, precision__zero_drift="required", **fields)
 
 
 def _without_checks(directory) -> dict[str, list[dict]]:
