@@ -28,7 +28,7 @@ from jax import lax
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch
-from fp8rl_jax.kernels import resolve, tree_norm
+from fp8rl_jax.kernels import resolve, sum_all, tree_norm
 from fp8rl_jax.micro_batches import join_parts, over_parts, split
 from fp8rl_jax.models import (
     ONE_DEVICE,
@@ -371,7 +371,7 @@ def make_gradients(
         if loss.teacher_coef:
             tokens["teacher_kl"] = aux["teacher_kl"]
             each = each + loss.teacher_coef * tokens["teacher_kl"]
-        value = jnp.where(counts, each * part.weights, 0.0).sum()
+        value = sum_all(jnp.where(counts, each * part.weights, 0.0))
         sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
         if loss.router_aux_coef:
             loads = aux["expert_tokens"] if loads is None else loads
@@ -380,7 +380,12 @@ def make_gradients(
         return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
 
     def gradients(state: TrainState, batch: Batch, rope):
-        params = merged(state.params, keep_quantised=True, dtype=recipe.compute_dtype)
+        params = merged(
+            state.params,
+            keep_quantised=True,
+            dtype=recipe.compute_dtype,
+            exact=recipe.kernels == "exact",
+        )
         weights = quantize_params(params, recipe, state.scaling_state)
         probes = init_probes(params, recipe, health)
         grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)

@@ -48,9 +48,11 @@ from fp8rl_jax.kernels.reference.attention import dequantized
 from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes, in_bits, keep, kept, scan_in_bits
 from fp8rl_jax.kernels.reference.e4m3 import to_e4m3, widened
 from fp8rl_jax.kernels.reference.reductions import (
+    broadcast_last,
     folded,
     max_last,
     stored,
+    sum_all,
     sum_last,
     sum_rows,
     tree_norm,

@@ -165,12 +165,15 @@ def scaled(params: Adapted) -> dict[Path, tuple[jax.Array, jax.Array]]:
     }
 
 
-def merged(params: Any, keep_quantised: bool = False, dtype: Any = jnp.float32) -> Any:
+def merged(
+    params: Any, keep_quantised: bool = False, dtype: Any = jnp.float32, exact: bool = False
+) -> Any:
     """Returns float32 parameters: the base with its adapters added; without adapters `params`.
 
     QArrays are dequantised; with `keep_quantised` those without an adapter stay. A product of A and
-    B has the library's order of sums, so its bits do not depend on the program. `dtype`: of the
-    matrices with adapters, matrix by matrix, so that no whole stack of them is in float32.
+    B has the library's order of sums, so its bits do not depend on the program; with `exact` its
+    sums are exact. `dtype`: of the matrices with adapters, matrix by matrix, so that no whole stack
+    of them is in float32.
     """
     if not isinstance(params, Adapted):
         return params if keep_quantised else jax.tree.map(plain_value, params, is_leaf=is_weight)
@@ -183,11 +186,17 @@ def merged(params: Any, keep_quantised: bool = False, dtype: Any = jnp.float32) 
             return leaf if stays else plain_value(leaf).astype(jnp.float32)
         arrays = (leaf, *adapters[names[:-1]])
         stacks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), arrays)
-        return lax.map(lambda own: _plus_product(own).astype(dtype), stacks).reshape(leaf.shape)
+        found = lax.map(lambda own: _plus_product(own, exact).astype(dtype), stacks)
+        return found.reshape(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(merge, params.base, is_leaf=is_weight)
 
 
-def _plus_product(matrices: tuple[jax.Array | QArray, jax.Array, jax.Array]) -> jax.Array:
+def _plus_product(
+    matrices: tuple[jax.Array | QArray, jax.Array, jax.Array], exact: bool
+) -> jax.Array:
     base, a, b = matrices
-    return plain_value(base).astype(jnp.float32) + prevent_fma(matmul(get_recipe("f32"), a, b))
+    recipe = get_recipe("f32")
+    if exact:
+        recipe = dataclasses.replace(recipe, kernels="exact")
+    return plain_value(base).astype(jnp.float32) + prevent_fma(matmul(recipe, a, b))

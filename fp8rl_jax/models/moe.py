@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import keep, kept, prevent_fma
+from fp8rl_jax.kernels import backend, keep, kept, prevent_fma, sum_last, sum_rows, varying_as
 from fp8rl_jax.models.activations import gated_activation
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import Kernel, LayerWeight, multiply_experts, vector
@@ -141,7 +141,9 @@ def _dispatch_forward(x, tiles):
 def _dispatch_backward(residual, cotangent):
     tiles, like = residual
     rows = cotangent.reshape(-1, cotangent.shape[-1])
-    total = rows[tiles.place].astype(jnp.float32).sum(1)
+    total = rows[tiles.place[:, 0]].astype(jnp.float32)
+    for slot in range(1, tiles.place.shape[1]):
+        total = total + rows[tiles.place[:, slot]].astype(jnp.float32)
     return total.astype(like.dtype), None
 
 
@@ -178,7 +180,8 @@ def _combine_backward(recipe, residual, cotangent):
     dy = cotangent.astype(jnp.float32)
     rows = y.reshape(-1, y.shape[-1])
     slots = range(weights.shape[1])
-    dweights = [(rows[tiles.place[:, s]].astype(jnp.float32) * dy).sum(-1) for s in slots]
+    of_slots = (rows[tiles.place[:, slot]].astype(jnp.float32) for slot in slots)
+    dweights = [sum_last(prevent_fma(of_slot * dy)) for of_slot in of_slots]
     by_row = jnp.zeros_like(tiles.assignment, jnp.float32).at[tiles.place].set(weights)
     drows = fill_rows(dy, tiles.source) * by_row[:, None]
     return drows.reshape(y.shape), jnp.stack(dweights, axis=1), None
@@ -187,11 +190,11 @@ def _combine_backward(recipe, residual, cotangent):
 combine.defvjp(_combine_forward, _combine_backward)
 
 
-@functools.partial(varying_vjp, static=0)
+@varying_vjp
 def _plus_bias(y: jax.Array, bias: jax.Array, tiles: Tiles) -> jax.Array:
     """Adds the bias (E, N) of each tile's expert to its rows (tiles, R, N) in float32, but not to
-    padding: it stays zero, and enters no scale of wgrad. Its gradient adds up tiles by a product:
-    a scatter adds in any order on a GPU."""
+    padding: it stays zero, and enters no scale of wgrad. Its gradient adds up tiles in order; on a
+    GPU, where a scatter has none, by a product."""
     own = bias.at[tiles.experts].get(mode="fill", fill_value=0)
     return prevent_fma(y) + jnp.where(_filled(tiles), own[:, None], 0.0)
 
@@ -208,10 +211,13 @@ def _plus_bias_forward(y, bias, tiles):
 
 def _plus_bias_backward(residual, dy):
     tiles, like = residual
-    by_tile = jnp.where(_filled(tiles), dy, 0.0).sum(1)
-    owns = jnp.arange(like.shape[0])[:, None] == tiles.experts
-    total = jnp.dot(owns.astype(jnp.float32), by_tile, precision=lax.Precision.HIGHEST)
-    return dy, total, None
+    rows = jnp.where(_filled(tiles), dy, 0.0).swapaxes(0, 1)
+    by_tile = sum_rows(rows.reshape(rows.shape[0], -1)).reshape(rows.shape[1:])
+    if backend() == "cpu":
+        zeros = varying_as(jnp.zeros((like.shape[0], by_tile.shape[1])), by_tile)
+        return dy, zeros.at[tiles.experts].add(by_tile, mode="drop"), None
+    owns = (jnp.arange(like.shape[0])[:, None] == tiles.experts).astype(jnp.float32)
+    return dy, jnp.dot(owns, by_tile, precision=lax.Precision.HIGHEST), None
 
 
 _plus_bias.defvjp(_plus_bias_forward, _plus_bias_backward)

@@ -113,7 +113,7 @@ def _sites(params, recipe: Recipe, shapes: bool = False) -> dict[str, tuple[Reci
     `shapes` the weights' shapes, and merges no adapters."""
 
     def cut(params):
-        return split_layers(merged(params), recipe)
+        return split_layers(merged(params, exact=recipe.kernels == "exact"), recipe)
 
     base = params.base if isinstance(params, Adapted) else params
     recipes = {run.name: run.recipe for run in _runs(base, recipe)}
@@ -198,7 +198,8 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     """
     recipe = get_recipe(recipe)
     # FP8 is made of weights in bf16, too.
-    params = merged(params, keep_quantised=True, dtype=recipe.compute_dtype)
+    exact = recipe.kernels == "exact"
+    params = merged(params, keep_quantised=True, dtype=recipe.compute_dtype, exact=exact)
     sites = _sites(params, recipe, shapes=True)
 
     def convert(path, leaf):
@@ -318,10 +319,12 @@ def trainable_params(
         return BoundWeight(value, master, lax.stop_gradient(state), probe, own)
 
     # Where no kernel reads the stacks: XLA:CPU would convert them whole, to slice a layer out.
-    as_bits = resolve(get_recipe(recipe).kernels) == "reference"
+    kernels = get_recipe(recipe).kernels
+    as_bits = resolve(kernels) == "reference"
     adapters: dict = {}
     if isinstance(params, Adapted):
-        whole, params = scaled(params), lax.stop_gradient(merged(params))
+        whole = scaled(params)
+        params = lax.stop_gradient(merged(params, exact=kernels == "exact"))
         for run in _runs(params, get_recipe(recipe)):
             for path, arrays in whole.items():
                 if path[0] == run.stack:
@@ -332,7 +335,8 @@ def trainable_params(
 
 def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
     """Returns `block_health` of every quantised weight: {site: {count: (L,) or (L, E) float32}}."""
-    recipe, params = get_recipe(recipe), merged(params)
+    recipe = get_recipe(recipe)
+    params = merged(params, exact=recipe.kernels == "exact")
     values = {
         _site(path): _value(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)

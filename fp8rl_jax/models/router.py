@@ -36,11 +36,14 @@ from jax import lax
 from fp8rl_jax.kernels import (
     EXP_LANES,
     block_matmul,
+    broadcast_last,
     keep,
     kept,
     matmul_at_once,
     prevent_fma,
+    sum_all,
     sum_last,
+    sum_rows,
 )
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.layers import kernel_init, vector
@@ -115,7 +118,18 @@ def router_logits(
     """
     rows = x.reshape(-1, x.shape[-1])
     logits = _router_product(implementation, rows, kernel).reshape(*x.shape[:-1], -1)
-    return logits if bias is None else prevent_fma(logits) + bias
+    return logits if bias is None else _plus_bias(logits, bias)
+
+
+@varying_vjp
+def _plus_bias(logits: jax.Array, bias: jax.Array) -> jax.Array:
+    return prevent_fma(logits) + bias
+
+
+_plus_bias.defvjp(
+    lambda logits, bias: (_plus_bias(logits, bias), None),
+    lambda residual, dy: (dy, sum_rows(dy.reshape(-1, dy.shape[-1]))),
+)
 
 
 def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
@@ -127,7 +141,8 @@ def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
         return (1.0 / (1.0 + jnp.exp(-padded)))[..., :experts]
     top = lax.stop_gradient(padded.max(-1, keepdims=True))
     raised = jnp.exp(padded - top)
-    return prevent_fma(raised * (1.0 / sum_last(raised)[..., None]))[..., :experts]
+    inverse = broadcast_last(1.0 / sum_last(raised)[..., None], raised.shape[-1])
+    return prevent_fma(raised * inverse)[..., :experts]
 
 
 def select_experts(
@@ -171,7 +186,7 @@ def routing_weights(config: ModelConfig, logits: jax.Array, experts: jax.Array) 
             total = total + weights[..., slot : slot + 1]
         if config.scoring_func == "sigmoid":
             total = total + _TINY
-        weights = prevent_fma(weights * (1.0 / total))
+        weights = prevent_fma(weights * broadcast_last(1.0 / total, weights.shape[-1]))
     if config.routed_scaling_factor != 1.0:
         weights = prevent_fma(weights * jnp.float32(config.routed_scaling_factor))
     return weights
@@ -190,9 +205,8 @@ def sum_probability(config: ModelConfig, logits: jax.Array, valid: jax.Array) ->
     """
     shares = _probabilities(config, logits.reshape(-1, config.num_experts))
     if config.scoring_func == "sigmoid":
-        shares = shares / (shares.sum(-1, keepdims=True) + _TINY)
-    counted = valid.reshape(-1, 1).astype(jnp.float32)
-    return (shares * counted).sum(0)
+        shares = shares / broadcast_last(sum_last(shares)[..., None] + _TINY, shares.shape[-1])
+    return sum_rows(jnp.where(valid.reshape(-1, 1), shares, 0.0))
 
 
 def load_balance_loss(
@@ -217,4 +231,4 @@ def load_balance_loss(
     slots = jnp.maximum(expert_tokens.sum(-1, keepdims=True), 1)  # k for each token
     share = lax.stop_gradient(expert_tokens / slots)  # f_i / k
     mean = probability / jnp.maximum(slots // config.num_experts_per_tok, 1)
-    return config.num_experts * (share * mean).sum(-1).mean()
+    return config.num_experts * sum_all(prevent_fma(share * mean)) / share.shape[0]

@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import in_bits, keep, kept, round_bf16, varying_as
+from fp8rl_jax.kernels import in_bits, keep, kept, matmul_at_once, round_bf16, varying_as
 from fp8rl_jax.quant.operands import (
     Activation,
     BoundWeight,
@@ -353,10 +353,18 @@ def _adapter_gradients(
     is not computed."""
     a, b = _of_tiles(tuple(compute_value(part, recipe) for part in adapter), experts)
     x = compute_value(x.dequantize(), recipe) if isinstance(x, QArray) else x
-    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    through = compute_value(dot("...mn,...rn->...mr", dy, b), recipe)
-    inner = compute_value(dot("...mk,...kr->...mr", x, a), recipe)
-    found = dot("...mk,...mr->...kr", x, through), dot("...mr,...mn->...rn", inner, dy)
+    if recipe.kernels == "exact":
+        dot = functools.partial(matmul_at_once, implementation="exact")
+        if experts is not None:
+            dot = jax.vmap(dot)
+        through = compute_value(dot(dy, b.mT), recipe)
+        inner = compute_value(dot(x, a), recipe)
+        found = dot(x.mT, through), dot(inner.mT, dy)
+    else:
+        einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        through = compute_value(einsum("...mn,...rn->...mr", dy, b), recipe)
+        inner = compute_value(einsum("...mk,...kr->...mr", x, a), recipe)
+        found = (einsum("...mk,...mr->...kr", x, through), einsum("...mr,...mn->...rn", inner, dy))
     if experts is not None:  # of tiles: added up by expert
         found = tuple(
             varying_as(jnp.zeros(whole.shape, jnp.float32), part).at[experts].add(part, mode="drop")

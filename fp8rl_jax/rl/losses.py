@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from fp8rl_jax.base.bounds import bounded
+from fp8rl_jax.kernels import sum_last
 from fp8rl_jax.rl.corrections import MAX_LOG_RATIO
 
 Stats = dict[str, jax.Array]
@@ -37,14 +38,25 @@ def _log_ratio(logp: jax.Array, old: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.clip(_inside(logp, mask) - _inside(old, mask), -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+@jax.custom_vjp
 def _mean_of_response(x: jax.Array, mask: jax.Array, sequences: jax.Array | None) -> jax.Array:
-    """Returns at each token the mean over its response, (B, 1), or (B, R) with `sequences`."""
+    """Returns at each token of the mask the mean of x over its response's, (B, R), else 0.
+
+    A linear function of x that is its own transpose, so its derivative sums in the same order.
+    """
     x = _inside(x, mask)
     if sequences is None:
-        return x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)
+        mean = sum_last(x) / jnp.maximum(mask.sum(1), 1)
+        return _inside(mean[:, None], mask)
     own = sequences & mask[:, None]
-    mean = jnp.where(own, x[:, None], 0.0).sum(2) / jnp.maximum(own.sum(2), 1)
-    return jnp.where(own, mean[:, :, None], 0.0).sum(1)
+    mean = sum_last(jnp.where(own, x[:, None], 0.0)) / jnp.maximum(own.sum(2), 1)
+    return _inside(jnp.take_along_axis(mean, own.argmax(1), axis=1), own.any(1))
+
+
+_mean_of_response.defvjp(
+    lambda x, mask, sequences: (_mean_of_response(x, mask, sequences), (mask, sequences)),
+    lambda of, cotangent: (_mean_of_response(cotangent, *of), None, None),
+)
 
 
 def _clip_stats(ratio, advantages, mask, low: float, high: float) -> Stats:

@@ -51,8 +51,12 @@ def make_refit(
     `weight_health`, {} with health=False.
     """
 
+    recipe = get_recipe(recipe)
+
     def refit(params, scaling_state=None, kv_scales=None):
-        params = merged(params, keep_quantised=True, dtype=get_recipe(recipe).compute_dtype)
+        params = merged(
+            params, keep_quantised=True, dtype=recipe.compute_dtype, exact=recipe.kernels == "exact"
+        )
         weights = quantize_params(params, recipe, scaling_state)
         lost = weight_health(params, weights, recipe) if health else {}
         weights = with_kv_scales(weights, kv_scales)

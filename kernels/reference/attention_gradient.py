@@ -20,7 +20,7 @@ from jax import lax
 from fp8rl_jax.kernels.arrays import pad_to, varying_as
 from fp8rl_jax.kernels.reference.attention import by_kv_head, by_query, masked, matmul_by_blocks
 from fp8rl_jax.kernels.reference.probe import cpu_way
-from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
+from fp8rl_jax.kernels.reference.reductions import max_last, sum_last, sum_rows
 from fp8rl_jax.kernels.reference.ways import Way
 
 _LOWEST = -1e30
@@ -91,7 +91,7 @@ def attention_vjp(
     if sinks is None:
         return found
     dsink = -(sink_weight / total * mean).reshape(-1, kv_heads, queries, groups)
-    return *found, dsink.sum((0, 2)).reshape(-1)
+    return *found, sum_rows(dsink.swapaxes(1, 2).reshape(-1, heads))
 
 
 def attention_vjp_by_blocks(

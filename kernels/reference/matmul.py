@@ -47,6 +47,7 @@ from fp8rl_jax.kernels.reference.ways import (
     BF16_DEPTH,
     DEPTH_STEP,
     FLOAT32_SIZE,
+    ONE_TERM,
     ORDERED,
     Way,
     bf16_dot,
@@ -126,9 +127,10 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
     """
     pairs = jnp.stack([x.reshape(-1), jnp.zeros(x.size, x.dtype)], axis=1)
     ones = jnp.stack([jnp.ones(times, x.dtype), jnp.zeros(times, x.dtype)])
-    repeated = lax.dot_general(
-        pairs, ones, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
-    )
+    with jax.named_scope(ONE_TERM):
+        repeated = lax.dot_general(
+            pairs, ones, (((1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
+        )
     return repeated.reshape(*x.shape[:-1], x.shape[-1] * times)
 
 

@@ -4,8 +4,8 @@ A reduction of XLA:CPU has no fixed order: it adds number by number, or, in a fu
 reassociates it (`fadd reassoc`), depending on the shape of the array. A decode step and a train
 step would add the same numbers in different orders. Here slices of the last axis are added lane by
 lane, in ascending order, until 16 numbers are left, which are added by halves. This is also several
-times faster. Maxima are the same in any order. `sum_rows` sums over rows, and leaves a number of
-rows that no factor from 2 to 16 divides (17, say) to `x.sum(0)`, a reduction of XLA.
+times faster. Maxima are the same in any order. `sum_rows` sums over rows, `sum_all` over all
+numbers, and `broadcast_last` has a derivative that sums in this order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fp8rl_jax.kernels.arrays import prevent_fma
 from fp8rl_jax.kernels.machine import backend
@@ -58,11 +59,39 @@ def sum_last(x: jax.Array) -> jax.Array:
 
 
 def sum_rows(x: jax.Array) -> jax.Array:
-    """Sums float32 (M, N) over its rows, (N,), adding 2 to 16 equal parts of the rows at a time."""
+    """Sums float32 (M, N) over its rows, (N,), adding 2 to 16 equal parts of the rows at a time.
+
+    Rows whose number none of these divides (17, say) are added one after the other.
+    """
     while x.shape[0] > 1 and any(x.shape[0] % n == 0 for n in range(2, _MOST_SLICES + 1)):
         parts = max(n for n in range(2, _MOST_SLICES + 1) if x.shape[0] % n == 0)
         x = functools.reduce(jnp.add, jnp.split(x, parts))
-    return x.sum(0)
+    if x.shape[0] == 0:
+        return jnp.zeros(x.shape[1:], x.dtype)
+    return lax.fori_loop(1, x.shape[0], lambda row, total: total + x[row], x[0])
+
+
+@jax.custom_vjp
+def sum_all(x: jax.Array) -> jax.Array:
+    """Sums float32 (M, N), (): each row by `sum_last`, then the rows' sums."""
+    return sum_last(sum_last(x))
+
+
+sum_all.defvjp(
+    lambda x: (sum_all(x), jnp.zeros_like(x)), lambda zeros, cotangent: (zeros + cotangent,)
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def broadcast_last(x: jax.Array, width: int) -> jax.Array:
+    """Repeats float32 x (..., 1) as (..., width); the derivative sums by `sum_last`."""
+    return jnp.broadcast_to(x, (*x.shape[:-1], width))
+
+
+broadcast_last.defvjp(
+    lambda x, width: (broadcast_last(x, width), None),
+    lambda width, residual, cotangent: (sum_last(cotangent)[..., None],),
+)
 
 
 def tree_norm(tree) -> jax.Array:

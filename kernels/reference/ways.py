@@ -20,6 +20,7 @@ from fp8rl_jax.kernels.reference.orders import amx_order, pairs_order
 BF16_DEPTH = 512  # largest K of one product of bf16 operands, which YNNPACK does not split
 FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, for the same reason
 ORDERED = "ordered_product"  # name scope of products with a promised order, in a traced program
+ONE_TERM = "one_term_product"  # of products with one term that is not 0, which have one result
 DEPTH_STEP = 8  # K of one product is padded to a multiple of this, as the probe tests
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
 _LONE_DOTS: dict[str, bool | str] = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
