@@ -90,7 +90,7 @@ def encode_conversation(
     response, drawn = list[int](), list[bool]()
     for index, content in enumerate(contents):
         if index % 2:
-            said, _ = turns.encode(content, ended=True)
+            said, _ = turns.encode(content, response[-1])
         else:
             prompt, said = encode_demonstration(question, content, tokenizer, chat)
         response += said

@@ -18,6 +18,9 @@ from fp8rl_jax.data.chat import ChatFormat
 from fp8rl_jax.data.tokenizer import Tokenizer
 
 _REPLY = "a reply like no other"
+# Llama draws the first of these after a call of a tool, where its template writes the second.
+_END_OF_MESSAGE = "<|eom_id|>"
+_END_OF_TURN = "<|eot_id|>"
 _ASKED: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "?"},)
 
 
@@ -44,12 +47,13 @@ class Turns:
         """Most tokens that `encode` returns."""
         return self.most + len(self.tokenizer.encode(self._between("")))
 
-    def encode(self, observation: str, ended: bool) -> tuple[list[int], str]:
+    def encode(self, observation: str, last: int) -> tuple[list[int], str]:
         """Encodes an observation with what stands between two replies.
 
         Args:
           observation: text that the environment says.
-          ended: whether the reply before it ends with an end token, which is not repeated.
+          last: the last token of the reply before it. If it is the end token that the template
+            writes there, it is not repeated; the template's end follows any other.
 
         Returns:
           The tokens, `slots` at most, and the observation, which may have been cut.
@@ -62,9 +66,20 @@ class Turns:
             observation = observation[:-1]
             tokens = self.tokenizer.encode(self._between(observation))
         ends = [i for i, token in enumerate(tokens) if token in self.tokenizer.eos_ids][:1]
-        if ended and ends and not self.tokenizer.decode(tokens[: ends[0]]).strip():
-            tokens = tokens[ends[0] + 1 :]  # the reply has its end already
+        if ends and not self.tokenizer.decode(tokens[: ends[0]]).strip():
+            written = tokens[ends[0]]
+            if last == written or (last, written) == self._alike:
+                tokens = tokens[ends[0] + 1 :]  # the reply has its end already
         return tokens, observation
+
+    @functools.cached_property
+    def _alike(self) -> tuple[int, int] | None:
+        """The ids of _END_OF_MESSAGE and _END_OF_TURN; None if the tokenizer lacks one."""
+        message = self.tokenizer.first_added(_END_OF_MESSAGE)
+        turn = self.tokenizer.first_added(_END_OF_TURN)
+        if message is None or turn is None:
+            return None
+        return message[0], turn[0]
 
     def _between(self, observation: str) -> str:
         """Returns the text between the content of a reply and that of the next."""

@@ -152,8 +152,8 @@ class Conversations:
         if step.done:
             episode.finished = True
             return _Answer(row, [])
-        ended = int(rollout.tokens[row, length - 1]) in self._turns.tokenizer.eos_ids
-        tokens, observation = self._turns.encode(step.observation, ended)
+        last = int(rollout.tokens[row, length - 1])
+        tokens, observation = self._turns.encode(step.observation, last)
         if length + len(tokens) >= self._most:  # no room for a reply
             episode.finished = False
             return _Answer(row, [])

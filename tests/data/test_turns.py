@@ -29,18 +29,27 @@ _FORGETS = (
     "{% if m.role == 'assistant' and not loop.last %}...{% else %}{{ m.content }}{% endif %}\x04\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# As GLM's: the mark of the next role ends a reply.
+_ROLES = (
+    "{% for m in messages %}{{ {'user': '\x06', 'tool': '\x07'}.get(m.role, '<|assistant|>') }}"
+    "\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 _REFUSES = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
 _STRICT = _REFUSES + _CHATML
+_END = 4  # last token of a reply that the template ends so
+_CUT = ord("e")  # last token of a reply that was cut
 
 
 @dataclasses.dataclass(frozen=True)
 class _Bytes(ByteTokenizer):
-    """Bytes, of which the fourth ends a reply."""
+    """Bytes, of which some end a reply; "\x08" and "\x04" are the marks that Llama ends it with."""
 
     eos_id: int = 4
-    eos_ids: tuple[int, ...] = (4,)
+    eos_ids: tuple[int, ...] = (4, 5, 6, 7, 8)
 
     def first_added(self, text: str) -> tuple[int, str] | None:
+        if text in ("<|eom_id|>", "<|eot_id|>"):
+            return {"<|eom_id|>": (8, "\x08"), "<|eot_id|>": (4, "\x04")}[text]
         return (4, "\x04") if "\x04" in text else None
 
 
@@ -56,23 +65,23 @@ def _text(tokens: list[int]) -> str:
 def test_plain_text_is_a_line():
     turns = _turns(most=5)
     assert turns.slots == 6
-    assert turns.encode("<", True) == ([*b"<\n"], "<")
-    assert turns.encode("", True) == ([*b"\n"], "")
-    assert turns.encode("123456", False) == ([*b"12345\n"], "12345")
+    assert turns.encode("<", 258) == ([*b"<\n"], "<")
+    assert turns.encode("", 258) == ([*b"\n"], "")
+    assert turns.encode("123456", _CUT) == ([*b"12345\n"], "12345")
 
 
 def test_the_template_writes_around_it():
     """After a reply that drew its end token, that token is not written again."""
     turns = _turns(_CHATML)
-    tokens, said = turns.encode("7", ended=False)
+    tokens, said = turns.encode("7", _CUT)
     assert (_text(tokens), said) == ("\x04\n<|tool|>7\x04\n<|assistant|>", "7")
-    assert _text(turns.encode("7", ended=True)[0]) == "\n<|tool|>7\x04\n<|assistant|>"
+    assert _text(turns.encode("7", _END)[0]) == "\n<|tool|>7\x04\n<|assistant|>"
     assert turns.slots == 20 + len("\x04\n<|tool|>\x04\n<|assistant|>")
 
 
 def test_long_observations_are_cut():
     turns = _turns(_CHATML, most=3)
-    tokens, said = turns.encode("äöü", ended=True)  # half of a character is left
+    tokens, said = turns.encode("äöü", _END)  # half of a character is left
     assert said == "ä" and len(tokens) <= turns.slots
     assert _text(tokens).startswith("\n<|tool|>ä\x04")
 
@@ -80,8 +89,27 @@ def test_long_observations_are_cut():
 def test_an_end_behind_white_space_is_not_repeated():
     """As templates of Llama 2 write it."""
     turns = _turns(_CHATML.replace("\x04", " \x04"))
-    assert _text(turns.encode("7", ended=True)[0]) == "\n<|tool|>7 \x04\n<|assistant|>"
-    assert _text(turns.encode("7", ended=False)[0]).startswith(" \x04\n<|tool|>")
+    assert _text(turns.encode("7", _END)[0]) == "\n<|tool|>7 \x04\n<|assistant|>"
+    assert _text(turns.encode("7", _CUT)[0]).startswith(" \x04\n<|tool|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "last", "behind"),
+    [
+        (_CHATML, "tool", 4, "\n<|tool|>7\x04\n<|assistant|>"),
+        (_CHATML, "tool", 5, "\x04\n<|tool|>7\x04\n<|assistant|>"),
+        (_CHATML, "tool", 8, "\n<|tool|>7\x04\n<|assistant|>"),  # Llama's end of a message
+        (_ROLES, "tool", 5, "\x07\n7<|assistant|>\n"),
+        (_ROLES, "tool", 6, "\x07\n7<|assistant|>\n"),
+        (_ROLES, "tool", 7, "\n7<|assistant|>\n"),
+        (_ROLES, "user", 6, "\n7<|assistant|>\n"),
+        (_ROLES, "user", _CUT, "\x06\n7<|assistant|>\n"),
+    ],
+)
+def test_only_the_end_that_was_drawn_is_left_out(template, role, last, behind):
+    turns = _turns(template, role=role)
+    assert _text(turns.encode("7", last)[0]) == behind
+    assert len(turns.encode("7" * 30, last)[0]) <= turns.slots
 
 
 def test_the_template_gets_the_tools():
@@ -91,7 +119,7 @@ def test_the_template_gets_the_tools():
         "{% for m in messages %}<{{ m.role if tools else 'none' }}>{{ m.content }}{% endfor %}"
     )
     with_tools = dataclasses.replace(_turns(template), tools=[{"name": "f"}])
-    assert _text(with_tools.encode("7", True)[0]) == "<tool>7"
+    assert _text(with_tools.encode("7", _END)[0]) == "<tool>7"
     assert turns.slots == dataclasses.replace(turns, tools=[{}]).slots
 
 
