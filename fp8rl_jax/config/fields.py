@@ -220,8 +220,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any"),
         "step": Field(
             "",
-            "with several replies: the environment, 'module:function' of (state, reply, row) that "
-            "returns fp8rl_jax.envs.Step; '' for env.tools",
+            "with several replies: the environment, 'module:function' of (state, reply, row), or "
+            "(state, reply, row, cut), that returns fp8rl_jax.envs.Step; '' for env.tools",
         ),
         "tools": Field(
             "",
@@ -283,7 +283,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "max_prompt_tokens": Field(24, "most tokens of a prompt"),
         "max_new_tokens": Field(8, "most tokens of a response, with those of the environment"),
         "max_turn_tokens": Field(
-            0, "with env.max_turns: most tokens of a reply; 0 for what is left of max_new_tokens"
+            0, "with env.max_turns: tokens at which a reply is cut; 0 for max_new_tokens alone"
         ),
         "max_observation_tokens": Field(
             64, "with env.max_turns: most tokens of what the environment says; the rest is cut"
@@ -386,7 +386,7 @@ FIELDS: dict[str, dict[str, Field]] = {
             "loses reward; -1 for a fifth of rollout.max_new_tokens",
         ),
         "overlong_penalty": Field(1.0, "reward that a response at the length limit loses"),
-        "mask_truncated": Field(False, "leave responses out of the loss that the limit cut off"),
+        "mask_truncated": Field(False, "leave responses out of the loss that a limit cut off"),
         "dynamic_sampling_rounds": Field(
             10,
             "with dynamic_sampling: most rollouts of a step; groups that are then missing are "

@@ -3,6 +3,10 @@
 ::
 
     step(state, reply, row) -> Step(state, observation, reward, done)
+    step(state, reply, row, cut) -> Step(...)       with a parameter of this name
+
+`cut` says, by keyword, that the reply did not end by itself: it reached `rollout.max_turn_tokens`,
+or the response is full. The policy can go on after the former, if the step is not `done`.
 
 The first call of an episode gets the state None, each later call the state that the previous one
 returned. The result depends on the arguments alone.
@@ -13,7 +17,7 @@ of tools.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -35,4 +39,4 @@ class Step(NamedTuple):
     done: bool = False
 
 
-StepFunction = Callable[[Any, str, Mapping[str, Any]], Step]  # (state, reply, row) -> step
+StepFunction = Callable[..., Step]  # (state, reply, row) or (state, reply, row, *, cut) -> step

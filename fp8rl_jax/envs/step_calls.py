@@ -6,11 +6,12 @@ objects.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fp8rl_jax.base import user_code
 from fp8rl_jax.base.errors import UserError
@@ -19,7 +20,10 @@ from fp8rl_jax.envs.rewards.terms import FLOAT32_MAX, Limits, Term, source_diges
 from fp8rl_jax.envs.step import Step
 from fp8rl_jax.envs.tools import tool_schema, tool_step
 
-_FORM = "a function of (state, reply, row) that returns fp8rl_jax.envs.Step(state, ...)"
+_FORM = (
+    "a function of (state, reply, row), or of (state, reply, row, cut), that returns "
+    "fp8rl_jax.envs.Step(state, ...)"
+)
 
 
 class StepCall(NamedTuple):
@@ -29,17 +33,25 @@ class StepCall(NamedTuple):
       reply: text of the policy's reply.
       state: the pickled state in hexadecimal digits; '' for None.
       row: all columns of the data set's row.
+      cut: whether the reply was cut at a limit, and does not end with an end token.
     """
 
     reply: str
     state: str
     row: Mapping[str, Any]
+    cut: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
 class StepForm:
-    """Calls a step function, and checks its result; the counterpart of `rewards.form.Form`."""
+    """Calls a step function, and checks its result; the counterpart of `rewards.form.Form`.
 
-    takes_row = True
+    Attributes:
+      takes_cut: whether the function takes the keyword `cut`.
+    """
+
+    takes_cut: bool = False
+    takes_row: ClassVar[bool] = True
 
     def call(self, function: Callable, about: StepCall, file: str) -> Step | Failure:
         """Returns the step with its state pickled, as in `StepCall`; a Failure if the function
@@ -55,7 +67,8 @@ class StepForm:
             state = attempt(pickle.loads, (bytes.fromhex(about.state),), {}, file)
             if isinstance(state, Failure):
                 return state._replace(text=f"its state cannot be read back: {state.text}")
-        found = attempt(function, (state, about.reply, about.row), {}, file)
+        named = {"cut": about.cut} if self.takes_cut else {}
+        found = attempt(function, (state, about.reply, about.row), named, file)
         if isinstance(found, Failure):
             return found
         if not isinstance(found, tuple) or len(found) != len(Step._fields):
@@ -97,12 +110,19 @@ def load_step(name: str, role: str, seconds: float = 30.0, memory_gb: float = 4.
         function = tool_step(_functions(name))
     else:
         function = user_code.load(name, "env.step:")
-        try:
-            inspect.signature(function).bind(None, "", {})
-        except (TypeError, ValueError):
-            raise UserError(f"env.step: {name!r} takes other arguments; write {_FORM}") from None
     limits = Limits(seconds, int(memory_gb * 2**30))
-    return Term(name, 1.0, function, StepForm(), limits, source_digest(name), role)
+    return Term(name, 1.0, function, _form_of(function, name), limits, source_digest(name), role)
+
+
+def _form_of(function: Callable, name: str) -> StepForm:
+    """Determines whether a step takes `cut`; raises UserError if it takes other arguments."""
+    for named in ({"cut": False}, {}):
+        try:
+            inspect.signature(function).bind(None, "", {}, **named)
+        except (TypeError, ValueError):
+            continue
+        return StepForm(takes_cut=bool(named))
+    raise UserError(f"env.step: {name!r} takes other arguments; write {_FORM}")
 
 
 def tool_schemas(tools: str) -> list[dict[str, Any]]:

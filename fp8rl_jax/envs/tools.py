@@ -45,6 +45,7 @@ _CHOICES = re.compile(r"\(choices:(.*)\)$", re.IGNORECASE)
 _OF_MACHINE = re.compile(
     r"""'~?/[^']*'|"~?/[^"]*"|(?<![\w.:/~])~?/[^\s'"()<>,;:]+|(?<=\ at\ )0x[0-9a-f]+""", re.VERBOSE
 )
+_CUT = "Error: the reply was cut; call a tool or answer in fewer words"  # fits 64 bytes
 
 
 class _Refusal(Exception):
@@ -119,6 +120,9 @@ def tool_step(tools: Sequence[Callable[..., Any]]) -> StepFunction:
     observation has a result for each call, one below the other: texts as they are, other values as
     JSON, sets sorted, 'Error: ...' for a call that fails. Rewards are 0; the state is unchanged.
 
+    A reply that was `cut` ends no episode. Its complete calls are made; the policy reads that it
+    was cut in place of an error in the last call, or if there is no call.
+
     Args:
       tools: functions that `tool_schema` describes; their results should depend on the arguments
         alone, as those of every step.
@@ -146,8 +150,10 @@ def tool_step(tools: Sequence[Callable[..., Any]]) -> StepFunction:
             raise UserError(f"two tools have the name {schema['name']!r}; rename one of them")
         named[schema["name"]] = function, schema["parameters"]
 
-    def step(state: Any, reply: str, row: Mapping[str, Any]) -> Step:
+    def step(state: Any, reply: str, row: Mapping[str, Any], *, cut: bool = False) -> Step:
         calls = parse_tool_calls(reply)
+        if cut and (not calls or isinstance(calls[-1], str)):
+            calls[-1:] = [_CUT]  # instead of an error in what the cut left of a call
         if not calls:
             return Step(state, done=True)
         answers = [_answer(call, named) for call in calls]

@@ -37,6 +37,10 @@ def holds(state, reply, row): return Step(lambda: 0, "")
 def sleeps(state, reply, row): time.sleep(30)
 def many(state, reply, row): return Step(None, "", 0.0, __import__("numpy").zeros(2))
 def two(state, reply): return Step(state)
+def four(state, reply, row, more): return Step(state)
+def named(cut, reply, row): return Step(None, f"{reply} {cut}")
+def any_name(state, reply, row, **more): return Step(None, f"{reply} {more}")
+def told(state, reply, row, cut): return Step(None, f"{reply} {cut}")
 def half(state, reply, row): return Step(None, "\\ud800")
 
 def double(x: int) -> int:
@@ -60,9 +64,9 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("some_steps", None)
 
 
-def _called(name: str, reply: str = "a", state: str = "", role: str = "step", seconds=30.0):
+def _called(name: str, reply: str = "a", state: str = "", role: str = "step", seconds=30.0, **more):
     term = load_step(f"some_steps:{name}", role, seconds)
-    (call,) = begin_calls(term, [StepCall(reply, state, {"name": "turn"})])
+    (call,) = begin_calls(term, [StepCall(reply, state, {"name": "turn"}, **more)])
     return call.result()
 
 
@@ -82,6 +86,16 @@ def test_results_of_every_form():
     call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
     assert _called("TOOLS", call, role="tools") == Step("", "8", 0.0, False)
     assert _called("TOOLS", "8", role="tools") == Step("", "", 0.0, True)
+
+
+def test_a_step_may_ask_whether_the_reply_was_cut():
+    """By a parameter of this name; a first one of this name is the state."""
+    assert [_called("told", cut=cut).observation for cut in (False, True)] == ["a False", "a True"]
+    assert _called("any_name", cut=True).observation == "a {'cut': True}"
+    assert _called("named", cut=True).observation == "a None"
+    assert _called("plain", cut=True).observation == "A"
+    cut = _called("TOOLS", "8", role="tools", cut=True)
+    assert "was cut" in cut.observation and not cut.done
 
 
 @pytest.mark.parametrize(
@@ -107,6 +121,7 @@ def test_failures_name_the_line(name, kind, text):
     ("name", "role", "message"),
     [
         ("some_steps:two", "step", "takes other arguments; write a function of (state, reply, row"),
+        ("some_steps:four", "step", "or of (state, reply, row, cut), that returns"),
         ("some_steps:TOOLS", "step", "is not a function; name one"),
         ("some_steps", "step", "write 'package.module:function'"),
         ("some_steps:missing", "tools", "env.tools: 'some_steps:missing' cannot be imported"),

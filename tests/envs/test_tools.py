@@ -251,6 +251,24 @@ def test_several_calls_and_none():
     assert len(many) == 65 and many[-1] == "Error: only the first 64 calls of a reply are made"
 
 
+def test_a_reply_that_was_cut_is_no_answer():
+    """Complete calls are made; what is left of another is no mistake of the policy."""
+    told = "Error: the reply was cut; call a tool or answer in fewer words"
+    assert len(told) <= 64, "what rollout.max_observation_tokens shows, of bytes"
+    answered: dict[str, int] = {}
+    for form in FORMS:
+        reply = written(form, [("_echo", {"value": 1}), ("_echo", {"value": "xy"})])
+        whole = _STEP(7, reply, {}).observation
+        for end in range(len(reply) + 1):
+            state, observation, reward, done = _STEP(7, reply[:end], {}, cut=True)
+            assert (state, reward, done) == (7, 0.0, False)
+            assert observation in (told, "1", f"1\n{told}", whole), (form, reply[:end])
+            answered[observation] = answered.get(observation, 0) + 1
+        assert observation == whole, form
+    assert {*answered} == {told, "1", f"1\n{told}", whole}
+    assert _STEP(7, "The answer is 1", {}, cut=True).observation == told
+
+
 @pytest.mark.parametrize(
     ("how", "text"),
     [
