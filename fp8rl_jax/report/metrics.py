@@ -68,7 +68,7 @@ _REWARD = (
     Metric("response_len_mean", "tokens", "mean number of tokens drawn for a response", _LENGTH),
     Metric("response_len_max", "tokens", "longest response", _LENGTH),
     Metric("group_zero_std_frac", "share", "groups of equal rewards, without a gradient", "Shares"),
-    Metric("truncated_frac", "share", "responses cut off at rollout.max_new_tokens", "Shares"),
+    Metric("truncated_frac", "share", "responses whose end a limit of tokens cut off", "Shares"),
     Metric(
         "overlong_penalty_mean", "reward", "mean reward lost to length", when="algo.overlong_buffer"
     ),

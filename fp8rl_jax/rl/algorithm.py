@@ -33,7 +33,7 @@ class Algorithm:
       length: number of tokens that a response may have.
       loss_length: constant `length` of 'seq_mean_token_sum_norm'.
       overlong_buffer, overlong_factor: arguments of `overlong_penalty`.
-      mask_truncated: leave out responses that were cut at the length limit.
+      mask_truncated: leave out responses whose end was cut at a length limit.
       dynamic_sampling: sample more questions instead of groups with equal rewards.
       credit_by_turn: count for a token the rewards from its reply on, not those of the response.
     """
@@ -145,7 +145,7 @@ def prepare(
       rewards: (P, G) float, rewards of P questions with G responses each; B = P * G. Responses with
         nan were not scored: their advantage is 0, and their tokens do not count.
       mask: (B, R) bool, response tokens that were drawn.
-      finished: (B,) bool, False for responses cut at the length limit.
+      finished: (B,) bool, False for responses whose last reply was cut at a length limit.
       old_logprobs, rollout_logprobs, ref_logprobs: (B, R) float32 log-probabilities of the learner
         before the update, the sampler, and the reference policy (read if the algorithm needs it).
       keep_groups: (P,) bool, groups that count; None for all.

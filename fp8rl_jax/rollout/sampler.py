@@ -110,8 +110,8 @@ class Rollout:
       tokens: (B, R) int32, `pad_id` after the end.
       mask: (B, R) bool, True for tokens that were drawn, the end-of-sequence token included.
       logprobs: (B, R) float32, recorded at decode time; 0 where the mask is False.
-      finished: (B,) bool, True if the response ended with an end-of-sequence token, False if it was
-        truncated.
+      finished: (B,) bool, True if the response's last reply ended with an end-of-sequence token,
+        False if it was truncated.
       lengths: (B,) int32, tokens of the response with those of the environment between its replies;
         None for responses of one reply, whose tokens were all drawn.
       kept: (B, R, C) int32, which tokens the truncation kept for each draw, by `Truncation.record`;

@@ -48,8 +48,7 @@ class _Episode:
       rewards: what the environment gave for each reply; nan where its step failed.
       state: the environment's state, as in `StepCall`.
       call: the step that was called last, until its result is read.
-      finished: True if the environment ended it, False if there was no room for another reply; None
-        otherwise.
+      full: whether it ended because there was no room for another reply.
       cut: number of observations that were cut; errors: of steps that failed.
     """
 
@@ -58,7 +57,7 @@ class _Episode:
     rewards: list[float] = dataclasses.field(default_factory=list)
     state: str = ""
     call: concurrent.futures.Future | None = None
-    finished: bool | None = None
+    full: bool = False
     cut: int = 0
     errors: int = 0
 
@@ -68,7 +67,7 @@ class _End(NamedTuple):
 
     said: list[dict[str, str]]
     rewards: list[float]
-    finished: bool | None
+    full: bool
     cut: int
     errors: int
 
@@ -128,7 +127,8 @@ class Conversations:
             drawn = rollout.tokens[row, replies.begins[row] : rollout.lengths[row]]
             reply = self._turns.tokenizer.decode(drawn.tolist())
             episode.said.append({"role": "assistant", "content": reply})
-            call = StepCall(reply, episode.state, episode.question.row)
+            cut = int(drawn[-1]) not in self._turns.tokenizer.eos_ids
+            call = StepCall(reply, episode.state, episode.question.row, cut)
             (episode.call,) = begin_calls(self._term, [call])
 
     def _own_answers(self, rollout: Rollout, waits: np.ndarray, stuck: bool) -> list[_Answer]:
@@ -150,12 +150,11 @@ class Conversations:
         if step is None:
             return _Answer(row, [])
         if step.done:
-            episode.finished = True
             return _Answer(row, [])
         last = int(rollout.tokens[row, length - 1])
         tokens, observation = self._turns.encode(step.observation, last)
         if length + len(tokens) >= self._most:  # no room for a reply
-            episode.finished = False
+            episode.full = True
             return _Answer(row, [])
         episode.cut += observation != step.observation
         episode.said.append({"role": self._turns.role, "content": observation})
@@ -176,8 +175,12 @@ class Conversations:
     # After it.
 
     def result(self, rollout: Rollout) -> tuple[Rollout, Conversed]:
-        """Waits for the steps of the last replies; returns the rollout with `finished` as the
-        environment says, and what the conversations came to, in every process."""
+        """Waits for the steps of the last replies; returns the rollout, and what the conversations
+        came to, in every process.
+
+        `finished` of the rollout stays whether the last reply ended with an end token, whatever the
+        environment says; but it is False where there was no room for another reply.
+        """
         parts = self._tally.everywhere(self._own_result)
         ends = {row: end for part in parts for row, end in part.items()}
         said = [ends[row].said for row in range(self._count)]
@@ -185,7 +188,7 @@ class Conversations:
         finished = np.array(rollout.finished)
         for row, end in ends.items():
             rewards[row, : len(end.rewards)] = end.rewards
-            finished[row] = finished[row] if end.finished is None else end.finished
+            finished[row] &= not end.full
         cut, errors = (sum(getattr(end, n) for end in ends.values()) for n in ("cut", "errors"))
         return dataclasses.replace(rollout, finished=finished), Conversed(
             said, rewards, cut, errors
@@ -194,11 +197,9 @@ class Conversations:
     def _own_result(self) -> dict[int, _End]:
         for row, episode in self._episodes.items():
             if episode.call is not None:
-                step = self._result(row)
-                if step is not None and step.done:
-                    episode.finished = True
+                self._result(row)
         return {
-            row: _End(e.said, e.rewards, e.finished, e.cut, e.errors)
+            row: _End(e.said, e.rewards, e.full, e.cut, e.errors)
             for row, e in self._episodes.items()
         }
 

@@ -21,6 +21,11 @@ def step(state: str | None, reply: str, row: dict) -> Step:
     return Step(digest, digest[: chance[1] % 7], reward, done=chance[2] == 0 and chance[3] > 5)
 
 
+def ends_at_once(state: None, reply: str, row: dict) -> Step:
+    """Takes every reply for the answer."""
+    return Step(None, done=True)
+
+
 def broken(state: None, reply: str, row: dict) -> Step:
     """Fails for about one reply in twenty."""
     if hashlib.sha256(reply.encode()).digest()[0] < 12:

@@ -21,7 +21,11 @@ from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.functions import permit
 from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.data import ByteTokenizer, Turns
+from fp8rl_jax.envs import Question, Tally, load_step
+from fp8rl_jax.rollout import Progress, Replies, Rollout
 from fp8rl_jax.training import rl
+from fp8rl_jax.training.conversations import Conversations
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import read_jsonl
 
@@ -108,6 +112,99 @@ def test_killed_in_the_middle_of_a_conversation(whole, tmp_path, cache, monkeypa
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 2
     train_process.finish(train_process.start(tmp_path, "--resume", **fields))
     assert _said(tmp_path) == _said(whole)
+
+
+_CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
+_CUT = "Error: the reply was cut; call a tool or answer in fewer words\n"
+_MOST = 200
+# First replies of responses of at most _MOST tokens; whether an end token is behind them; what goes
+# behind that, None where the response is full; whether the response is finished if nothing follows.
+_REPLIES = [
+    ("42", True, "", True),
+    ("x" * _MOST, False, None, False),
+    (_CALL, True, "42\n", True),
+    ("Let me think", False, _CUT, False),
+    (_CALL[:30], False, _CUT, False),
+    (_CALL, False, "42\n", False),
+    ("x" * (_MOST - 3 - len(_CALL)) + _CALL, True, "", False),  # no room behind "42\n"
+]
+
+
+def test_what_is_cut_is_truncated():
+    """Whatever the environment says; and a reply that is cut ends its turn alone."""
+    tokenizer = ByteTokenizer()
+    rows = len(_REPLIES)
+    tokens = np.full((rows, _MOST), tokenizer.pad_id, np.int32)
+    lengths = np.zeros(rows, np.int32)
+    for row, (text, ended, _, _) in enumerate(_REPLIES):
+        drawn = [*text.encode(), *[tokenizer.eos_id] * ended]
+        tokens[row, : len(drawn)] = drawn
+        lengths[row] = len(drawn)
+    mask = np.arange(_MOST) < lengths[:, None]
+    ends = np.array([ended for _, ended, _, _ in _REPLIES])
+    rollout = Rollout(tokens, mask, np.zeros(mask.shape, np.float32), ends, {}, lengths)
+    done = lengths == _MOST
+    zero = np.zeros(1, np.int32)
+    replies = Replies(mask, np.ones(rows, np.int32), np.zeros(rows, np.int32))
+    progress = Progress(rollout, done, ~done, replies, zero, zero, zero, zero)
+    conversations = Conversations(
+        Turns(tokenizer, None, "tool", 64),
+        load_step("fp8rl_jax.envs.tiny.calculator:TOOLS", "tools"),
+        [Question("6 * 7", "42")] * rows,
+        np.ones(rows, bool),
+        _MOST,
+        Tally("test"),
+    )
+    said: list[str | None] = [None] * rows
+    while sum(text is None for text in said) > done.sum():
+        more = conversations(progress)
+        for row in np.flatnonzero(more.ends | (more.counts > 0)):
+            said[row] = bytes(more.tokens[row, : more.counts[row]].tolist()).decode()
+    assert said == [text for _, _, text, _ in _REPLIES]
+    finished = conversations.result(rollout)[0].finished
+    assert finished.tolist() == [right for _, _, _, right in _REPLIES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"env.tools": "fp8rl_jax.envs.tiny.calculator:TOOLS"},
+        {"env.step": "echo_env:ends_at_once", "env.reward": "dense_reward:share_of_even_bytes"},
+    ],
+    ids=["tools", "done at once"],
+)
+def test_one_reply_is_truncated_as_without_an_environment(fields, one_reply, tmp_path, cache):
+    """No response ends by itself: all are cut, and `algo.mask_truncated` leaves no token."""
+    _run_cut(tmp_path, cache, **fields, **{"env.max_turns": 3})
+    (record,) = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert (record["truncated_frac"], record["kept_tokens_frac"]) == (1.0, 0.0)
+    assert record["update_skipped"] == 1 and record["turns_mean"] == 1.0
+    for name in ("response_len_mean", "reward_mean", "loss", "grad_norm", "checksum"):
+        assert record[name] == one_reply[name], name
+
+
+@pytest.fixture(scope="module")
+def one_reply(tmp_path_factory, cache):
+    """The record of a step without an environment."""
+    directory = tmp_path_factory.mktemp("one_reply")
+    _run_cut(directory, cache)
+    (record,) = read_jsonl(directory / "run/metrics.jsonl")
+    return record
+
+
+def _run_cut(directory, cache, **fields) -> None:
+    """A step of responses of 24 tokens at most."""
+    fields = {
+        "run.steps": 1,
+        "sft.steps": 0,
+        "eval.every": 9,
+        "rollout.max_new_tokens": 24,
+        "rollout.slots": 16,
+        "algo.mask_truncated": True,
+        **fields,
+    }
+    train.train(load_config(str(CONFIG), overrides(directory, **fields, **cache)))
 
 
 def _encoded_anew(batch):
