@@ -285,7 +285,7 @@ class Prompts:
         seen: dict[bytes, int] = {}
         rows = (row[:length].tobytes() for row, length in zip(tokens, lengths, strict=True))
         numbers = np.array([seen.setdefault(row, len(seen)) for row in rows])
-        return cls(numbers, (lengths - 1) // PAGE * PAGE)
+        return cls(numbers, np.maximum(lengths - 1, 0) // PAGE * PAGE)
 
 
 def assign(

@@ -131,6 +131,22 @@ def test_shared_prompts_have_the_bits_of_rows(recipe):
     assert (apart.valid.sum() - shared.valid.sum()) == 2 * 128 + 64 + 128
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_sequences_of_no_tokens_take_no_place(share):
+    """Neither a row, nor a slot of one: the rows of others are as without them."""
+    batch = _batch(_SHARED)
+    nothing = jax.tree.map(lambda x: np.zeros_like(x[:5]), batch)
+    padded = jax.tree.map(lambda *x: np.concatenate(x), batch, nothing)
+    right, right_slots = pack(batch, _LONGEST, _CAPACITY, 1, share)
+    packed, slots = pack(padded, _LONGEST, _CAPACITY, 1, share)
+    assert slots.micro_batches == right_slots.micro_batches
+    rows = len(right.tokens)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:rows], y), packed, right)
+    assert not packed.valid[rows:].any()
+    ones = slots.unpack(np.ones(packed.mask.shape), _RESPONSE)
+    np.testing.assert_array_equal(ones, padded.mask)
+
+
 _LOSSES = {
     "ppo": (losses.ppo(), None),
     "ppo, KL": (losses.ppo(), 0.1),

@@ -2,7 +2,8 @@
 
 Each call runs the programs of the main job (`training.engine`), on the policy's mesh. Prompt slots
 are padded to a multiple of 16, and the number of prompts to a power of two, so that calls of
-similar size share a compiled program. Padding changes no bit of samples and log-probabilities.
+similar size share a compiled program. Padding changes no bit of samples and log-probabilities, and
+counts in no loss and no metric of experts.
 """
 
 from __future__ import annotations
@@ -354,8 +355,8 @@ def train_step(
     """Runs one update of GRPO, or of the algorithm in section `algo`. Provisional.
 
     The update has the bits of an RL step of the main job with the same fields (`grpo` begins with
-    those of `fp8rl init`) and number of prompt slots: blocks of a weight's gradient span all tokens
-    of a batch, padding included.
+    those of `fp8rl init`) and number of prompt slots, if the number of prompts is a power of two:
+    blocks of a weight's gradient span all tokens of a batch, padding included.
 
     Args:
       policy: the policy before the update; it stays usable and unchanged.
@@ -405,7 +406,6 @@ def train_step(
     batch = rl.scored(sized, state, before, _with_rows(sized, batch, shape[1]), False)
     of_rows = jax.tree.map(lambda x: x[:rows], batch)
     weighed = _with_rows(sized, rl.weighed(sized, groups, of_rows, record), shape[1])
-    weighed.weights[rows:] = 0
     with record.timed("learner"):
         update = policy.programs.update(sized)
         state, logp, metrics = engine.update(state, weighed, update)
@@ -465,7 +465,16 @@ def _padded(runtime: Runtime, prompts: int, group_size: int) -> int:
 
 
 def _with_rows(runtime: Runtime, batch: Batch, group_size: int) -> Batch:
-    """Pads the batch to the size of `_padded` by repeating its last row."""
+    """Pads the batch to the size of `_padded` with rows of length 0, which count nowhere.
+
+    In the places of their tokens are the last row's: scaling policies observe all places, and learn
+    nothing from these.
+    """
     rows = len(batch.mask)
     more = _padded(runtime, rows // group_size, group_size) * group_size - rows
-    return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], more, 0)]), batch)
+
+    def padded(x):
+        return np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)])
+
+    tokens = np.concatenate([batch.tokens, np.repeat(batch.tokens[-1:], more, 0)])
+    return dataclasses.replace(jax.tree.map(padded, batch), tokens=tokens)

@@ -10,6 +10,7 @@ import pytest
 from marks import slow
 
 import fp8rl_jax
+from fp8rl_jax.api import policy as policy_module
 from fp8rl_jax.api.fields import with_fields
 from fp8rl_jax.api.policy import Policy
 from fp8rl_jax.base.errors import NonFiniteError, UserError
@@ -75,6 +76,50 @@ def test_train_step_learns_and_compiles_once(policy, caplog):
         fp8rl_jax.score(new, samples)
     programs = [r.getMessage() for r in caplog.records if "Finished XLA" in r.getMessage()]
     assert not [text for text in programs if "train_step" in text or "score" in text], programs
+
+
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "router_aux_loss_coef": 0.1,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "fields"),
+    [
+        ("f32", _EXPERTS | {"kl_coef": 0.1}),
+        ("fp8", _EXPERTS | {"kv_cache": "fp8"}),
+        ("fp8", _EXPERTS | {"kv_cache": "fp8", "tokens_per_batch": 128}),
+        ("fp8_delayed", {}),
+    ],
+    ids=["f32", "fp8", "packed", "delayed"],
+)
+def test_padding_counts_nowhere(recipe, fields, monkeypatch):
+    """Three prompts in the programs of four, and in programs of three: the experts' loads and
+    balance, the calibration and the observations are the same; nothing is NaN."""
+    policy = fp8rl_jax.load(recipe=recipe, learning_rate=1e-3, **_SMALL, **fields)
+    samples = fp8rl_jax.sample(policy, _PROMPTS, group_size=2, max_tokens=16)
+    rewards = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    reference = policy if "kl_coef" in fields else None
+    padded, of_padded = fp8rl_jax.train_step(policy, samples, rewards, reference=reference)
+    monkeypatch.setattr(policy_module, "_padded", lambda runtime, prompts, group_size: prompts)
+    exact, of_exact = fp8rl_jax.train_step(policy, samples, rewards, reference=reference)
+    assert of_padded["train_rollout_logprob_abs_diff_max"] == 0.0
+    names = ["advantage_std", "entropy", "kept_tokens_frac"]
+    if "num_experts" in fields:
+        names += ["router_aux_loss", "expert_load_max", "expert_load_entropy", "expert_load_worst"]
+    for name in names:
+        assert of_padded[name] == of_exact[name], name
+    for name in ("scaling_state", "kv_scales"):
+        pair = (getattr(new.state, name) for new in (padded, exact))
+        jax.tree.map(np.testing.assert_array_equal, *pair)
+    for ours, theirs in zip(*map(jax.tree.leaves, (padded.params, exact.params)), strict=True):
+        assert np.isfinite(ours).all()
+        if recipe == "f32":
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
