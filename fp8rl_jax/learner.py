@@ -371,7 +371,7 @@ def make_gradients(
         if loss.teacher_coef:
             tokens["teacher_kl"] = aux["teacher_kl"]
             each = each + loss.teacher_coef * tokens["teacher_kl"]
-        value = sum_all(jnp.where(counts, each * part.weights, 0.0))
+        value = sum_all(jnp.where(counts, each * part.weights, 0.0), parallel.replicate)
         sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
         if loss.router_aux_coef:
             loads = aux["expert_tokens"] if loads is None else loads

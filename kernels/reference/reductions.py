@@ -71,14 +71,17 @@ def sum_rows(x: jax.Array) -> jax.Array:
     return lax.fori_loop(1, x.shape[0], lambda row, total: total + x[row], x[0])
 
 
-@jax.custom_vjp
-def sum_all(x: jax.Array) -> jax.Array:
-    """Sums float32 (M, N), (): each row by `sum_last`, then the rows' sums."""
-    return sum_last(sum_last(x))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def sum_all(x: jax.Array, gather: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+    """Sums float32 (M, N), (): each row by `sum_last`, then the rows' sums, which `gather` brings
+    to every device where rows are sharded."""
+    of_rows = sum_last(x)
+    return sum_last(of_rows if gather is None else gather(of_rows))
 
 
 sum_all.defvjp(
-    lambda x: (sum_all(x), jnp.zeros_like(x)), lambda zeros, cotangent: (zeros + cotangent,)
+    lambda x, gather: (sum_all(x, gather), jnp.zeros_like(x)),
+    lambda gather, zeros, cotangent: (zeros + cotangent,),
 )
 
 

@@ -51,6 +51,7 @@ def test_terms_over_all_rounds():
         mesh=mesh,
         layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
         step=None,
+        truncation=None,
         conversations=lambda *of_rows: None,
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
