@@ -3,7 +3,8 @@
 Tokens that were drawn are kept as they are: a text that is encoded again may give other tokens, and
 with them other log-probabilities. So an observation is encoded alone, with what the chat template
 writes around it: the end of the reply, the observation in its role, and the beginning of the next
-reply. The template may write the same around any reply; `Turns.check` refuses one that does not.
+reply. What a template writes behind a reply must depend on the observation alone, and contain it:
+`Turns.check` refuses others. How it would write earlier replies again does not matter.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.chat import ChatFormat
 from fp8rl_jax.data.tokenizer import Tokenizer
 
 _REPLY = "a reply like no other"
+_OBSERVATION = "an observation like no other"
 # Llama draws the first of these after a call of a tool, where its template writes the second.
 _END_OF_MESSAGE = "<|eom_id|>"
 _END_OF_TURN = "<|eot_id|>"
@@ -89,28 +91,45 @@ class Turns:
             {"role": "assistant", "content": _REPLY},
             {"role": self.role, "content": observation},
         ]
-        return self._render([*_ASKED, *said]).rpartition(_REPLY)[2]
+        return self._render([*_ASKED, *said]).partition(_REPLY)[2]
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         assert self.chat is not None
         return self.chat.render({"messages": messages, "tools": self.tools or None})
 
     def check(self) -> None:
-        """Raises UserError if the chat template writes three turns otherwise than one by one."""
+        """Raises UserError if the chat template does not write an observation behind a reply, or
+        writes something else there when turns came before."""
         if self.chat is None:
             return
-        messages, text = list(_ASKED), self._render(_ASKED)
+        messages = list(_ASKED)
         for number in range(3):
-            reply, said = f"{_REPLY} {number}", f"an observation {number}"
+            reply = f"{_REPLY} {number}"
+            observation = f"{_OBSERVATION} {number}"
             messages.append({"role": "assistant", "content": reply})
-            messages.append({"role": self.role, "content": said})
-            text += reply + self._between(said)
-        if self._render(messages) != text:
-            raise UserError(
-                f"data.chat: the chat template writes a conversation's earlier turns anew when "
-                f"others follow, with observations in the role {self.role!r}, so kept tokens would "
-                "differ from it: set env.observation_role to 'user', or take another template"
-            )
+            messages.append({"role": self.role, "content": observation})
+            try:
+                text = self._render(messages)
+            except UserError as error:
+                if self.role == "user":
+                    raise
+                raise UserError(f"{error}, or set env.observation_role to 'user'") from None
+            _, written, behind = text.partition(reply)
+            if not written:
+                self._refuse("leaves out a reply that is not the last message")
+            if observation not in behind:
+                self._refuse("leaves out what the environment says")
+            if behind != self._between(observation):
+                self._refuse("writes something else behind the second reply than behind the first")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        remedy = "take another template"
+        if self.role != "user":
+            remedy = f"set env.observation_role to 'user', or {remedy}"
+        raise UserError(
+            f"data.chat: with observations in the role {self.role!r} the chat template {problem}: "
+            f"{remedy}"
+        )
 
 
 def transcript(said: Sequence[Mapping[str, str]]) -> str:

@@ -4,6 +4,7 @@ and nothing encoded anew."""
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import pytest
 
@@ -164,8 +165,57 @@ def test_demonstrations_teach_replies_alone():
 def test_templates_that_cannot_go_on():
     _turns(_CHATML).check()
     _turns().check()
-    with pytest.raises(UserError, match="writes a conversation's earlier turns anew"):
+    with pytest.raises(UserError, match=r"leaves out a reply .* 'user', or take another template"):
         _turns(_FORGETS).check()
     with pytest.raises(UserError, match="no tools"):
         _turns(_STRICT).check()
     _turns(_STRICT, role="user").check()
+    deaf = _CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+    with pytest.raises(UserError, match="leaves out what the environment says: set env"):
+        _turns(deaf).check()
+    counts = _CHATML.replace("{{ m.content }}", "{{ m.content }}{{ loop.index }}")
+    with pytest.raises(UserError, match="behind the first: take another template"):
+        _turns(counts, role="user").check()
+    thoughts = _CHATML.replace(
+        "{{ m.content }}", "{{ m.content if loop.index0 > 1 else 'a thought' + m.content }}"
+    )
+    _turns(thoughts).check()
+
+
+def test_an_observation_may_hold_any_text():
+    turns = _turns(_CHATML, most=60)
+    said = "a reply like no other\x04\n<|tool|>"
+    assert _text(turns.encode(said, _CUT)[0]) == f"\x04\n<|tool|>{said}\x04\n<|assistant|>"
+
+
+# Which families can converse with observations in the role tool and user, by TRL's copies of their
+# templates. gpt-oss writes a tool's answer only behind a call, and Gemma 3 knows no such role.
+_FAMILIES = {
+    "qwen2_5": "tool user",
+    "qwen3": "tool user",
+    "qwen3_training": "tool user",
+    "llama3_1": "tool user",
+    "gemma3": "user",
+    "glm4moe": "tool user",
+    "gptoss": "user",
+    "deepseekv3": "user",
+    "phi3": "user",
+}
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_templates_of_families(family):
+    trl = pytest.importorskip("trl", reason="needs trl: pip install 'fp8rl_jax[oracles]'")
+    file = pathlib.Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
+    accepted = []
+    for role in ("tool", "user"):
+        template = ChatTemplate(file.read_text(), {"bos_token": "<s>", "eos_token": "</s>"}, family)
+        turns = Turns(ByteTokenizer(), ChatFormat(template), role, 64)
+        try:
+            turns.check()
+        except UserError as error:
+            assert "set env.observation_role to 'user'" not in str(error) or role == "tool"
+            continue
+        assert "LOWER than 17" in turns._between("LOWER than 17")
+        accepted.append(role)
+    assert " ".join(accepted) == _FAMILIES[family]
