@@ -211,6 +211,12 @@ FEATURES: dict[str, Feature] = {
             f"algo.baseline = {r.config.algo.baseline!r}, algo.scale = {r.config.algo.scale!r}"
         ),
     ),
+    "drawing from all tokens": Feature(
+        lambda r: r.config.rollout.top_k == 0 and r.config.rollout.top_p == 1.0
+    ),
+    "log-probabilities over the vocabulary": _field(
+        "algo.truncated_sampling", lambda over: over == "whole"
+    ),
     "dynamic sampling": _field("algo.dynamic_sampling"),
     "correction": _field("algo.correction", lambda which: which not in ("auto", "none")),
     "the rollout's log-probabilities": _field("algo.old_logprobs", lambda own: own == "rollout"),
@@ -431,6 +437,12 @@ PAIRS = (
         "use rollout.max_new_tokens, or set env.max_turns",
     ),
     Pair("one reply", "credit by turn", "{one}", "write 'response', or set env.max_turns"),
+    Pair(
+        "drawing from all tokens",
+        "log-probabilities over the vocabulary",
+        "neither rollout.top_k nor top_p leaves a token out",
+        "leave it out, or set one of these",
+    ),
     Pair(
         "dynamic sampling",
         "credit by turn",

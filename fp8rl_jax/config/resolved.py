@@ -75,14 +75,16 @@ class Resolved:
         return Truncation(rollout.top_k, rollout.top_p)
 
     @property
-    def records_kept(self) -> bool:
-        """Whether rollouts record the tokens that the truncation kept: other weights or recipes
-        than those that drew them score the responses."""
+    def recorded_numbers(self) -> int:
+        """int32 numbers by which a rollout records the tokens that were kept for each draw; 0 where
+        only the weights and the recipe that drew them score the responses."""
         if self.truncation is None:
-            return False
+            return 0
         updates = self.config.algo.epochs * self.config.algo.num_minibatches
         others = self.stale or updates > 1 or self.algorithm.needs_reference
-        return others or not self.same_forward
+        if not others and self.same_forward:
+            return 0
+        return self.truncation.recorded_numbers(self.model.vocab_size)
 
     @property
     def step_samples(self) -> int:

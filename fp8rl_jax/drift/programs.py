@@ -94,7 +94,7 @@ class Programs:
                 config.top_k,
                 config.top_p,
                 tuple(taps),
-                engine.resolved.records_kept,
+                engine.resolved.recorded_numbers > 0,
             )
         return processes.fetch(engine.sample(weights, self.prompts, sampler=sampler))
 

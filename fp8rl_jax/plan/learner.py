@@ -40,8 +40,11 @@ _PACKED_FIELDS = 4  # further ones of rows of several sequences, with a number f
 # Bytes for each element of a row in the backward pass: 2 in the compute dtype, 1 FP8, 4 float32.
 _GATED = 18  # gate, up, their product and its gradient; FP8 of two; two in float32
 _ROW = 12  # input of the experts in two forms, results and their gradient
-# Bytes for each logit of the divergence from a teacher, and tokens whose logits exist at once.
-_DIVERGENCE, _DIVERGENCE_TOKENS = 24, 1024
+# Bytes for each logit where logits are stored: for the divergence from a teacher, and for top-k and
+# top-p; and tokens whose logits exist at once.
+_DIVERGENCE = 24
+_TRUNCATED = 16
+_LOGITS_TOKENS = 1024
 _MOVED = 8  # results in the order in which they are sent, and their gradient
 
 
@@ -208,14 +211,18 @@ def _kept_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
     return model.num_hidden_layers * work.tokens * each * size
 
 
-def _head_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
+def _head_bytes(model: ModelConfig, recipe: Recipe, work: Workload, truncated: bool) -> int:
     """Returns the bytes of the head's backward pass: unsharded float32 gradients of both tables,
-    the head in a second layout, the logits' gradient of some tokens in two layouts, and rows."""
+    the head in a second layout, the logits' gradient of some tokens in two layouts, and rows. If
+    top-k or top-p has `truncated` the vocabulary, the logits themselves are stored, too."""
     size = recipe.for_head().compute_dtype.itemsize
     table = model.vocab_size * model.hidden_size
     chunk = min(work.response_tokens, HEAD_TOKENS)
     summed = 1 if work.response_tokens > chunk else 0  # the gradient of the head so far
     logits = 2 * chunk * model.vocab_size * size
+    if truncated:
+        stored = _TRUNCATED * min(work.response_tokens, _LOGITS_TOKENS) * model.vocab_size
+        logits = max(logits, stored)
     rows = 2 * 4 * work.response_tokens * model.hidden_size
     return (2 + summed) * 4 * table + size * table + logits + rows
 
@@ -234,17 +241,18 @@ def plan_learner(
     model, recipe = resolved.model, resolved.learner_recipe
     masters, own = learner_weight_bytes(model, recipe, mesh)
     state = state_bytes(resolved, mesh)
-    batch = 4 * work.micro_batches * (work.tokens + _BATCH_FIELDS * work.response_tokens)
+    fields = _BATCH_FIELDS + resolved.recorded_numbers
+    batch = 4 * work.micro_batches * (work.tokens + fields * work.response_tokens)
     if work.capacity:
         batch += 4 * work.micro_batches * _PACKED_FIELDS * work.capacity
-    head = _head_bytes(model, recipe, work)
+    head = _head_bytes(model, recipe, work, resolved.truncation is not None)
     if resolved.teacher is not None:
         other = resolved.teacher_recipe
         size = other.compute_dtype.itemsize
         batch += work.micro_batches * work.response_tokens * resolved.teacher.hidden_size * size
         gathered = weight_bytes(weight_shapes(resolved.teacher, other, other), mesh)
         batch += gathered.tables  # its head, as a step reads it
-        head += _DIVERGENCE * min(work.response_tokens, _DIVERGENCE_TOKENS) * model.vocab_size
+        head += _DIVERGENCE * min(work.response_tokens, _LOGITS_TOKENS) * model.vocab_size
         if mesh.size > 1:  # its pass reads all layers gathered
             batch += gathered.dense + gathered.experts
     if resolved.config.rollout.ahead and not resolved.config.mesh.rollout:

@@ -39,7 +39,8 @@ class RolloutPlan:
       train_state: masters, optimiser moments, and states of scaling policies; with `rollout.ahead`
         all of a train step, which runs beside the rollout; on devices for rollouts alone the
         weights of versions that are ahead.
-      workspace: estimate of the temporary arrays of an iteration of the sampling loop.
+      workspace: estimate of the temporary arrays of an iteration of the sampling loop, and the
+        records of which tokens top-k and top-p kept.
       page: one page of 64 tokens, keys and values of all layers.
       memory: bytes of the device that a run may fill; None if unknown.
       tokens: most tokens of a sequence, prompt and response.
@@ -157,6 +158,8 @@ def plan_rollout(
     rollout, model = resolved.config.rollout, resolved.model
     settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
     loop = Loop(model, resolved.rollout_recipe, settings)
+    drawn = resolved.step_samples * rollout.max_new_tokens * rollout.most_versions
+    recorded = 4 * drawn // mesh.size * resolved.recorded_numbers
     slots = (rollout.slots or resolved.step_samples) // mesh.size
     prefill_tokens = rollout.prefill_chunk or default_chunk(loop.on_cpu)
     if alone:
@@ -169,7 +172,7 @@ def plan_rollout(
     return RolloutPlan(
         weights=sampler_bytes(loop, resolved.learner_recipe, mesh),
         train_state=train_state,
-        workspace=workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
+        workspace=recorded + workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
         page=page_bytes(model, loop.recipe),
         memory=memory,
         tokens=resolved.sequence_tokens,

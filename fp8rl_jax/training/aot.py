@@ -89,10 +89,9 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     batch = make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
     batch, _ = runtime.engine.packed(batch)
     batch = dataclasses.replace(batch, truncation=runtime.truncation)
-    if runtime.truncation is not None and runtime.records_kept:
-        numbers = runtime.truncation.recorded_numbers(runtime.model.vocab_size)
-        shape = jax.ShapeDtypeStruct((*batch.targets.shape, numbers), jnp.int32)
-        batch = dataclasses.replace(batch, kept=shape)
+    if runtime.recorded_numbers:
+        shape = (*batch.targets.shape, runtime.recorded_numbers)
+        batch = dataclasses.replace(batch, kept=jax.ShapeDtypeStruct(shape, jnp.int32))
     batch = sharding.laid_out(batch, runtime.layout.rows)
     return state, with_teacher_shapes(batch, runtime, runtime.layout), _rope(runtime)
 

@@ -327,7 +327,7 @@ class JaxEngine(Engine):
             rollout.top_k,
             rollout.top_p,
             self.replayed_taps,
-            self.resolved.records_kept,
+            self.resolved.recorded_numbers > 0,
         )
 
     @functools.cached_property

@@ -57,10 +57,9 @@ class Responses:
         rows, most = len(questions) * rollout.group_size, rollout.max_new_tokens
         temperature = np.full(rows, rollout.temperature, np.float32)
         none = np.zeros((rows, most), np.int32)
-        kept, truncation = None, runtime.truncation
-        if truncation is not None and runtime.records_kept:
-            numbers = truncation.recorded_numbers(runtime.model.vocab_size)
-            kept = np.zeros((rows, most, numbers), np.int32)
+        kept = None
+        if runtime.recorded_numbers:
+            kept = np.zeros((rows, most, runtime.recorded_numbers), np.int32)
         return cls(
             questions,
             Rollout(
@@ -70,7 +69,7 @@ class Responses:
                 finished=np.zeros(rows, bool),
                 taps={},
                 kept=kept,
-                truncation=truncation,
+                truncation=runtime.truncation,
             ),
             none - 1,
             Prompts.numbered(*runtime.text.prompts(questions), key, temperature, first),

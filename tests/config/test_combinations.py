@@ -56,6 +56,8 @@ _ON: dict[str, list[str]] = {
     "several replies": ["env.max_turns=3"],
     "length of a reply": ["rollout.max_turn_tokens=3"],
     "credit by turn": ["algo.credit=turn"],
+    "drawing from all tokens": [],
+    "log-probabilities over the vocabulary": ["algo.truncated_sampling=whole"],
     "groups of one": ["rollout.group_size=1"],
     "questions without chat": [],
     "system prompt": ["data.system_prompt=Think."],

@@ -52,6 +52,7 @@ def test_terms_over_all_rounds():
         layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
         step=None,
         truncation=None,
+        recorded_numbers=0,
         conversations=lambda *of_rows: None,
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
