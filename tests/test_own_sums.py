@@ -13,9 +13,14 @@ import subprocess
 import sys
 
 import exact_steps
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 from marks import quick_if
 from own_sums import own_sums
+
+from fp8rl_jax.kernels import sum_last
 
 
 @pytest.mark.parametrize("name", quick_if(lambda name: name == "everything", exact_steps.STEPS))
@@ -25,7 +30,21 @@ def test_no_sum_is_left_to_xla(name):
 
 
 def test_sums_of_xla_are_seen():
-    """Those of gradients under other products, in the program of the same step."""
+    """Also within loops; but no sum of two numbers, of whole numbers, or in float64."""
+
+    @jax.jit
+    def program(x):
+        seen = x.sum(), x @ x.T, jnp.cumsum(x), lax.map(lambda row: row.mean(), x)
+        return seen, x[:, :2].sum(1), (x > 0).sum(), x.max(), sum_last(x)
+
+    counts = own_sums(program.trace(jnp.ones((3, 16))).jaxpr)
+    names = sorted(name.partition(" ")[0] for name in counts)
+    assert names == ["cumsum", "dot_general", "reduce_sum", "reduce_sum"]
+
+
+@pytest.mark.slow
+def test_other_products_are_seen():
+    """Those of gradients under other ways of multiplying, in the program of the same step."""
     program, arguments = exact_steps.arguments(exact_steps.STEPS["recipe fp8"], "auto", shapes=True)
     assert own_sums(program.trace(*arguments).jaxpr)
 

@@ -265,7 +265,12 @@ _OPTIMISER = (
     Metric("loss", "1", "mean loss of the step's updates", "Loss"),
     Metric("grad_norm", "1", "mean global norm of gradients, before clipping", "Gradient norm"),
     Metric("lr", "1", "learning rate of the step's first update", "Learning rate"),
-    Metric("entropy", "nats", "mean over response tokens, first update", "Entropy, nats"),
+    Metric(
+        "entropy",
+        "nats",
+        "mean over response tokens, first update; of the tokens that top-k and top-p keep",
+        "Entropy, nats",
+    ),
     Metric("ratio_mean", "1", "mean importance ratio of the first update; 1 on policy"),
     Metric("ratio_min", "1", "smallest importance ratio"),
     Metric("ratio_max", "1", "largest importance ratio"),

@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 _EXPERTS = {"experts": 4, "experts_per_token": 3}
 _EVERYTHING = Step(
-    Case(family="gpt-oss", rank=4, **_EXPERTS),
+    Case(family="gpt-oss", rank=4, hidden=64, heads=2, kv_heads=1, **_EXPERTS),
     learner.LossConfig(losses.gmpo(), kl=ESTIMATORS["k3+"], kl_coef=0.1, router_aux_coef=0.1),
     packed=True,
     truncation=models.Truncation(5, 0.9),

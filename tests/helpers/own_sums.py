@@ -49,6 +49,8 @@ def _is_sum(equation) -> bool:
     if equation.primitive.name in ("dot_general", "conv_general_dilated"):
         (contracted, _), _ = equation.params["dimension_numbers"]
         return int(np.prod([operand.shape[axis] for axis in contracted])) > 1
+    if equation.primitive.name.startswith("cum"):
+        return operand.shape[equation.params["axis"]] > 2
     return operand.size > 2 * equation.outvars[0].aval.size  # two numbers have one sum
 
 
