@@ -93,6 +93,8 @@ def test_each_version_computes_what_it_drew(three_versions):
         {"precision__rollout": "f32", "precision__learner": "f32"},
         {"precision__kv_cache": "fp8_calibrated"},
         {"lora__rank": 4},
+        {"rollout__top_p": 0.8, "precision__rollout": "f32", "precision__learner": "f32"},
+        {"rollout__top_p": 0.9, "rollout__top_k": 5},  # recorded by bits, and by ids
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
@@ -132,10 +134,12 @@ def test_without_learning_it_is_the_run_of_today(tmp_path, cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_killed_and_resumed(ahead, tmp_path, cache):
-    """A checkpoint keeps the responses that later steps learn, beside rollouts that are ahead."""
+@pytest.mark.parametrize(("ahead", "top_p"), [(0, 1.0), (1, 1.0), (1, 0.8)])
+def test_killed_and_resumed(ahead, top_p, tmp_path, cache):
+    """A checkpoint keeps the responses that later steps learn, beside rollouts that are ahead, and
+    which tokens were kept for them."""
     fields = _FIELDS | cache | {"rollout.ahead": ahead, "run.check_every": 1}
+    fields |= {"rollout.top_p": top_p}
     fields |= {"run.checkpoint_every": 1}
     _run(tmp_path / "whole", cache, **{n.replace(".", "__"): x for n, x in fields.items()})
     process = train_process.start(tmp_path / "killed", **fields)
