@@ -167,9 +167,9 @@ _SOURCES = _sources()
 # by 150 for the tool calls of six more model families, and names with other units; by 50 for a
 # train step that copies neither weights nor moments on a CPU; by 424 for log-probabilities over the
 # tokens that top-k and top-p keep; by 130 for other launchers' variables; by 487 for adapters as
-# PEFT applies and writes them; by 256 for replies that were cut, sums in order, padding, and plans
+# PEFT applies and writes them; by 267 for replies that were cut, sums in order, padding, and plans
 # of kept tokens.)
-_MOST_LINES = {"library": 51_309, "with users": 58_625, "package": 10_105, "file": 540}
+_MOST_LINES = {"library": 51_320, "with users": 58_636, "package": 10_106, "file": 540}
 
 
 def test_size_stays_within_the_budget():

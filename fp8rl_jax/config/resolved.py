@@ -77,12 +77,12 @@ class Resolved:
     @property
     def recorded_numbers(self) -> int:
         """int32 numbers by which a rollout records the tokens that were kept for each draw; 0 where
-        only the weights and the recipe that drew them score the responses."""
+        only the weights and the recipe that drew them score the responses, with the same bits."""
         if self.truncation is None:
             return 0
         updates = self.config.algo.epochs * self.config.algo.num_minibatches
         others = self.stale or updates > 1 or self.algorithm.needs_reference
-        if not others and self.same_forward:
+        if not others and self.same_forward and self.zero_drift:
             return 0
         return self.truncation.recorded_numbers(self.model.vocab_size)
 

@@ -247,17 +247,19 @@ def _run_again(programs: Programs, kept: KeptStep, budget: Budget) -> tuple[Ran,
     batch = programs.batch(dataclasses.replace(out, **kept.rollout))
     batch = jax.tree.map(lambda x: x[kept.first], batch)
     logp, _ = programs.learner(batch)
-    cut = {name: getattr(out, name)[kept.first] for name in RECORDED}
+    cut = {name: array[kept.first] for name, array in out.rows.items()}
     ran = Ran(dataclasses.replace(out, **cut), batch, logp, budget.clock() - began)
     recorded = kept.recorded(out)
     mask = np.asarray(recorded.mask)
     same = (ran.rollout.tokens == recorded.tokens).all(axis=1, keepdims=True) & mask
     moved = bits_differ(ran.rollout.logprobs, recorded.logprobs) | ~same
+    # Which tokens were kept is known of the sampler's tokens alone.
+    learnt = mask if out.kept is None else same
     gap = np.abs(np.asarray(logp, np.float64) - ran.rollout.logprobs)
     return ran, {
         "tokens": int(mask.sum()),
         "sampler": int((moved & mask).sum()),
-        "learner": int((bits_differ(logp, kept.logp) & mask).sum()),
+        "learner": int((bits_differ(logp, kept.logp) & learnt).sum()),
         "drift": float(gap[same].max(initial=0.0)),
     }
 

@@ -192,7 +192,8 @@ def kept_tokens(
     """
     width = scaled.shape[1]
     if recorded is not None:
-        keeps = truncation.recorded(recorded, vocabulary, width)
+        greedy = temperature[:, None] == 0  # all tokens, which ids cannot record
+        keeps = truncation.recorded(recorded, vocabulary, width) | greedy
     else:
         cut = truncation.cut(scaled, temperature) if cut is None else cut
         keeps = cut.keeps(scaled)

@@ -221,7 +221,7 @@ class ContinuousSampler:
                 state = self._extend(requests, processes.place(more, self._rows), state)
             progress = following
         self.progress = progress
-        return progress.rollout
+        return dataclasses.replace(progress.rollout, kept=state.kept)
 
     def trace(
         self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope

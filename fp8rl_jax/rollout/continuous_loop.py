@@ -399,7 +399,8 @@ class ContinuousLoop:
         )
 
     def result(self, requests: Requests, state: BatchState) -> Rollout:
-        """Returns the tokens known so far, in the form of the static sampler's result."""
+        """Returns the tokens known so far, in the form of the static sampler's result, but without
+        `kept`, which may be large."""
         sampler = self.loop.sampler
         start = jnp.repeat(requests.lengths, sampler.group_size)
         lengths = state.schedule.lengths - start
@@ -415,6 +416,5 @@ class ContinuousLoop:
             finished=state.finished,
             taps={},
             lengths=None if state.replies is None else lengths,
-            kept=state.kept,
             truncation=sampler.scored_truncation,
         )

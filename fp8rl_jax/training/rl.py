@@ -125,6 +125,8 @@ def rl_step(
         record |= age_metrics(state.scaling_state, state.kv_scales, step)
         # Keys are on the host: the engine may sample on other devices.
         rollouts.begin(step, served, np.asarray(state.rng))
+        if rt.rollout_mesh is not None:  # its devices have a copy
+            served.release()
         with record.timed("wait") if ahead else contextlib.nullcontext():
             drawn = rollouts.oldest()
         samples = drawn.samples
@@ -149,7 +151,7 @@ def rl_step(
 
         # 4. Update; the sampler's weights are freed before it.
         hold_settings()
-        if not ahead or rt.rollout_mesh is not None:
+        if not ahead:
             served.release()
         monitor.keep(state, run.drifted)
         state, logp, updates = _updates(run, state, batch, record, rollouts)
@@ -166,7 +168,8 @@ def rl_step(
         own = _comparable(batch, samples, step)[first]
         if own.any():
             compared = mismatch_metrics(logp, rollout.logprobs[first], own)
-            if not record.get(DRIFT_MAX, 0.0) > compared[DRIFT_MAX]:  # of a later rollout
+            of_later = record.get(DRIFT_MAX, 0.0)  # of a rollout ahead
+            if not (np.isnan(of_later) or of_later > compared[DRIFT_MAX]):
                 record |= compared
         if rt.same_forward:
             record["refit_checksum_ok"] = bool(
@@ -192,9 +195,9 @@ def _drift_ahead(
     """Returns the drift of a rollout that `state` has drawn, and the state; {} without a rollout.
     `state` is donated. The step that learns from the rollout will have another policy.
 
-    With one forward function the train step itself computes the log-probabilities, of the first
-    update's rows: no token counts, so the state stays as it is. Otherwise the learner scores all
-    rows, and the scores are kept for the step that learns from them.
+    With one forward function the train step itself computes the log-probabilities, of one update's
+    rows: no token counts, so the state stays as it is. Otherwise the learner scores all rows, and
+    the scores are kept for the step that learns from them.
     """
     if drawn is None:
         return state, {}
@@ -203,16 +206,18 @@ def _drift_ahead(
     own = _comparable(batch, samples, int(state.step))
     if not own.any():
         return state, {}
+    rows = slice(None)
     if rt.same_forward:
-        rows = len(own) // rt.config.algo.num_minibatches
-        own = own[:rows]
+        parts = np.split(own, rt.config.algo.num_minibatches)
+        first = int(np.argmax([part.any() for part in parts]))
+        rows = slice(first * len(parts[0]), (first + 1) * len(parts[0]))
         nothing = dataclasses.replace(batch, weights=np.zeros_like(batch.weights))
-        state, logp, _ = rt.engine.update(state, jax.tree.map(lambda x: x[:rows], nothing))
+        state, logp, _ = rt.engine.update(state, jax.tree.map(lambda x: x[rows], nothing))
     else:
         logp = rt.engine.score(state, batch)
         if (own == samples.rollout.mask).all():
             samples.learner_logprobs = logp
-    return state, mismatch_metrics(logp, samples.rollout.logprobs[: len(own)], own)
+    return state, mismatch_metrics(logp, samples.rollout.logprobs[rows], own[rows])
 
 
 def _comparable(batch: Batch, samples: Samples, step: int) -> np.ndarray:

@@ -241,10 +241,13 @@ def run_config(
 def differences(theirs: dict, ours: dict) -> dict[str, tuple[Any, Any]]:
     """Returns {field: (their value, our value)} of the fields that differ.
 
-    A field that `theirs`, from an older version, lacks has its default.
+    A field that `theirs`, from an older version, lacks has its default, or what that version did.
     """
     defaults = flatten(default_config())
     before, now = (defaults | flatten(sections_config(c)) for c in (theirs, ours))
+    truncated = before["rollout.top_k"] > 0 or before["rollout.top_p"] < 1.0
+    if truncated and "truncated_sampling" not in theirs.get("algo", {}):
+        before["algo.truncated_sampling"] = "whole"
     same = {*before, *now} - set(_MAY_CHANGE)
     if now.get("optimizer.end_fraction", 1.0) < 1:  # the decay ends at the last step
         same.add("run.steps")

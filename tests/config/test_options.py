@@ -107,3 +107,13 @@ def test_options_beside_a_policy_are_checked_alike():
     assert plain(options.to_dict()) == {"tools": [{"a.b": 1}]}
     with pytest.raises(UserError, match="--chat-options has the options '__class__'"):
         set_options(options, {"__class__": 1}, "--chat-options", "fp8rl sample")
+
+
+@pytest.mark.parametrize(("top_p", "changed"), [(1.0, []), (0.9, ["algo.truncated_sampling"])])
+def test_an_older_run_took_the_whole_vocabulary(top_p, changed):
+    """A run of before `algo.truncated_sampling` is not resumed with another objective."""
+    config = load_config(str(CONFIG), [f"--config.rollout.top_p={top_p}"])
+    ours = as_saved(ml_collections.FrozenConfigDict(config))
+    theirs = json.loads(json.dumps(ours))
+    del theirs["algo"]["truncated_sampling"]
+    assert list(differences(theirs, ours)) == changed

@@ -20,6 +20,7 @@ from fp8rl_jax.drift.budget import Budget
 from fp8rl_jax.drift.kept_step import KeptStep
 from fp8rl_jax.envs import Question
 from fp8rl_jax.report.verdicts import step_verdicts
+from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.training.engine import JaxEngine
 
 _MASK = np.array([[True, True, False]] * 4)
@@ -213,15 +214,8 @@ class _Side:
         return self.logp[: len(batch["tokens"])], {}
 
 
-@dataclasses.dataclass
-class _Rollout:
-    tokens: np.ndarray
-    mask: np.ndarray
-    logprobs: np.ndarray
-
-
 def _rollout(tokens, logprobs):
-    return _Rollout(tokens, _MASK, logprobs)
+    return Rollout(tokens, _MASK, logprobs, np.zeros(len(tokens), bool), {})
 
 
 _TOKENS = np.ones((4, 3), np.int32)

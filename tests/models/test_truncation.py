@@ -10,6 +10,7 @@ from marks import quick_if
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import Truncation, token_divergences, token_logprobs
+from fp8rl_jax.models.truncation import kept_tokens
 from fp8rl_jax.quant import get_recipe
 
 _F32 = get_recipe("f32")
@@ -17,7 +18,7 @@ _CUTS = [(0, 0.7), (0, 0.05), (0, 0.999), (1, 1.0), (7, 1.0), (40, 1.0), (40, 0.
 _QUICK = [(97, (0, 0.7)), (1000, (7, 1.0)), (1000, (40, 0.9))]
 
 
-def kept_tokens(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+def sorted_tokens(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
     """(M, V) bool by sorting in float64: of equal logits top-k takes the smallest ids, and top-p
     all or none."""
     keeps = np.zeros(logits.shape, bool)
@@ -63,7 +64,7 @@ def test_kept_tokens_are_those_of_sorting(vocabulary, cut):
     keeps, numbers = find(padded)
     assert numbers.shape[1] == truncation.recorded_numbers(vocabulary)
     recorded = truncation.recorded(numbers, vocabulary, width)
-    expected = kept_tokens(rows, *cut)
+    expected = sorted_tokens(rows, *cut)
     # A sum that is rounded to just below or above the share lets one more or less in.
     doubtful = (np.asarray(keeps)[:, :vocabulary] != expected).sum(1)
     assert (doubtful <= 1).all() and (doubtful > 0).mean() < 0.05
@@ -77,6 +78,12 @@ def test_greedy_rows_keep_all_tokens_and_nan_is_kept():
     rows = jnp.asarray([[1.0, 2, 3], [1, 2, 3], [1, jnp.nan, 3]])
     keeps = Truncation(1, 0.5).cut(rows, jnp.asarray([1.0, 0, 1])).keeps(rows)
     assert keeps.tolist() == [[False, False, True], [True] * 3, [False, True, True]]
+    by_id, many = Truncation(2), jnp.zeros((2, 100))  # two ids cannot record a hundred tokens
+    heat = jnp.asarray([1.0, 0.0])
+    numbers = by_id.record(by_id.cut(many, heat).keeps(many), 100)
+    targets = jnp.asarray([1, 5])
+    read, _ = kept_tokens(by_id, many, targets, heat, numbers, 100)
+    assert numbers.shape == (2, 2) and read.sum(1).tolist() == [2, 100]
 
 
 _HEAT = np.float32([0.7, 1.0, 1.3])
@@ -96,7 +103,7 @@ def test_logprobs_and_gradients_are_those_of_float64(recorded):
     whole vocabulary it is not."""
     truncation, (hidden, head, scaled) = Truncation(20, 0.8), _case()
     flat = scaled.reshape(15, -1)
-    keeps = kept_tokens(flat.astype(np.float32), 20, 0.8).reshape(scaled.shape)
+    keeps = sorted_tokens(flat.astype(np.float32), 20, 0.8).reshape(scaled.shape)
     assert (keeps.sum(-1) > 2).all() and (keeps.sum(-1) < 20).any()
     rng = np.random.default_rng(1)
     targets = np.argmax(np.where(keeps, rng.random(keeps.shape), -1), -1).astype(np.int32)
@@ -156,7 +163,7 @@ def test_divergences_over_the_kept_tokens():
     rng = np.random.default_rng(2)
     other = rng.standard_normal(hidden.shape).astype(np.float32)
     targets = scaled.argmax(-1).astype(np.int32)
-    keeps = kept_tokens(scaled.reshape(15, -1).astype(np.float32), 0, 0.8).reshape(scaled.shape)
+    keeps = sorted_tokens(scaled.reshape(15, -1).astype(np.float32), 0, 0.8).reshape(scaled.shape)
 
     @exact_jit
     def divergence(hidden, other):

@@ -77,7 +77,14 @@ def test_a_run_two_steps_ahead(two_ahead):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{"ahead": 1}, {"ahead": 0, "rollout__most_versions": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ahead": 1},
+        {"ahead": 0, "rollout__most_versions": 2},
+        {"ahead": 1, "rollout__most_versions": 2, "algo__num_minibatches": 2},
+    ],
+)
 def test_a_fault_of_the_train_step_alone_is_seen(fields, tmp_path, cache, monkeypatch):
     """Where the scoring program has none: in each step that compares, and where drift is forbidden
     the run ends."""
