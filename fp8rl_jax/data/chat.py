@@ -13,11 +13,12 @@ Not done: documents, and messages that are not text.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -88,6 +89,10 @@ class ChatTemplate:
       where: path for error messages.
       for_tools: template that replaces this one for prompts with tools.
 
+    Attributes:
+      where: path for error messages.
+      unwritten: which of 'tools' and 'tool_calls' it cannot write.
+
     Raises:
       UserError: the source is not valid Jinja.
     """
@@ -99,8 +104,8 @@ class ChatTemplate:
         where: str,
         for_tools: ChatTemplate | None = None,
     ):
-        self._tokens, self._where, self._for_tools = dict(special_tokens), where, for_tools
-        self._unknown = [name for name in _NEEDED if name not in source]
+        self._tokens, self.where, self._for_tools = dict(special_tokens), where, for_tools
+        self.unwritten = [name for name in _NEEDED if name not in source]
         # Whether the text that it writes may depend on the time.
         self.tells_time: bool = "strftime_now" in source or bool(for_tools and for_tools.tells_time)
         try:
@@ -131,25 +136,37 @@ class ChatTemplate:
         """
         if self._for_tools is not None and variables.get("tools") is not None:
             return self._for_tools.render(messages, variables, begin_answer)
-        for name in self._unknown:
+        for name in self.unwritten:
             if variables.get(name) or any(message.get(name) for message in messages):
                 raise UserError(
-                    f"{self._where}: the chat template writes no {name}, and a prompt has them: "
+                    f"{self.where}: the chat template writes no {name}, and a prompt has them: "
                     "take a model whose template does, or leave them out of the data"
                 )
-        given = [dict(m) for m in messages]
-        names = {"tools": None, "documents": None, **self._tokens, **variables}
-        known = [given, variables.get("tools")]  # must stay referenced during the rendering
         try:
-            self._limits.start(known)
-            return self._template.render(names, messages=given, add_generation_prompt=begin_answer)
+            return self._rendered(messages, variables, begin_answer, _as_object)
         except Exception as error:  # a template is a program and may raise anything
+            if any(message.get("tool_calls") for message in messages):
+                with contextlib.suppress(Exception):  # DeepSeek's add them to texts
+                    return self._rendered(messages, variables, begin_answer, _as_text)
             plain = isinstance(error, _Refusal | TooMuch)
             said = error if plain else f"{type(error).__name__}: {error}"
             raise UserError(
-                f"{self._where}: the chat template refuses the conversation ({said}); change the "
+                f"{self.where}: the chat template refuses the conversation ({said}); change the "
                 "system prompt or the template's variables"
             ) from None
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        begin_answer: bool,
+        arguments: Callable[[Any], Any],
+    ) -> str:
+        given = [_with_arguments(m, arguments) for m in messages]
+        names = {"tools": None, "documents": None, **self._tokens, **variables}
+        known = [given, variables.get("tools")]  # must stay referenced during the rendering
+        self._limits.start(known)
+        return self._template.render(names, messages=given, add_generation_prompt=begin_answer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +194,11 @@ class ChatFormat:
                     "out, or change the template"
                 )
 
-    def render(self, question: Prompt) -> str:
-        """Renders a conversation up to the beginning of the answer. `system` is not added if it
-        begins with a system or developer message; its tools override those in `variables`."""
-        return self._render(question)
+    def render(self, question: Prompt, begin_answer: bool = True) -> str:
+        """Renders a conversation up to the beginning of the answer, or without it. `system` is not
+        added if it begins with a system or developer message; its tools override those in
+        `variables`."""
+        return self._render(question, begin_answer=begin_answer)
 
     def answered(self, question: Prompt, answer: str) -> tuple[str, str]:
         """Renders what follows `render(question)` once the assistant has answered.
@@ -199,7 +217,9 @@ class ChatFormat:
             written = answer
         return written, ending
 
-    def _render(self, question: Prompt, answer: str | None = None) -> str:
+    def _render(
+        self, question: Prompt, answer: str | None = None, begin_answer: bool = True
+    ) -> str:
         variables = dict(self.variables)
         messages: Sequence[Mapping[str, Any]]
         if isinstance(question, str):
@@ -213,9 +233,42 @@ class ChatFormat:
         if self.now is not None:
             variables["strftime_now"] = functools.partial(_date, self.now)
         if answer is None:
-            return self.template.render(messages, variables)
+            return self.template.render(messages, variables, begin_answer)
         messages = [*messages, {"role": "assistant", "content": answer}]
         return self.template.render(messages, variables, begin_answer=False)
+
+
+def _with_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Copies a message, and changes the arguments of its tool calls."""
+    message = dict(message)
+    calls = message.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        message["tool_calls"] = [_changed(call, change) for call in calls]
+    return message
+
+
+def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _changed(call["function"], change)}
+    if "arguments" in call:
+        return {**call, "arguments": change(call["arguments"])}
+    return call
+
+
+def _as_object(arguments: Any) -> Any:
+    """Returns what JSON text holds if it is an object. OpenAI's API gives arguments so, and most
+    templates would quote the text."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(arguments), dict):
+                return value
+    return arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else _tojson(arguments)
 
 
 def _letters(text: str) -> str:

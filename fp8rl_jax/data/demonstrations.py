@@ -9,12 +9,14 @@ slightly from a rollout's; TRL does the same, and warns, as a run does (`merges`
 A demonstration ends with a token at which rollouts stop: in a chat the one that the template writes
 after the assistant's content, else the tokenizer's end of sequence.
 
-A demonstration of several replies is a list of messages, every second of which the environment
-says. Each reply is encoded as if it answered the prompt, what is said between them as in a rollout.
+A demonstration of several replies is a list of messages; between two replies the environment says
+one or, as the answers of several tools, more. Each reply is encoded as if it answered the prompt,
+what is said between them as in a rollout.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -76,52 +78,55 @@ def encode_conversation(
     Raises:
       UserError: as `encode_prompt`; several replies without `turns`, or no reply at the end.
     """
-    if not isinstance(answer, str) and len(answer) == 1:
-        answer = _contents(answer)[0]
-    if isinstance(answer, str):
-        prompt, response = encode_demonstration(question, answer, tokenizer, chat)
-        return prompt, response, [True] * len(response)
-    contents = _contents(answer)
-    if turns is None:
+    all_messages = _messages(answer)
+    if turns is None and len(all_messages) > 1:
         raise UserError(
-            f"a demonstration has {len(answer)} messages: set env.step or env.tools, which say "
-            f"every second of them ({str(answer)[:60]})"
+            f"a demonstration has {len(all_messages)} messages: set env.step or env.tools, which "
+            f"say what stands between the replies ({str(answer)[:60]})"
         )
     response, drawn = list[int](), list[bool]()
-    for index, content in enumerate(contents):
-        if index % 2:
-            said, _ = turns.encode(content, response[-1])
+    for own, messages in itertools.groupby(all_messages, lambda m: m["role"] == "assistant"):
+        group = list(messages)
+        contents = [message["content"] for message in group]
+        if own:
+            prompt, said = encode_demonstration(question, contents[0], tokenizer, chat)
         else:
-            prompt, said = encode_demonstration(question, content, tokenizer, chat)
+            assert turns is not None
+            called = [(m.get("name") or "", m.get("tool_call_id") or "") for m in group]
+            said, _ = turns.encode(contents, response[-1], called)
         response += said
-        drawn += [index % 2 == 0] * len(said)
+        drawn += [own] * len(said)
     return prompt, response, drawn
 
 
-def _contents(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the contents of a demonstration's messages.
+def _messages(answer: Answer) -> Sequence[Mapping[str, Any]]:
+    """Returns the messages of a demonstration.
 
     Raises:
-      UserError: one has no text, or replies and observations do not take turns.
+      UserError: one has no text, two replies follow one another, or none is first or last.
     """
-    for index, message in enumerate(messages):
-        own = index % 2 == 0
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    before = None
+    for index, message in enumerate(answer):
+        role = message.get("role")
         if not isinstance(message.get("content"), str):
             problem = f"message {index + 1} has no text as its content (write tool calls there)"
-        elif (message.get("role") == "assistant") != own:
-            problem = f"message {index + 1} has the role {message.get('role')!r}"
+        elif role == before == "assistant" or (index == 0 and role != "assistant"):
+            problem = f"message {index + 1} has the role {role!r}"
         else:
+            before = role
             continue
         raise UserError(
-            f"a demonstration begins with a reply of the assistant, and every second message is "
-            f"the environment's, but {problem}: {str(messages)[:60]}"
+            "a demonstration begins with a reply of the assistant, and messages of the environment "
+            f"stand between two replies, but {problem}: {str(answer)[:60]}"
         )
-    if len(messages) % 2 == 0:
+    if before != "assistant":
         raise UserError(
             f"a demonstration ends with a reply of the assistant, and this one does not: "
-            f"{str(messages)[-60:]}"
+            f"{str(answer)[-60:]}"
         )
-    return [message["content"] for message in messages]
+    return answer
 
 
 class Padded(NamedTuple):
@@ -172,7 +177,7 @@ def merges(
     examples: Sequence[tuple[Prompt, Answer]], tokenizer: Tokenizer, chat: ChatFormat | None = None
 ) -> str:
     """Returns a warning if answers merge with the last token of their prompts, else ''."""
-    firsts = ((q, a if isinstance(a, str) else _contents(a)[0]) for q, a in examples)
+    firsts = ((question, _messages(answer)[0]["content"]) for question, answer in examples)
     changed = sum(
         encode_demonstration(question, first, tokenizer, chat)[0]
         != encode_prompt(question, tokenizer, chat)

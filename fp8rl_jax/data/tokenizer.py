@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 import itertools
 import os
 import pathlib
@@ -59,6 +60,11 @@ class Tokenizer(abc.ABC):
     def first_added(self, text: str) -> tuple[int, str] | None:
         """Returns id and text of the first added token ('<|im_end|>') in a text, or None."""
         return None
+
+    @property
+    def controls(self) -> list[str]:
+        """Texts of the special tokens ('<|im_end|>'), which `encode` makes one id each."""
+        return []
 
     def ending_also(self, token: int) -> Self:
         """Returns a copy of the tokenizer with this id among `eos_ids`."""
@@ -123,6 +129,12 @@ class ReaderTokenizer(Tokenizer):
         with refused(self._failing):
             added = self._reader.get_added_tokens_decoder()
         return next(((i, added[i].content) for i in self.encode(text) if i in added), None)
+
+    @functools.cached_property
+    def controls(self) -> list[str]:
+        with refused(self._failing):
+            added = self._reader.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
 
     def _text(self, ids: list[int]) -> str:
         shown = [token for token in ids if token not in self._textless]

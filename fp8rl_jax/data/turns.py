@@ -5,14 +5,21 @@ with them other log-probabilities. So an observation is encoded alone, with what
 writes around it: the end of the reply, the observation in its role, and the beginning of the next
 reply. What a template writes behind a reply must depend on the observation alone, and contain it:
 `Turns.check` refuses others. How it would write earlier replies again does not matter.
+
+Some templates write a tool's answer behind a call alone (gpt-oss, Mistral). For them the reply is
+rendered as a call, and what follows begins with its end token.
+
+An observation is text: special tokens that are written in it are encoded by their characters, so
+that what an environment quotes cannot end its turn and begin another.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.data.chat import ChatFormat
@@ -20,10 +27,15 @@ from fp8rl_jax.data.tokenizer import Tokenizer
 
 _REPLY = "a reply like no other"
 _OBSERVATION = "an observation like no other"
-# Llama draws the first of these after a call of a tool, where its template writes the second.
-_END_OF_MESSAGE = "<|eom_id|>"
-_END_OF_TURN = "<|eot_id|>"
+# End tokens of Llama and gpt-oss: the policy may draw one where the template writes another.
+_ALIKE = (("<|eom_id|>", "<|eot_id|>"), ("<|return|>", "<|call|>", "<|end|>"))
 _ASKED: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "?"},)
+_HIDDEN = 0xF0000  # first of the private characters that stand for special tokens
+_MOST_HIDDEN = 0xFFFE
+_PLACES = re.compile(f"([{chr(_HIDDEN)}-{chr(_HIDDEN + _MOST_HIDDEN - 1)}])")
+_LONGEST_ID = 64  # characters of a call's name or identifier that are written back
+
+Called = Sequence[tuple[str, str]]  # (name, identifier) of each call of a reply, '' if unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,95 +59,212 @@ class Turns:
     @functools.cached_property
     def slots(self) -> int:
         """Most tokens that `encode` returns."""
-        return self.most + len(self.tokenizer.encode(self._between("")))
+        names = [tool.get("function", {}).get("name", "") for tool in self.tools]
+        around = [self._tokens([""], [(name, "")]) for name in names or [""]]
+        return self.most + max(map(len, around))
 
-    def encode(self, observation: str, last: int) -> tuple[list[int], str]:
+    def encode(
+        self, observation: str | Sequence[str], last: int, called: Called = ()
+    ) -> tuple[list[int], list[str]]:
         """Encodes an observation with what stands between two replies.
 
         Args:
-          observation: text that the environment says.
+          observation: text that the environment says; or a list of texts, each a message of its own
+            in the role of a tool, and a line in the role 'user' and in plain text.
           last: the last token of the reply before it. If it is the end token that the template
             writes there, it is not repeated; the template's end follows any other.
+          called: the calls in the reply, of which each text of the list answers one.
 
         Returns:
-          The tokens, `slots` at most, and the observation, which may have been cut.
+          The tokens, `slots` at most, and the texts of the messages, which may have been cut.
         """
-        said = self.tokenizer.encode(observation)
-        if len(said) > self.most:
-            observation = self.tokenizer.decode(said[: self.most])
-        tokens = self.tokenizer.encode(self._between(observation))
-        while len(tokens) > self.slots:  # a cut text may be encoded otherwise
-            observation = observation[:-1]
-            tokens = self.tokenizer.encode(self._between(observation))
-        ends = [i for i, token in enumerate(tokens) if token in self.tokenizer.eos_ids][:1]
+        texts = [observation] if isinstance(observation, str) else list(observation)
+        if self.chat is None or self.role == "user":
+            texts = ["\n".join(texts)]
+        room = self.most
+        for index, text in enumerate(texts):
+            said = self.tokenizer.encode(text)
+            if len(said) > room:
+                texts[index] = self.tokenizer.decode(said[:room])
+            room -= min(room, len(said))
+        tokens = self._tokens(texts, called)
+        while (excess := len(tokens) - self.slots) > 0:
+            if texts[-1]:  # a cut text may be encoded otherwise
+                texts[-1] = texts[-1][: -max(1, excess // 4)]
+            elif len(texts) > 1:
+                texts.pop()
+            else:  # the policy made up a long name
+                called = ()
+            tokens = self._tokens(texts, called)
+        ends = [i for i, token in enumerate(tokens) if token in self._ends][:1]
         if ends and not self.tokenizer.decode(tokens[: ends[0]]).strip():
             written = tokens[ends[0]]
-            if last == written or (last, written) == self._alike:
+            if last == written or any(last in group and written in group for group in self._alike):
                 tokens = tokens[ends[0] + 1 :]  # the reply has its end already
-        return tokens, observation
+        return tokens, texts
 
     @functools.cached_property
-    def _alike(self) -> tuple[int, int] | None:
-        """The ids of _END_OF_MESSAGE and _END_OF_TURN; None if the tokenizer lacks one."""
-        message = self.tokenizer.first_added(_END_OF_MESSAGE)
-        turn = self.tokenizer.first_added(_END_OF_TURN)
-        if message is None or turn is None:
-            return None
-        return message[0], turn[0]
+    def _alike(self) -> list[list[int]]:
+        """The ids of _ALIKE that the tokenizer has."""
+        found = [[self.tokenizer.first_added(text) for text in group] for group in _ALIKE]
+        return [[token[0] for token in group if token] for group in found]
 
-    def _between(self, observation: str) -> str:
-        """Returns the text between the content of a reply and that of the next."""
+    @functools.cached_property
+    def _ends(self) -> set[int]:
+        """The tokens that may end a reply."""
+        return {*self.tokenizer.eos_ids, *(token for group in self._alike for token in group)}
+
+    def _tokens(self, texts: Sequence[str], called: Called) -> list[int]:
+        """Returns the tokens between two replies, their end token included."""
         if self.chat is None:
-            return f"{observation}\n"
-        said = [
-            {"role": "assistant", "content": _REPLY},
-            {"role": self.role, "content": observation},
-        ]
-        return self._render([*_ASKED, *said]).partition(_REPLY)[2]
+            return self.tokenizer.encode(self._between(texts))
+        controls = sorted(self.tokenizer.controls, key=len, reverse=True)[:_MOST_HIDDEN]
+        places = {text: chr(_HIDDEN + index) for index, text in enumerate(controls)}
+        shown = {place: text for text, place in places.items()}
+        if places:
+            pattern = "|".join(map(re.escape, controls))
+            texts = [re.sub(pattern, lambda found: places[found[0]], text) for text in texts]
+        tokens = []
+        for piece in _PLACES.split(self._between(texts, called)):
+            text = shown.get(piece)
+            if text is None:
+                tokens += self.tokenizer.encode(piece)
+            else:  # in two parts, of which none is the special token
+                tokens += self.tokenizer.encode(text[:1]) + self.tokenizer.encode(text[1:])
+        if self._behind_call:
+            ends = [i for i, token in enumerate(tokens) if token in self._ends]
+            if not ends:
+                raise self._refusal("ends a call with no token that ends a reply")
+            tokens = tokens[ends[0] :]
+        return tokens
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _between(self, observation: str | Sequence[str], called: Called = ()) -> str:
+        """Returns the text between the content of a reply, or the last argument of its call, and
+        the content of the next reply."""
+        texts = [observation] if isinstance(observation, str) else observation
+        if self.chat is None:
+            return "".join(f"{text}\n" for text in texts)
+        return self._conversation([(_REPLY, texts, called)], self._behind_call).partition(_REPLY)[2]
+
+    def _conversation(
+        self, turns: Sequence[tuple[str, Sequence[str], Called]], behind_call: bool
+    ) -> str:
+        """Renders turns (reply, observations, calls) behind a question. Identifiers of calls that
+        the policy did not write are Kimi's, or Mistral's if the template refuses those."""
+        try:
+            return self._render(self._messages(turns, behind_call, "functions.{}:{}"))
+        except UserError as error:
+            try:
+                return self._render(self._messages(turns, behind_call, "{1:09}"))
+            except UserError:
+                raise error from None
+
+    def _messages(
+        self, turns: Sequence[tuple[str, Sequence[str], Called]], behind_call: bool, form: str
+    ) -> list[Mapping[str, Any]]:
+        messages: list[Mapping[str, Any]] = list(_ASKED)
+        tools = [tool.get("function", {}).get("name", "") for tool in self.tools] or ["tool"]
+        for reply, texts, called in turns:
+            known = [*called, *[("", "")] * len(texts)]
+            names = [name[:_LONGEST_ID] or tools[0] for name, _ in known]
+            ids = [
+                identifier[:_LONGEST_ID] or form.format(name, index)
+                for index, (name, (_, identifier)) in enumerate(zip(names, known, strict=True))
+            ]
+            if behind_call:
+                messages.append(_with_call(names[0], {"text": reply}, ids[0]))
+            else:
+                messages.append({"role": "assistant", "content": reply})
+            for text, name, identifier in zip(texts, names, ids, strict=False):
+                about = {} if self.role == "user" else {"name": name, "tool_call_id": identifier}
+                messages.append({"role": self.role, **about, "content": text})
+        return messages
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], begin_answer: bool = True) -> str:
         assert self.chat is not None
-        return self.chat.render({"messages": messages, "tools": self.tools or None})
+        return self.chat.render({"messages": messages, "tools": self.tools or None}, begin_answer)
+
+    def reply_with_call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Returns a reply that calls a tool, as the template writes it and the policy would."""
+        prompt = self._render(_ASKED)
+        try:
+            call = _with_call(name, arguments, f"functions.{name}:0")
+            text = self._render([*_ASKED, call], begin_answer=False)
+        except UserError:
+            call = _with_call(name, arguments, "0" * 9)
+            text = self._render([*_ASKED, call], begin_answer=False)
+        pairs = enumerate(zip(prompt, text, strict=False))
+        begun = next((place for place, (one, other) in pairs if one != other), len(prompt))
+        return self.tokenizer.decode(self.tokenizer.encode(text[begun:]))
+
+    @functools.cached_property
+    def _behind_call(self) -> bool:
+        """Whether the template writes observations behind a call of a tool alone."""
+        if self.chat is None or self.role == "user" or "tool_calls" in self.chat.template.unwritten:
+            return False
+        return self._problem(False) is not None and self._problem(True) is None
 
     def check(self) -> None:
-        """Raises UserError if the chat template does not write an observation behind a reply, or
-        writes something else there when turns came before."""
+        """Raises UserError if the chat template does not write the tools or an observation behind a
+        reply, or writes something else there when turns came before."""
         if self.chat is None:
             return
-        messages = list(_ASKED)
+        template = self.chat.template
+        if self.tools and "tools" in template.unwritten:
+            raise UserError(
+                f"env.tools: the chat template of {template.where} writes no tools: take a model "
+                "whose template does, or describe them in data.system_prompt and answer their "
+                "calls by env.step"
+            )
+        if not self._behind_call and (problem := self._problem(False)):
+            raise problem
+
+    def _problem(self, behind_call: bool) -> UserError | None:
+        """Returns what is wrong with the way that the template continues a conversation."""
+        turns, between = [], []
         for number in range(3):
             reply = f"{_REPLY} {number}"
             observation = f"{_OBSERVATION} {number}"
-            messages.append({"role": "assistant", "content": reply})
-            messages.append({"role": self.role, "content": observation})
+            turns.append((reply, [observation], ()))
             try:
-                text = self._render(messages)
+                text = self._conversation(turns, behind_call)
             except UserError as error:
                 if self.role == "user":
-                    raise
-                raise UserError(f"{error}, or set env.observation_role to 'user'") from None
+                    return error
+                return UserError(f"{error}, or set env.observation_role to 'user'")
             _, written, behind = text.partition(reply)
+            between.append(behind.replace(observation, _OBSERVATION))
             if not written:
-                self._refuse("leaves out a reply that is not the last message")
+                return self._refusal("leaves out a reply that is not the last message")
             if observation not in behind:
-                self._refuse("leaves out what the environment says")
-            if behind != self._between(observation):
-                self._refuse("writes something else behind the second reply than behind the first")
+                return self._refusal("leaves out what the environment says")
+            if between[-1] != between[0]:
+                return self._refusal(
+                    "writes something else behind the second reply than behind the first"
+                )
+        return None
 
-    def _refuse(self, problem: str) -> NoReturn:
+    def _refusal(self, problem: str) -> UserError:
         remedy = "take another template"
         if self.role != "user":
             remedy = f"set env.observation_role to 'user', or {remedy}"
-        raise UserError(
+        return UserError(
             f"data.chat: with observations in the role {self.role!r} the chat template {problem}: "
             f"{remedy}"
         )
 
 
+def _with_call(name: str, arguments: Mapping[str, Any], identifier: str) -> Mapping[str, Any]:
+    """Returns a message that calls a tool."""
+    function = {"name": name, "arguments": arguments}
+    calls = [{"id": identifier, "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
 def transcript(said: Sequence[Mapping[str, str]]) -> str:
     """Returns the messages after a prompt as text for a reader."""
-    lines = [
-        message["content"] if index % 2 == 0 else f"[{message['role']}] {message['content']}"
-        for index, message in enumerate(said)
-    ]
+    lines = []
+    for message in said:
+        mark = "" if message["role"] == "assistant" else f"[{message['role']}] "
+        lines.append(mark + message["content"])
     return "\n".join(lines)

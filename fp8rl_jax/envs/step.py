@@ -17,7 +17,7 @@ of tools.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -27,14 +27,15 @@ class Step(NamedTuple):
     Attributes:
       state: value for the next call, of any picklable type, so that worker processes can make the
         calls. It is a new value; the given state is not changed.
-      observation: text that the policy reads next; '' for nothing. Ignored if `done`.
+      observation: text that the policy reads next, '' for nothing; or a list of texts, which are a
+        message each in the roles of tools, and else its lines. Ignored if `done`.
       reward: reward of this reply, finite in float32; an episode's is the sum over its replies. If
         it is nan, the episode is not scored, as when a reward function fails.
       done: whether the episode ends with this reply.
     """
 
     state: Any
-    observation: str = ""
+    observation: str | Sequence[str] = ""
     reward: float = 0.0
     done: bool = False
 

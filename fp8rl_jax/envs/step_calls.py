@@ -75,9 +75,12 @@ class StepForm:
             given = type(found).__name__
             return Failure("no Step", f"it returned {given}, and not Step(state, ...)")
         step = Step(*found)
-        if not isinstance(step.observation, str):
-            given = type(step.observation).__name__
-            return Failure("no text", f"it returned an observation of type {given}, and not a text")
+        said = step.observation
+        texts = [said] if isinstance(said, str) else said
+        if not (isinstance(texts, list | tuple) and all(isinstance(t, str) for t in texts)):
+            given = type(said).__name__
+            problem = f"it returned an observation of type {given}, and not a text or list of texts"
+            return Failure("no text", problem)
         reward, done = as_number(step.reward), attempt(bool, (step.done,), {}, file)
         if isinstance(reward, Failure):
             return reward
@@ -89,8 +92,8 @@ class StepForm:
         if isinstance(kept, Failure):
             return kept._replace(text=f"its state cannot be pickled: {kept.text}")
         text = "" if step.state is None else kept.hex()
-        observation = step.observation.encode(errors="replace").decode()
-        return Step(text, observation, reward, done)
+        texts = [each.encode(errors="replace").decode() for each in texts]
+        return Step(text, texts if len(texts) > 1 else "".join(texts), reward, done)
 
 
 def load_step(name: str, role: str, seconds: float = 30.0, memory_gb: float = 4.0) -> Term:
@@ -107,7 +110,7 @@ def load_step(name: str, role: str, seconds: float = 30.0, memory_gb: float = 4.
     """
     function: Any
     if role == "tools":
-        function = tool_step(_functions(name))
+        function = tool_step(tool_functions(name))
     else:
         function = user_code.load(name, "env.step:")
     limits = Limits(seconds, int(memory_gb * 2**30))
@@ -127,10 +130,11 @@ def _form_of(function: Callable, name: str) -> StepForm:
 
 def tool_schemas(tools: str) -> list[dict[str, Any]]:
     """Returns the schemas of the functions that `env.tools` names, for a chat template."""
-    return [tool_schema(function) for function in _functions(tools)] if tools else []
+    return [tool_schema(function) for function in tool_functions(tools)] if tools else []
 
 
-def _functions(tools: str) -> list[Callable]:
+def tool_functions(tools: str) -> list[Callable]:
+    """Returns the functions that `env.tools` names; raises UserError if it names no list."""
     found = user_code.find(tools, "env.tools:")
     if not isinstance(found, list | tuple) or not found:
         raise UserError(

@@ -117,8 +117,9 @@ def tool_step(tools: Sequence[Callable[..., Any]]) -> StepFunction:
     """Makes the step of an environment in which the policy calls tools.
 
     A reply without a call ends the episode. Otherwise the functions are called in order, and the
-    observation has a result for each call, one below the other: texts as they are, other values as
-    JSON, sets sorted, 'Error: ...' for a call that fails. Rewards are 0; the state is unchanged.
+    observation is the result of the call, or a list with one for each: texts as they are, other
+    values as JSON, sets sorted, 'Error: ...' for a call that fails. Rewards are 0; the state is
+    unchanged.
 
     A reply that was `cut` ends no episode. Its complete calls are made; the policy reads that it
     was cut in place of an error in the last call, or if there is no call.
@@ -156,11 +157,54 @@ def tool_step(tools: Sequence[Callable[..., Any]]) -> StepFunction:
             calls[-1:] = [_CUT]  # instead of an error in what the cut left of a call
         if not calls:
             return Step(state, done=True)
-        answers = [_answer(call, named) for call in calls]
         # JSON can hold halves of characters, which no tokenizer encodes.
-        return Step(state, "\n".join(answers).encode(errors="replace").decode())
+        answers = [_answer(call, named).encode(errors="replace").decode() for call in calls]
+        return Step(state, answers if len(answers) > 1 else answers[0])
 
     return step
+
+
+def check_calls(
+    tools: Sequence[Callable[..., Any]], written: Callable[[str, Mapping[str, Any]], str]
+) -> None:
+    """Raises UserError if a call of a tool is not read as the policy will write it.
+
+    Args:
+      tools: functions that `tool_schema` describes.
+      written: returns the reply with a call of (name, arguments) in the form of the chat template.
+    """
+    for function in tools:
+        schema = tool_schema(function)["function"]
+        name, parameters = schema["name"], schema["parameters"]
+        example = {key: _example(each) for key, each in parameters["properties"].items()}
+        reply = written(name, example)
+        match parse_tool_calls(reply):
+            case [ToolCall(name=found) as call] if found == name:
+                with contextlib.suppress(_Refusal):
+                    if _arguments(call, parameters) == example:
+                        continue
+        raise UserError(
+            f"env.tools: the chat template writes a call of {name!r} as {_short(reply)}, a form "
+            "that is not read: take a model of another family, or answer calls by env.step"
+        )
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    """Returns a value that is right by a schema of `_type_schema`."""
+    if "enum" in schema:
+        return schema["enum"][0]
+    if "anyOf" in schema:
+        return _example(schema["anyOf"][0])
+    if "prefixItems" in schema:
+        return [_example(each) for each in schema["prefixItems"]]
+    names = schema.get("type", "string")
+    match names if isinstance(names, str) else names[0]:
+        case "array":
+            return [_example(schema.get("items", {}))]
+        case "object":
+            return {"key": _example(schema.get("additionalProperties", {}))}
+        case name:
+            return {"integer": 7, "number": 0.5, "boolean": True, "null": None}.get(name, "a text")
 
 
 def _answer(call: ToolCall | str, tools: _Tools) -> str:
@@ -267,6 +311,7 @@ def _arguments(call: ToolCall, parameters: Mapping[str, Any]) -> dict[str, Any]:
             text = {"True": "true", "False": "false", "None": "null"}.get(value, value)
             with contextlib.suppress(ValueError, RecursionError):
                 values = [json.loads(text), value]
+        values.append(_with_integers(values[0]))
         right = [each for each in values if _fits(each, schema)]
         if not right:
             raise _Refusal(
@@ -304,6 +349,17 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if isinstance(value, dict):
         return all(_fits(each, schema.get("additionalProperties", {})) for each in value.values())
     return True
+
+
+def _with_integers(value: Any) -> Any:
+    """Returns a JSON value with 2 for 2.0, which is an integer by JSON schema."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _with_integers(each) for key, each in value.items()}
+    return value
 
 
 def _short(value: Any) -> str:

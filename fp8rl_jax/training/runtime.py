@@ -28,7 +28,7 @@ from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ChatFormat, Tokenizer, Turns, load_tokenizer, with_turn_end
-from fp8rl_jax.envs import Data, Question, Tally, tool_schemas
+from fp8rl_jax.envs import Data, Question, Tally, check_calls, tool_functions, tool_schemas
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.plan.refuse import check_rollout_memory
 from fp8rl_jax.training.conversations import Conversations
@@ -169,6 +169,8 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     if resolved.step is not None:
         turns = turns_of(config, tokenizer, chat)
         turns.check()
+        if chat is not None and config.env.tools and not config.env.step:
+            check_calls(tool_functions(config.env.tools), turns.reply_with_call)
         least, room = turns.slots - turns.most + 3, config.rollout.max_new_tokens
         if room < least:
             raise UserError(

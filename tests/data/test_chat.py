@@ -321,3 +321,22 @@ def test_a_system_message_of_a_row_takes_the_place_of_the_runs(role):
     own = [{"role": role, "content": "be long"}, *_USER]
     assert chat.render(own) == f"{role},user,"
     assert chat.render(_USER) == "system,user,"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_arguments_as_json_text(arguments):
+    """As OpenAI's API gives them; templates write JSON themselves, but for DeepSeek's, which adds a
+    text."""
+    called = {"name": "f", "arguments": arguments}
+    form = "{% for c in messages[-1].tool_calls %}{{ WRITTEN }}{% endfor %}{# tools #}"
+    for call in (called, {"id": "x", "function": called}):
+        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        for written, expected in (
+            ("(c.function or c).arguments | tojson", '{"a": 1}'),
+            ("'f ' + (c.function or c).arguments", 'f {"a": 1}'),
+        ):
+            template = ChatTemplate(form.replace("WRITTEN", written), {}, "here")
+            assert template.render(messages) == expected
+    odd = [{"role": "assistant", "content": "", "tool_calls": ["x", {"arguments": "[1"}]}]
+    template = ChatTemplate("{{ messages[0].tool_calls | tojson }}{# tools #}", {}, "here")
+    assert template.render(odd) == '["x", {"arguments": "[1"}]'

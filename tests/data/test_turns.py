@@ -66,16 +66,17 @@ def _text(tokens: list[int]) -> str:
 def test_plain_text_is_a_line():
     turns = _turns(most=5)
     assert turns.slots == 6
-    assert turns.encode("<", 258) == ([*b"<\n"], "<")
-    assert turns.encode("", 258) == ([*b"\n"], "")
-    assert turns.encode("123456", _CUT) == ([*b"12345\n"], "12345")
+    assert turns.encode("<", 258) == ([*b"<\n"], ["<"])
+    assert turns.encode("", 258) == ([*b"\n"], [""])
+    assert turns.encode("123456", _CUT) == ([*b"12345\n"], ["12345"])
+    assert turns.encode(["1", "2"], _CUT) == ([*b"1\n2\n"], ["1\n2"])
 
 
 def test_the_template_writes_around_it():
     """After a reply that drew its end token, that token is not written again."""
     turns = _turns(_CHATML)
     tokens, said = turns.encode("7", _CUT)
-    assert (_text(tokens), said) == ("\x04\n<|tool|>7\x04\n<|assistant|>", "7")
+    assert (_text(tokens), said) == ("\x04\n<|tool|>7\x04\n<|assistant|>", ["7"])
     assert _text(turns.encode("7", _END)[0]) == "\n<|tool|>7\x04\n<|assistant|>"
     assert turns.slots == 20 + len("\x04\n<|tool|>\x04\n<|assistant|>")
 
@@ -83,7 +84,7 @@ def test_the_template_writes_around_it():
 def test_long_observations_are_cut():
     turns = _turns(_CHATML, most=3)
     tokens, said = turns.encode("äöü", _END)  # half of a character is left
-    assert said == "ä" and len(tokens) <= turns.slots
+    assert said == ["ä"] and len(tokens) <= turns.slots
     assert _text(tokens).startswith("\n<|tool|>ä\x04")
 
 
@@ -189,7 +190,7 @@ def test_an_observation_may_hold_any_text():
 
 
 # Which families can converse with observations in the role tool and user, by TRL's copies of their
-# templates. gpt-oss writes a tool's answer only behind a call, and Gemma 3 knows no such role.
+# templates. Gemma 3 knows no role tool; DeepSeek-V3 opens the first answer of tools alone.
 _FAMILIES = {
     "qwen2_5": "tool user",
     "qwen3": "tool user",
@@ -197,7 +198,7 @@ _FAMILIES = {
     "llama3_1": "tool user",
     "gemma3": "user",
     "glm4moe": "tool user",
-    "gptoss": "user",
+    "gptoss": "tool user",
     "deepseekv3": "user",
     "phi3": "user",
 }

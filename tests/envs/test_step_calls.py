@@ -85,6 +85,7 @@ def test_results_of_every_form():
     assert _called("half").observation == "?", "what no tokenizer encodes"
     call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
     assert _called("TOOLS", call, role="tools") == Step("", "8", 0.0, False)
+    assert _called("TOOLS", call * 2, role="tools") == Step("", ["8", "8"], 0.0, False)
     assert _called("TOOLS", "8", role="tools") == Step("", "", 0.0, True)
 
 

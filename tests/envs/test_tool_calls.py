@@ -8,16 +8,16 @@ import time
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tool_forms import FORMS, written
+from tool_forms import FORMS, IN_TAGS, written
 
-from fp8rl_jax.envs.tool_calls import ToolCall, parse_tool_calls
+from fp8rl_jax.envs.tool_calls import ToolCall, calls_in, parse_tool_calls
 
 _THOUGHTS = [
     "",
     "<think>\n<tool_call>{}</tool_call> or {\n</think>\n\n",
     'begun in the prompt <tool_call>{"name": "f", "arguments": {}}</tool_call></think>',
 ]
-_JSON_FORMS = [name for name in FORMS if name != "Qwen3-Coder"]
+_JSON_FORMS = [name for name in FORMS if name not in IN_TAGS]
 _NAMES = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,9}", fullmatch=True).filter(
     lambda name: not keyword.iskeyword(name)
 )
@@ -47,15 +47,20 @@ def _calls(values: st.SearchStrategy) -> st.SearchStrategy:
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(_JSON_FORMS), _calls(_VALUES), st.sampled_from(_THOUGHTS))
 def test_calls_as_templates_write_them_in_json(form, calls, thought):
+    if form == "gpt-oss, recipient first":  # its recipient begins the reply
+        thought = ""
     found = parse_tool_calls(thought + written(form, calls))
     assert found == [ToolCall(name, arguments) for name, arguments in calls]
 
 
 @settings(max_examples=40, deadline=None)
-@given(_calls(st.text(st.characters(codec="utf-8", exclude_characters="<"))))
-@example([("run", {"code": "\n\nif a <b> c:\n  return {'d'}\n"})])
-def test_calls_as_templates_write_them_in_xml(calls):
-    found = parse_tool_calls(_THOUGHTS[1] + written("Qwen3-Coder", calls))
+@given(
+    st.sampled_from(IN_TAGS), _calls(st.text(st.characters(codec="utf-8", exclude_characters="<")))
+)
+@example("Qwen3-Coder", [("run", {"code": "\n\nif a <b> c:\n  return {'d'}\n"})])
+@example("GLM-4.5", [("run", {"code": "\n\nif a <b> c:\n  return {'d'}\n"})])
+def test_calls_as_templates_write_them_in_tags(form, calls):
+    found = parse_tool_calls(_THOUGHTS[1] + written(form, calls))
     assert found == [ToolCall(name, arguments, texts=True) for name, arguments in calls]
 
 
@@ -68,9 +73,19 @@ def test_calls_in_python(calls, thought, tagged):
     code = f"[{', '.join(lines)}]"
     reply = thought + (f"<|python_start|>{code}<|python_end|>" if tagged else code)
     assert parse_tool_calls(reply) == [ToolCall(name, given) for name, given in calls]
+    if "```" not in code:
+        lines[0] = f"print({lines[0]})"
+        reply = thought + "I look.\n```tool_code\n" + "\n".join(lines) + "\n```\n"
+        assert parse_tool_calls(reply) == [ToolCall(name, given) for name, given in calls]
 
 
 _F = '{"name": "f", "arguments": {}}'
+_CHANNEL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+_FINAL = "<|channel|>final<|message|>"
+
+
+def _texts(**arguments) -> ToolCall:
+    return ToolCall("f", arguments, texts=True)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +131,34 @@ _F = '{"name": "f", "arguments": {}}'
         ("[f(x), sqrt(2)]", []),
         ("[f(x == 1)]", []),
         ("<tool_call><function=f></function></tool_call>", [ToolCall("f", {}, texts=True)]),
-        ("<tool_call><function=f><parameter=a>1</parameter></tool_call>", ["not end with"]),
+        ("<tool_call><function=f><parameter=a>1</parameter></tool_call>", [_texts(a="1")]),
+        ("<function=f>\n<parameter=a>\n1\n<parameter=b>2</function>", [_texts(a="1", b="2")]),
+        ("<function=f><parameter=a>1</parameter>", ["not end with"]),
+        ("<function=f><parameter=a>1", ["not end with"]),
+        ("<function=f>{}</function><function=f>{} and</function>", [ToolCall("f", {}), "text"]),
+        ("<tool_call>f</tool_call>", [_texts()]),
+        ("<tool_call>f\n<arg_key>a</arg_key><arg_value>1</arg_value>", ["not end with"]),
+        (
+            "<tool_call>f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key></tool_call>",
+            ["is malformed"],
+        ),
+        ('<tool_call>{"name": "f"}</tool_call>', [ToolCall("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": null}', [ToolCall("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": ""}', [ToolCall("f", {})]),
+        ('<tool_call>{"name": "f", "a": 1}', ["lacks a name or arguments"]),
+        (f"<|python_tag|>{_F}<|python_tag|>{_F}\n{_F}", [ToolCall("f", {})] * 3),
+        (f"```json\n{_F}\n```", [ToolCall("f", {})]),
+        (
+            '{"type": "function", "function": {"name": "f", "parameters": {"x": 1}}}',
+            [ToolCall("f", {"x": 1})],
+        ),
+        ("```tool_code\nx = 1\n```", ["more than tool calls"]),
+        ("```tool_code\n```", ["no tool is called"]),
+        ("```python\nf(x=1)\n```", []),
+        (f"[THINK]<tool_call>{_F}</tool_call>[/THINK]", []),
+        (f"<|channel|>analysis<|message|><tool_call>{_F}<|end|>{_CHANNEL}5", ["by name"]),
+        (f"<|channel|>analysis<|message|>to=f<|end|><|start|>assistant{_FINAL}to=f 5", []),
+        ("<|channel|>analysis to=f code<|message|>{}", [ToolCall("f", {})]),
         ("<tool_call><function=f>a</parameter></function></tool_call>", ["is malformed"]),
     ],
 )
@@ -129,6 +171,17 @@ def test_what_is_a_call(reply, expected):
             assert isinstance(one, str) and wanted in one and one.startswith("Error: ")
         else:
             assert one == wanted
+
+
+def test_identifiers_of_calls():
+    for reply, expected in (
+        (written("Kimi-K2", [("f", {}), ("g", {})]), ["functions.f:0", "functions.g:1"]),
+        (written("Mistral", [("f", {})]), ["123456789"]),
+        (written("Mistral, with identifiers", [("f", {})]), ["123456789"]),
+        (written("Hermes", [("f", {})]), [""]),
+    ):
+        assert [identifier for _, identifier in calls_in(reply)] == expected
+    assert calls_in(f"<tool_call>{{</tool_call><tool_call>{_F}") == [("", ""), ("f", "")]
 
 
 @pytest.mark.parametrize(
@@ -160,6 +213,17 @@ def test_what_is_a_call(reply, expected):
         "[f(a='",
         "[f(a=1),",
         "</think>[f(a=1",
+        "<function=f>",
+        "<function=f><parameter=a>",
+        "<tool_call>f<arg_key>",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>",
+        "<tool_call>" + "f" * 99,
+        "```tool_code",
+        "```tool_code\nf(a=",
+        "<|channel|>" + "a" * 99,
+        "<|channel|>commentary to=f",
+        "<|channel|>commentary to=f <|constrain|>json<|message|>",
+        " to=",
     ],
 )
 def test_hostile_replies_take_little_time(unit):

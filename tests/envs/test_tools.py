@@ -245,9 +245,10 @@ def test_several_calls_and_none():
     calls = [("_echo", {"value": 1}), ("ech", {}), ("_echo", {"value": "x"})]
     for form in FORMS:
         step = _STEP(None, written(form, calls), {})
-        assert step.observation == '1\nError: no tool has the name "ech"; did you mean _echo?\nx'
+        error = 'Error: no tool has the name "ech"; did you mean _echo?'
+        assert step.observation == ["1", error, "x"], form
     assert _STEP(7, "No call.", {}) == (7, "", 0.0, True)
-    many = _STEP(None, "<tool_call>" * 65, {}).observation.splitlines()
+    many = _STEP(None, "<tool_call>" * 65, {}).observation
     assert len(many) == 65 and many[-1] == "Error: only the first 64 calls of a reply are made"
 
 
@@ -258,10 +259,11 @@ def test_a_reply_that_was_cut_is_no_answer():
     answered: dict[str, int] = {}
     for form in FORMS:
         reply = written(form, [("_echo", {"value": 1}), ("_echo", {"value": "xy"})])
-        whole = _STEP(7, reply, {}).observation
+        whole = "\n".join(_STEP(7, reply, {}).observation)
         for end in range(len(reply) + 1):
             state, observation, reward, done = _STEP(7, reply[:end], {}, cut=True)
             assert (state, reward, done) == (7, 0.0, False)
+            observation = observation if isinstance(observation, str) else "\n".join(observation)
             assert observation in (told, "1", f"1\n{told}", whole), (form, reply[:end])
             answered[observation] = answered.get(observation, 0) + 1
         assert observation == whole, form
@@ -309,7 +311,7 @@ def test_arguments_that_fit(form, arguments, moved):
         ({}, '_move needs the argument "steps"'),
         ({"steps": 1, "x\n": 5}, '_move takes no argument "x\\n"; it takes steps, speed, way, to'),
         ({"steps": True}, '_move\'s argument "steps" is true and must be of {"type": "integer"}'),
-        ({"steps": 3.0}, "is 3.0 and must be of"),
+        ({"steps": 3.5}, "is 3.5 and must be of"),
         ({"steps": None}, "is null and must be of"),
         ({"steps": 3, "way": "left"}, 'is "left" and must be of'),
         ({"steps": 3, "to": [1, "a"]}, 'is [1, "a"] and must be of'),

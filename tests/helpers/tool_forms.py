@@ -49,6 +49,30 @@ FORMS = {
         """<｜tool▁sep｜>{{ f.arguments | tojson }}<｜tool▁call▁end｜>"""
         """{{ '<｜tool▁calls▁end｜>' if loop.last }}"""
     ),
+    "gpt-oss": (
+        """{{ '<|channel|>analysis<|message|>I add.<|end|>' if loop.first else '<|call|>' }}"""
+        """<|start|>assistant<|channel|>commentary to=functions.{{ f.name }} <|constrain|>json"""
+        """<|message|>{{ f.arguments | tojson }}"""
+    ),
+    "gpt-oss, recipient first": (
+        """{{ '<|call|><|start|>assistant' if not loop.first }} to=functions.{{ f.name }}"""
+        """<|channel|>commentary json<|message|>{{ f.arguments | tojson }}"""
+    ),
+    "Llama, with the name in its tag": (
+        """<function={{ f.name }}>{{ f.arguments | tojson }}</function>"""
+    ),
+    "GLM-4.5": (
+        """{{ '\n<tool_call>' + f.name }}\n{% for key, value in f.arguments.items() %}"""
+        """<arg_key>{{ key }}</arg_key>\n<arg_value>"""
+        """{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}"""
+        """</tool_call>"""
+    ),
+    "Qwen3-Coder, without its first tag": (
+        """{{ '<function=' + f.name + '>\n' }}"""
+        """{% for key, value in f.arguments.items() %}{{ '<parameter=' + key + '>\n' }}"""
+        """{{ value if value is string else value | tojson }}{{ '\n</parameter>\n' }}"""
+        """{% endfor %}{{ '</function>\n</tool_call>' }}"""
+    ),
     "Qwen3-Coder": (
         """{{ '\n<tool_call>\n<function=' + f.name + '>\n' }}"""
         """{% for key, value in f.arguments.items() %}{{ '<parameter=' + key + '>\n' }}"""
@@ -57,6 +81,8 @@ FORMS = {
         """{{ '</function>\n</tool_call>' }}"""
     ),
 }
+# The forms whose arguments are all texts.
+IN_TAGS = ("GLM-4.5", "Qwen3-Coder", "Qwen3-Coder, without its first tag")
 _TEMPLATES = {
     name: ChatTemplate(
         "{% for call in messages[-1].tool_calls %}{% set f = call.function %}"

@@ -1,0 +1,130 @@
+"""Reads tool calls whose arguments are JSON.
+
+Each reader gets the reply, where the tag of the call ends, and where the next tag begins. It
+returns what it found, or raises a Refusal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import Any
+
+from fp8rl_jax.envs.tool_calls.call import Found, Refusal, ToolCall
+
+_SPACE = re.compile(r"\s*")
+_FORM = 'write {"name": ..., "arguments": {...}}'
+_NAMED_FORM = "write its arguments as a JSON object"
+_BESIDE = {"name", "id", "type", "index"}  # what may stand beside the arguments of a call
+# What may follow Llama's calls.
+_LLAMA_ENDS = ("<|python_end|>", "<|python_tag|>", "```")
+_MISTRAL_HEAD = re.compile(
+    r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?P<id>[^\[\]{}]*))?(?:\[ARGS\])?"
+)
+_KIMI_HEAD = re.compile(
+    r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<{]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
+)
+_RECIPIENT = re.compile(r"[^\s<]+")
+_MESSAGE = "<|message|>"
+_DEEPSEEK_HEAD = re.compile(
+    r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"
+)
+
+
+def after_space(text: str, start: int) -> int:
+    """Returns where white space ends that begins at `start`."""
+    found = _SPACE.match(text, start)
+    assert found
+    return found.end()
+
+
+def json_at(text: str, start: int, form: str = _FORM) -> tuple[Any, int]:
+    """Reads a JSON value that begins at `start`, after white space; returns it with its end, white
+    space included. `form` is what to write instead of something else."""
+    start = after_space(text, start)
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        place = getattr(error, "pos", start) - start
+        raise Refusal(f"the tool call is no JSON at its character {place}; {form}") from None
+    return value, after_space(text, end)
+
+
+def hermes(text: str, start: int, end: int) -> Found:
+    value, behind = json_at(text, start)
+    if behind < len(text) and not text.startswith("</tool_call>", behind):
+        raise Refusal("text follows the JSON of the tool call; write </tool_call> there")
+    return [_call(value)], behind
+
+
+def mistral(text: str, start: int, end: int) -> Found:
+    if not text.startswith(("[", "{"), after_space(text, start)):
+        return _named(text, start, end, _MISTRAL_HEAD)
+    values, behind = json_at(text, start)
+    if not isinstance(values, list):
+        raise Refusal('the tool calls are no list; write [{"name": ..., "arguments": {...}}]')
+    return [_call(value) for value in values], behind
+
+
+def kimi(text: str, start: int, end: int) -> Found:
+    return _named(text, start, end, _KIMI_HEAD)
+
+
+def harmony(text: str, start: int, end: int) -> Found:
+    """Reads what follows 'to=' in the header of a message of gpt-oss."""
+    name, behind = _RECIPIENT.match(text, start), text.index(_MESSAGE, start) + len(_MESSAGE)
+    assert name
+    return arguments_at(text, behind, name[0].removeprefix("functions."))
+
+
+def deepseek(text: str, start: int, end: int) -> Found:
+    return _named(text, start, end, _DEEPSEEK_HEAD)
+
+
+def arguments_at(text: str, start: int, name: str, id: str = "") -> Found:
+    """Reads the arguments of a call whose name was found: a JSON object."""
+    arguments, behind = json_at(text, start, _NAMED_FORM)
+    if not isinstance(arguments, dict):
+        raise Refusal(f"the tool call has no arguments by name; {_NAMED_FORM}")
+    return [ToolCall(name, arguments, id=id)], behind
+
+
+def llama(text: str, start: int, end: int) -> Found:
+    calls = []
+    while True:
+        value, start = json_at(text, start)
+        calls.append(_call(value))
+        if start == len(text) or text.startswith(_LLAMA_ENDS, start):
+            return calls, start
+        if text[start] == ";":
+            start += 1
+        elif text[start] != "{":
+            raise Refusal("text follows the JSON of the tool call; write ';' between calls")
+
+
+def _named(text: str, start: int, end: int, head: re.Pattern) -> Found:
+    found = head.match(text, start, end)
+    if not found:
+        raise Refusal(f"the tool call does not begin with a name; write NAME, then {_NAMED_FORM}")
+    parts = found.groupdict()
+    return arguments_at(text, found.end(), parts["name"], (parts.get("id") or "").strip())
+
+
+def _call(value: Any) -> ToolCall | str:
+    """Turns a JSON value into a call."""
+    missing = f"Error: the tool call lacks a name or arguments; {_FORM}"
+    if not isinstance(value, dict):
+        return missing
+    id = value.get("id")
+    if isinstance(value.get("function"), dict):  # as OpenAI's API nests it
+        value = value["function"]
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str) and arguments.strip():
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if arguments in (None, "") and set(value) <= _BESIDE | {"arguments", "parameters"}:
+        arguments = {}
+    if not (isinstance(name, str) and isinstance(arguments, dict)):
+        return missing
+    return ToolCall(name, arguments, id=id if isinstance(id, str) else "")

@@ -1,0 +1,75 @@
+"""Reads tool calls whose arguments stand between tags: Qwen3-Coder's, GLM's, and one of Llama's.
+
+A value never contains a tag: it ends where the next tag begins, as other engines read it, or the
+call is refused.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fp8rl_jax.envs.tool_calls.call import Found, Refusal, ToolCall
+from fp8rl_jax.envs.tool_calls.in_json import after_space, arguments_at
+
+_FUNCTION_FORM = (
+    "write <function=NAME>, <parameter=KEY>...</parameter> for each argument, </function>"
+)
+_FUNCTION_NAME = re.compile(r"([^<>]*)>")
+_FUNCTION_END = re.compile(r"</function>|</?tool_call>|<function=")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>]*)>")
+_VALUE_END = re.compile(r"</parameter>|(?=<parameter=)|\Z")
+_KEYED_FORM = (
+    "write NAME, <arg_key>KEY</arg_key><arg_value>...</arg_value> for each argument, </tool_call>"
+)
+_KEYED_NAME = re.compile(r"\s*([^\s<{\[]+)\s*(?=<arg_key>|</tool_call>)")
+_KEYED_END = re.compile(r"</?tool_call>")
+_ARGUMENT = re.compile(
+    r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>((?:(?!</?arg_(?:key|value)>).)*)</arg_value>",
+    re.DOTALL,
+)
+
+
+def function(text: str, start: int, end: int) -> Found:
+    """Reads what follows '<function='."""
+    name = _FUNCTION_NAME.match(text, start)
+    if name is None:
+        raise Refusal(f"the name of the tool call is malformed; {_FUNCTION_FORM}")
+    if text.startswith("{", after_space(text, name.end())):  # Llama's
+        found, behind = arguments_at(text, name.end(), name[1].strip())
+        if behind < len(text) and not _FUNCTION_END.match(text, behind):
+            raise Refusal("text follows the JSON of the tool call; write </function> there")
+        return found, behind
+    last = _FUNCTION_END.search(text, name.end())
+    if last is None:
+        raise Refusal(f"the tool call does not end with </function>; {_FUNCTION_FORM}")
+    body = text[name.end() : last.start()]
+    arguments = {}
+    place = 0
+    while parameter := _PARAMETER.match(body, place):
+        stop = _VALUE_END.search(body, parameter.end())
+        assert stop
+        value = body[parameter.end() : stop.start()]
+        arguments[parameter[1].strip()] = value.removeprefix("\n").removesuffix("\n")
+        place = stop.end()
+    if body[place:].strip():
+        raise Refusal(f"a parameter of the tool call is malformed; {_FUNCTION_FORM}")
+    behind = last.end() if last[0] == "</function>" else last.start()
+    return [ToolCall(name[1].strip(), arguments, texts=True)], behind
+
+
+def keyed(text: str, start: int, end: int) -> Found | None:
+    """Reads what follows '<tool_call>' in GLM's form; None if it has another."""
+    name = _KEYED_NAME.match(text, start)
+    if name is None:
+        return None
+    last = _KEYED_END.search(text, name.end())
+    if last is None:
+        raise Refusal(f"the tool call does not end with </tool_call>; {_KEYED_FORM}")
+    arguments = {}
+    place = name.end()
+    while argument := _ARGUMENT.match(text, place, last.start()):
+        arguments[argument[1].strip()] = argument[2]
+        place = argument.end()
+    if after_space(text, place) < last.start():
+        raise Refusal(f"an argument of the tool call is malformed; {_KEYED_FORM}")
+    return [ToolCall(name[1], arguments, texts=True)], last.start()
