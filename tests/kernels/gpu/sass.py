@@ -41,6 +41,22 @@ class Machine:
     dots: tuple[str, ...] = ()  # types of each product, and which thread holds which element
     loop: int = 0  # instructions of a turn of the innermost loop around a product
 
+    @property
+    def unfenced(self) -> int:
+        """Products by wgmma that no fence separates from the copies into shared memory before
+        them: wgmma reads through the asynchronous proxy what cp.async wrote through the generic
+        one, and PTX's memory model orders them by fence.proxy.async alone."""
+        fenced = True
+        count = 0
+        for line in self.ptx.splitlines():
+            if "cp.async.c" in line:  # .ca or .cg
+                fenced = False
+            elif "fence.proxy.async" in line:
+                fenced = True
+            elif "wgmma.mma_async" in line:
+                count += not fenced
+        return count
+
 
 def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
     """Machine instructions by name, and those of the tensor core in full, of a disassembly."""
