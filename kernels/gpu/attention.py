@@ -227,7 +227,7 @@ def attention_kernel(
             store_vectors(out, values, place, exists, DV, V_WIDTH)
     else:
         row_top, row_total, values = nothing(V_WIDTH)
-        for split in range(begin // SPLIT, last // SPLIT + 1):
+        for split in range(begin // SPLIT, (last + SPLIT) // SPLIT):
             more_top, more_total, more_values = one_split_of(
                 split,
                 rows,
@@ -299,7 +299,8 @@ def join_kernel(
     at = place
     if WINDOWED:
         at += begin // SPLIT * tl.num_programs(2) * (T * H)
-    for _ in tl.range(begin // SPLIT, last // SPLIT + 1, num_stages=4):
+    # Triton rounds -1 // SPLIT to 0: of a tile that sees no key nobody wrote a part.
+    for _ in tl.range(begin // SPLIT, (last + SPLIT) // SPLIT, num_stages=4):
         part = tl.load(parts + at[:, None] * DV + feature[None, :], mask=mask, other=0.0)
         more_top = tl.load(top + at, mask=exists, other=LOWEST)
         more_total = tl.load(total + at, mask=exists, other=0.0)

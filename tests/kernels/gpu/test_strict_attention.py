@@ -381,6 +381,15 @@ def test_latents_with_rotated_keys(kind):
     _same(run(64), whole[:, 64:])
 
 
+@pytest.mark.parametrize("one_split", [True, False])
+def test_a_query_without_a_position_has_no_result(one_split):
+    """Its tile sees no key, so that no part of it was written."""
+    (q, k, v), _ = _case("float32", 600, heads=1)
+    positions = jnp.asarray([[-1]])
+    got = strict.attention(q[:, :1], k, v, positions, scale=0.3, one_split=one_split)
+    assert np.isnan(got).all()
+
+
 def test_bad_values_stay_with_the_rows_that_see_them():
     """But for earlier rows of the same tile, which 0 * NaN reaches."""
     (q, k, v), _ = _case("float32", 70, heads=1)
