@@ -8,6 +8,7 @@
 #   bash launch/gpu_check.sh -k attention                 a part: names of tests, or files
 #   bash launch/gpu_check.sh -k 'not speed'               without the times
 #   bash launch/gpu_check.sh --slow tests/gpu/test_gpu_headline.py   a long rollout, FP8 and BF16
+# The results name the commit: git's, or, where the files were copied without it, FP8RL_COMMIT's.
 # Uses the Python that is there (PYTHON names another), 3.12 or later, with its JAX for CUDA, flax,
 # optax and Triton, and needs no network: what is missing of the rest is installed from wheels/, if it
 # lies there. To fill it, where there is a network:

@@ -1,6 +1,7 @@
 """The version, importable without the rest of the package (setup.cfg reads it)."""
 
 import importlib.metadata
+import os
 import pathlib
 import subprocess
 
@@ -16,10 +17,11 @@ def installed(name: str) -> str | None:
 
 
 def commit() -> str:
-    """Returns the commit of the checkout that this package is imported from; '' if installed."""
+    """Returns the commit of the checkout that this package is imported from. Without git it is
+    what FP8RL_COMMIT says, which who copies the files to another machine can set; else ''."""
     root = pathlib.Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return ""
+        return os.environ.get("FP8RL_COMMIT", "")
     try:
         found = subprocess.run(
             ["git", "-C", str(root), "rev-parse", "--short", "HEAD"],

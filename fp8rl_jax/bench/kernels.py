@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.base.version import installed
+from fp8rl_jax.base.version import commit, installed
 from fp8rl_jax.bench import kernel_shapes as shapes
 from fp8rl_jax.bench.kernel_shapes import Attention, Product
 from fp8rl_jax.kernels import backend, triton_installed
@@ -48,7 +48,7 @@ def require_gpu(command: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Returns device, driver, versions (None: not installed) and date."""
+    """Returns device, driver, versions (None: not installed), date and commit."""
     device, driver = jax.devices()[0], None
     if device.platform == "gpu":
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -57,6 +57,7 @@ def environment() -> dict[str, Any]:
             driver = done.stdout.split("\n")[0].strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
         "device": device.device_kind,
         "platform": device.platform,
         "driver": driver,
