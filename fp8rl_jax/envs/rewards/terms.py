@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from fp8rl_jax.base import user_code
 from fp8rl_jax.base.bounds import TINY
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.envs.reasoning import behind_reasoning, last_tagged
 from fp8rl_jax.envs.rewards.call import BEYOND_FLOAT32, Failure, definition
 from fp8rl_jax.envs.rewards.final_number import (
     final_number,
     gsm8k,
     gsm8k_strict,
-    last_tagged,
     number_text,
     strict_number,
 )
@@ -40,13 +40,14 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
 
 
 def task_score(prompt: str, response: str, answer: str, row: Mapping[str, Any]) -> float:
-    """Scores the last <answer> of the response, or else all of it, from 0 to 1 by the task's scorer
-    in reasoning_gym; without such a scorer, by `exact_match`."""
+    """Scores the last <answer> behind the response's reasoning, or else all that is behind it, from
+    0 to 1 by the task's scorer in reasoning_gym; without such a scorer, by `exact_match`."""
     task = row.get("metadata", {}).get("source_dataset", "")
     if not has_scorer(task):
         return exact_match(prompt, response, answer)
-    tagged = last_tagged(response)
-    return _scorer(task)((response if tagged is None else tagged).strip(), row)
+    given = behind_reasoning(response)
+    tagged = last_tagged(given)
+    return _scorer(task)((given if tagged is None else tagged).strip(), row)
 
 
 @functools.cache

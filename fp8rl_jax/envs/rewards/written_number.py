@@ -1,7 +1,8 @@
 r"""Reads numbers as people and policies write them: 1,072, -₹72, 2 1/2, 1e5, 10^{3}, \frac12, 50%.
 
-Unfinished calculations are not numbers: a quotient that is an integer (8/2), a sum, a product other
-than with a power of ten. Numbers are exact fractions. The time is linear in a text's length.
+The number may have a name, be the value of an equation (`answer_form.sides`), and be followed by a
+unit. Unfinished calculations are not numbers: a quotient that is an integer (8/2), a sum, a product
+other than with a power of ten. Numbers are exact fractions. The time is linear in a text's length.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import fractions
 import re
 import unicodedata
 from typing import NamedTuple
+
+from fp8rl_jax.envs.rewards.answer_form import WRAPPED, sides
 
 _MOST_DIGITS = 100  # of a number; more are noise, and slow
 _LONGEST = 200  # characters of a text that is nothing but a number
@@ -27,17 +30,16 @@ _SPELLINGS = (  # (ASCII, other spellings), replaced in this order
     ("+", ("＋",)),
     (".", ("．",)),
     ("*", ("×", r"\times", r"\cdot", "·")),
-    ("=", (r"\approx", "≈")),
     ("°", (r"^\circ", r"^{\circ}")),
     ("", (r"\left", r"\right")),
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _SUPERSCRIPT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]{1,9}")
-_WORDS_IN_LATEX = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]{0,80})\}")
 _ARGUMENT = r"\s*(?:\{\s*([-+]?[\d.,]{1,120})\s*\}|(\d))"
 _FRACTION = re.compile(rf"(?:(\d)\s*)?\\[dtc]?frac{_ARGUMENT}{_ARGUMENT}")
 _REPEATING = re.compile(r"(\d{1,15})\.(\d{0,15})\\(?:overline|bar|dot)\s*(?:\{(\d{1,15})\}|(\d))")
 _THIN_GROUP = re.compile("(?<=\\d)[\xa0\u202f\u2009](?=\\d{3}(?!\\d))")
+_SPACE_GROUPS = re.compile(r"(?<![\d.,/])\d{1,3}(?: \d{3})+(?![\d/ ])")
 _POWER = re.compile(r"(?<!\d)10\s?(?:\^|\*\*)\s?[{(]\s?([-+]?\d{1,3})\s?[})]")
 _SIGN_APART = re.compile(r"(^|[=:(]|\bis)(\s*[-+])\s+(?=[\d.$])")
 
@@ -55,28 +57,28 @@ _NUMBER = re.compile(
 )
 # What may stand before and after the number in an answer that is one number.
 _NAMED = re.compile(
-    r"(?:(?:(?P<name>[^=,;]{0,80})=|[A-Za-z][A-Za-z' ]{0,60}(?::|\b(?:is|are|equals)\b:?))\s*)?"
+    r"(?:[A-Za-z][A-Za-z' ]{0,60}(?::|\b(?:is|are|equals)\b:?)\s*)?"
     r"(?:(?:about|approximately|exactly)\s+)?"
 )
-_NAME = re.compile(
-    r"\s*(?:\\?[A-Za-z]+(?:_\{?\w{1,9}\}?)?(?:\([A-Za-z]\))?|[A-Za-z][A-Za-z' ]*"
-    r"|[\d\s+\-*/().,$%^]*)\s*"
-)
 _OUTSIDE = re.compile(r"^(?:\\[(\[]|[*_`\"“”\s{(])+|(?:\\[)\]]|[*_`\"“”\s})])+$")
+_AROUND = ' \t\n*_`"“”'
 _PAIR = re.compile(r"\s*\\?\(.*,.*\\?\)\s*")
 _NO_MARK = r"[^\d=+*<>?!^\\|&@#\[\]{}₀-₉∞‰α-ωΑ-Ω]*"
 _UNIT = re.compile(rf"{_NO_MARK}(?:(?<=[A-Za-z])\^\{{?[23]\}}?{_NO_MARK})?")
 _MOST_WORDS = 5  # of a unit
 # What continues the number and is no unit: a scale, an operation, or a variable, as in 5x.
 _SCALE = (
-    r"(?i:(?:k|hundred|thousand|million|billion|trillion|quadrillion|milliard|mill?ion|mille|mil|mio|"
-    r"bn|tn|lakh|crore|dozen|gross|score)(?:s|en|es)?\b|millones\b|[万萬亿億千百十]|тысяч|миллион|миллиард|हज़ार|"
-    r"लाख|करोड़)"
+    r"(?:(?i:(?:hundred|quadrillion|milliard|mille|mio|bn|tn|lakh|crore|dozen|gross|score)"
+    r"(?:s|en|es)?\b|mil\b|millones\b|millionen\b|[万萬亿億千百十]|тысяч|миллион|миллиард|हज़ार|लाख|करोड़))"
 )
-_SCALED = re.compile(rf"\s*{_SCALE}")
+_SCALED = re.compile(rf"\s*{_SCALE}|[kK]\b")
+_POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_POWER_WORD = re.compile(rf"[\s~]*({'|'.join(_POWERS)})s?\b", re.IGNORECASE)
+# Capital letters are units behind a space: 100 N, but 5N is a product.
 _NO_UNIT = re.compile(
-    rf"\s*(?:[-/:]|{_SCALE}|(?:[abdeijknp-rt-zABDEG-KM-Z]|pi|sqrt|sin|cos|tan|log|ln|exp|mod|half|"
+    rf"\s*(?:[-/:]|{_SCALE}|(?:[abdeijknp-rt-zBDEGHIMO-SUX-Z]|pi|sqrt|sin|cos|tan|log|ln|exp|mod|half|"
     r"halves|thirds?|quarters?|\w+ths|percentage|bps|per mille|squared|cubed|factorial)\b)"
+    r"|[kAJKNTVW]\b"
 )
 _GOES_ON = re.compile(
     r"\b(?:is|are|was|not|no|or|and|to|plus|minus|times|over|more|less|than|out|divided|multiplied|"
@@ -85,11 +87,46 @@ _GOES_ON = re.compile(
 )
 
 
+# Units of one kind and different sizes: (unit, its spellings in the singular).
+_UNITS = {
+    spelling: unit
+    for unit, spellings in (
+        ("mm", "mm millimeter millimetre"),
+        ("cm", "cm centimeter centimetre"),
+        ("m", "m meter metre"),
+        ("km", "km kilometer kilometre"),
+        ("in", "in inch inche"),
+        ("ft", "ft foot feet"),
+        ("yd", "yd yard"),
+        ("mi", "mi mile"),
+        ("mg", "mg milligram"),
+        ("g", "g gram"),
+        ("kg", "kg kilogram"),
+        ("oz", "oz ounce"),
+        ("lb", "lb pound"),
+        ("ml", "ml milliliter millilitre"),
+        ("l", "l liter litre"),
+        ("s", "s sec second"),
+        ("min", "min minute"),
+        ("h", "h hr hour"),
+        ("d", "d day"),
+        ("week", "week"),
+        ("month", "month"),
+        ("year", "yr year"),
+        ("cent", "cent ¢"),
+        ("dollar", "dollar $ usd"),
+    )
+    for spelling in spellings.split()
+}
+
+
 class Number(NamedTuple):
-    """A number as it is written: 50% has the value 50 and is a percentage."""
+    """A number as it is written: 50% has the value 50 and is a percentage; the unit is one of those
+    that have another size beside them (cm and m), or ''."""
 
     value: fractions.Fraction
     percent: bool = False
+    unit: str = ""
 
     @property
     def plain(self) -> fractions.Fraction:
@@ -113,40 +150,70 @@ class Number(NamedTuple):
         return rest > 1 and other.value.denominator >= 10**5 and digits > 0 and near
 
 
-def whole_number(text: str) -> Number | None:
+def whole_number(text: str, right: bool = False) -> Number | None:
     """Returns the number of a text that holds nothing else but a name, a sign, a currency, a unit
-    and punctuation ('x = 72', 'The answer is $72.', '72 km/h'); None for any other text, such as a
-    list, a calculation, or a sentence with several numbers."""
+    and punctuation ('x = 72', 'The answer is $72.', '72 km/h'), or is an equation with this value
+    ('6 * 12 = 72'; `right`: see `sides`); None for any other text, such as a list, a calculation,
+    or a sentence with several numbers."""
     if len(text) > _LONGEST:
         return None
-    text = plain(_WORDS_IN_LATEX.sub(r" \1", text))
+    if (number := _alone(text)) is not None:
+        return number
+    text = text.replace("$", " ").strip(_AROUND).lstrip("= ")
+    found = sides(text, lambda side: _alone(side) is not None, right)
+    return _alone(found.value if found else text)
+
+
+def _alone(text: str) -> Number | None:
+    """Returns the number of a text that is no equation."""
+    currency = r"\$" in text or text.count("$") == 1
+    text = plain(WRAPPED.sub(_unwrapped, text))
+    text = _SPACE_GROUPS.sub(lambda m: m[0].replace(" ", ""), text)
     if _PAIR.fullmatch(text):
         return None
     text = _OUTSIDE.sub("", _OUTSIDE.sub("", text).lstrip("$"))
     named = _NAMED.match(text)
-    if named is None or not _NAME.fullmatch(named["name"] or ""):
-        return None
-    text = _OUTSIDE.sub("", text[named.end() :])
+    text = _OUTSIDE.sub("", text[named.end() if named else 0 :])
     match = _NUMBER.match(_SIGN_APART.sub(r"\1\2", text))
     if not match:
         return None
     rest = match.string[match.end() :]
+    power = _POWER_WORD.match(rest)
+    rest = rest[power.end() :] if power else rest
     percent = bool(re.match(r"\s*(?:%|percent\b)", rest))
     if not _UNIT.fullmatch(rest) or _NO_UNIT.match(rest) or _GOES_ON.search(rest):
         return None
     value = _value(match)
     if value is None or len(rest.split()) > _MOST_WORDS:
         return None
-    return Number(value, percent)
+    unit = "dollar" if currency else _unit(rest)
+    return Number(value * _scale(power), percent, unit)
+
+
+def _unwrapped(match: re.Match) -> str:
+    inside = match[1].strip(" ~")
+    return " days" if inside == "d" else f" {inside}"
+
+
+def _unit(rest: str) -> str:
+    word = re.sub(r"\^.*|^sq(?:uare|\.)?\s", "", rest.strip(" .~)}").casefold()).strip(" .")
+    return _UNITS.get(word) or _UNITS.get(word.removesuffix("s"), "")
+
+
+def _scale(power: re.Match | None) -> int:
+    return 10 ** _POWERS[power[1].casefold()] if power else 1
 
 
 def last_number(text: str) -> Number | None:
-    """Returns the last number in a text; None if it holds none."""
+    """Returns the last number in a text that is no exponent; None if it holds none."""
     text, found = plain(text), None
     for match in _NUMBER.finditer(text):
-        scaled = _SCALED.match(text, match.end())
-        if not scaled and (value := _value(match)) is not None:
-            found = Number(value, text[match.end() : match.end() + 1] == "%")
+        exponent = text[max(match.start() - 2, 0) : match.start()].endswith(("^", "^{", "^(", "**"))
+        if exponent or _SCALED.match(text, match.end()):
+            continue
+        if (value := _value(match)) is not None:
+            scale = _scale(_POWER_WORD.match(text, match.end()))
+            found = Number(value * scale, text[match.end() : match.end() + 1] == "%")
     return found
 
 
