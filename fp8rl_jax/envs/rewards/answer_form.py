@@ -105,7 +105,8 @@ def sides(text: str, is_number: Callable[[str], bool], right: bool = False) -> S
     5. None if the text is no equation, or one that names no value (`2x = 8`, `x^2 + y^2 = 25`).
 
     The value is the last side that is a number; without one, what the name on the other side is
-    equal to. What follows an approximation sign counts only if a name stands before it.
+    equal to. What follows an approximation sign counts only if a name stands before it. Of several
+    equations the last counts, if the others name no value (`x^2 = 4, x = 2`).
 
     Args:
       text: the answer.
@@ -113,7 +114,10 @@ def sides(text: str, is_number: Callable[[str], bool], right: bool = False) -> S
       right: whether it is the row's answer: then `a + b = 5` is a value, but `x + y = 5` and
         `3a + b = 5` are equations; of a response they are values too.
     """
-    if len(split(text, RELATION)) > 1 or len(_items(text)) > 1:
+    if len(split(text, RELATION)) > 1:
+        return None
+    *steps, text = _items(text) or [text]
+    if any(not has_equals(step) or sides(step, is_number, right) for step in steps):
         return None
     found = split(text, _EQUALS)
     if len(found) == 1:

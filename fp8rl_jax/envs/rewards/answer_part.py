@@ -44,6 +44,12 @@ _SENTENCE_END = re.compile(
     "".join(rf"(?<!\b{word})" for word in _ABBREVIATIONS)
     + r"(?<!\b[A-Za-z]\.[a-z])[.!?](?=\s|$)|。"
 )
+_JSON = re.compile(
+    r"\"(?:final[_ ]?)?(?:answer|result|solution)\"\s*:\s*(\"[^\"]{0,400}\"|[^\s,}\[{\"]+)",
+    re.IGNORECASE,
+)
+# A formula that is no more than the unit of the number before it.
+_UNIT = re.compile(r"\s*(?:\\%|\^\{?\\circ\}?|\\text\w*\{[^{}]*\}|[a-z]{1,2})(?:\^\{?[23]\}?)?\s*")
 _IS = re.compile(r"\A[A-Z][a-z]* .*\b(?:is|are|was|were)\s+(.*)", re.DOTALL)
 _WORD = r"(?:and|or)(?:\s+(?:maybe|perhaps|possibly|else|also|then))?"
 _SPACE = r"(?:[\s$*]|\\[()\[\],;: ])*"
@@ -69,6 +75,8 @@ def answer_parts(text: str) -> Iterator[str]:
         return
     if (line := marked_line(text)) is not None:
         yield line
+    for value in _JSON.findall(text)[-1:]:
+        yield value.strip('"')
     for anchor in list(_ANCHOR.finditer(text))[-1:]:
         line = text[anchor.end() :].strip().partition("\n")[0][:_LONGEST]
         sentence = _SENTENCE_END.split(line, maxsplit=1)[0]
@@ -138,7 +146,10 @@ def formulas(text: str) -> list[Place]:
             if mark[0] == "$" and inside[:1].isdigit() and inside[-1:].isspace():
                 opened = mark
                 continue
-            if inside.strip():
+            unit = _UNIT.fullmatch(inside) and re.search(
+                r"\d\s?\Z", text[max(opened.start() - 2, 0) : opened.start()]
+            )
+            if inside.strip() and not unit:
                 found.append((opened.start(), mark.end(), inside))
             opened = None
     return found

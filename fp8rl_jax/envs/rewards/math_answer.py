@@ -251,27 +251,6 @@ def _names_differ(gold: Answer, given: Answer) -> bool:
     return len(names) > 1 and not words
 
 
-def _as_words(gold: Answer, given: Answer) -> bool | None:
-    """Words are compared as words, not as products of letters."""
-    if gold.words:
-        start = _YES_OR_NO.match(given.words or given.text.casefold())
-        return gold.words in (given.words, start and start[1])
-    return False if given.words else None
-
-
-def _equations(gold: Answer, given: Answer) -> bool | None:
-    """Of an equation the value counts, on both sides; x + y = 5 is not 5."""
-    if gold.sides and given.sides:
-        if _names_differ(gold, given):
-            return None
-        return _equal_texts(gold.value, given.value) or None
-    if not gold.sides and not given.sides:
-        return False if has_equals(gold.text) != has_equals(given.text) else None
-    if has_equals(gold.value) or has_equals(given.value):
-        return None
-    return _equal_texts(gold.value, given.value)
-
-
 def _lists(gold: Answer, given: Answer) -> bool | None:
     """Lists are equal item by item: words, units, named values against a tuple."""
     right, found = _named_items(gold), _named_items(given)
@@ -321,15 +300,36 @@ def _in_order(kind: str, listed: list[str]) -> list[str]:
     return [answer.value for answer in read]
 
 
+def _as_words(gold: Answer, given: Answer) -> bool | None:
+    """Words are compared as words, not as products of letters."""
+    if gold.words:
+        start = _YES_OR_NO.match(given.words or given.text.casefold())
+        return gold.words in (given.words, start and start[1])
+    return False if given.words else None
+
+
+def _equations(gold: Answer, given: Answer) -> bool | None:
+    """Of an equation the value counts, on both sides; x + y = 5 is not 5."""
+    if gold.sides and given.sides:
+        if _names_differ(gold, given):
+            return None
+        return _equal_texts(gold.value, given.value) or None
+    if not gold.sides and not given.sides:
+        return False if has_equals(gold.text) != has_equals(given.text) else None
+    if has_equals(gold.value) or has_equals(given.value):
+        return None
+    return _equal_texts(gold.value, given.value)
+
+
 # In this order; the first rule that says yes or no counts, and math-verify if none does.
 RULES: dict[str, Callable[[Answer, Answer], bool | None]] = {
     "same": _same,
     "codes": _codes,
     "letters": _letters,
     "numbers": _numbers,
+    "lists": _lists,
     "words": _as_words,
     "equations": _equations,
-    "lists": _lists,
 }
 
 

@@ -76,7 +76,7 @@ _POWERS = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _POWER_WORD = re.compile(rf"[\s~]*({'|'.join(_POWERS)})s?\b", re.IGNORECASE)
 # Capital letters are units behind a space: 100 N, but 5N is a product.
 _NO_UNIT = re.compile(
-    rf"\s*(?:[-/:]|{_SCALE}|(?:[abdeijknp-rt-zBDEGHIMO-SUX-Z]|pi|sqrt|sin|cos|tan|log|ln|exp|mod|half|"
+    rf"\s*(?:[-/:]|{_SCALE}|(?:[a-fijknopqrt-zBDEGHIMO-SUX-Z]|pi|sqrt|sin|cos|tan|log|ln|exp|mod|half|"
     r"halves|thirds?|quarters?|\w+ths|percentage|bps|per mille|squared|cubed|factorial)\b)"
     r"|[kAJKNTVW]\b"
 )
