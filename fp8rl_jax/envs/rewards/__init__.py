@@ -16,7 +16,8 @@
 `env.reward_memory_gb` for itself, and ends when the run's process ends, however it ends.
 `terms.PLAIN` rewards, which only compare texts, are called by `scoring` in the run's process.
 
-The built-in rules are `final_number` (gsm8k) and `math_answer` (math_equal); both read numbers by
-`written_number`. Read `terms` and `scoring` first. Importing this package does not load JAX, which
-workers do not need. Not done: functions that compare the responses of a batch with each other.
+The built-in rules are `final_number` (gsm8k) and `math_answer` (math_equal). Both find the answer
+by `answer_part`, take it apart by `answer_form`, and read numbers by `written_number`. Read `terms`
+and `scoring` first. Importing this package does not load JAX, which workers do not need. Not done:
+functions that compare the responses of a batch with each other.
 """

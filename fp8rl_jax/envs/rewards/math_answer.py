@@ -38,9 +38,10 @@ _CHOICE = re.compile(
     re.DOTALL,
 )
 _CHOICES = re.compile(r"\(?[A-Za-z]\)?(?:\s*,\s*\(?[A-Za-z]\)?)+")
-# Dates, telephone numbers and numbers in another base.
+# Dates, telephone numbers, rows of digits, and numbers in another base.
 _CODE = re.compile(
-    r"\d+[-/]\d+[-/]\d[\d/-]*|\d{3}-\d{4}|\(?(?:\d[\dA-F]*|[A-F][\dA-F]+)\)?_(?:\{[^{}]*\}|\d+)"
+    r"\d+[-/]\d+[-/]\d[\d/-]*|\d{3}-\d{4}|0[xob][\da-f]+|-?[\d.]+(?:\s+-?[\d.]+)+|"
+    r"\(?(?:\d[\dA-F]*|[A-F][\dA-F]+)\)?_(?:\{[^{}]*\}|\d+)"
 )
 _TIME = re.compile(r"(\d{1,2}:[0-5]\d)\s*([ap]\.?\s?m\b\.?)?", re.IGNORECASE)
 _RELATION = re.compile(RELATION)
@@ -120,8 +121,7 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
       ValueError: the row's answer is neither a formula nor a few words.
     """
     visible = behind_reasoning(response)
-    part = next(answer_parts(visible), visible)
-    if same(answer) and same(answer) in (same(visible), same(part)):
+    if _equal_as_written(answer, visible):
         return 1.0
     gold = _found(answer, right=True)
     if gold is None:
@@ -131,6 +131,11 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
         )
     given = _found(visible)
     return float(given is not None and _equal(gold, given))
+
+
+def _equal_as_written(answer: str, visible: str) -> bool:
+    part = next(answer_parts(visible), visible)
+    return same(answer) != "" and same(answer) in (same(visible), same(part))
 
 
 def math_answer(response: str) -> str | None:
@@ -143,7 +148,7 @@ def math_answer(response: str) -> str | None:
         return str(given.number.plain)
     if given.letter or given.words:
         return given.letter or given.words
-    value = _parsed(given.value)
+    value = None if _CODE.fullmatch(given.value) else _parsed(given.value)
     return same(given.text) if value is None else _canonical(value)
 
 
@@ -178,8 +183,9 @@ def _read(text: str, right: bool = False) -> Answer | None:
     outside = re.sub(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+", " ", WRAPPED.sub(" ", text))
     tokens = outside.split()
     prose = any(_WORD.fullmatch(token) and _is_word(token) for token in tokens)
-    long = len(tokens) > _MOST_WORDS if right else True
-    return None if len(outside) > _LONGEST or (prose and long) else answer
+    if right:
+        return None if prose and len(tokens) > _MOST_WORDS else answer
+    return None if prose or len(outside) > _LONGEST else answer
 
 
 def _trimmed(text: str) -> str:
@@ -210,9 +216,9 @@ def _same(gold: Answer, given: Answer) -> bool | None:
 
 
 def _codes(gold: Answer, given: Answer) -> bool | None:
-    """Dates, telephone numbers, numbers in another base and times are compared as texts."""
-    if any(_CODE.fullmatch(answer.text) for answer in (gold, given)):
-        return False
+    """Dates, times, rows of digits and numbers in another base are compared as texts."""
+    if any(_CODE.fullmatch(a.value) and not a.number for a in (gold, given)):
+        return same(gold.value) == same(given.value)
     right, found = (_TIME.fullmatch(WRAPPED.sub(r"\1", a.value)) for a in (gold, given))
     if not right and not found:
         return None
@@ -413,12 +419,10 @@ def _as_fraction(match: re.Match) -> str:
 
 
 def _words(text: str) -> str:
-    """Returns a few words, letters or a code (`_CODE`) in canonical form; '' for other texts."""
+    """Returns a few words or letters in canonical form; '' for other texts."""
     plain = " ".join(WRAPPED.sub(r"\1", text).replace("~", " ").split()).strip(_EDGES)
     if len(plain) == 1 and plain.isalpha():
         return plain.casefold()
-    if _CODE.fullmatch(plain):
-        return plain
     if _CHOICES.fullmatch(plain):
         return ", ".join(sorted(re.findall("[a-z]", plain.casefold())))
     tokens = plain.split(" ")

@@ -55,6 +55,7 @@ _NUMBER = re.compile(
     rf"|\s?/\s?(?P<bottom>{_DIGITS})"
     r"|\s+(?:and\s+)?(?P<part>\d{1,9})\s?/\s?(?P<parts>\d{1,9})(?![\d/]))?)"
 )
+_EXPONENT = re.compile(r"(?:\^[{(]?|[\w)}]\*\*)\Z")
 # What may stand before and after the number in an answer that is one number.
 _NAMED = re.compile(
     r"(?:[A-Za-z][A-Za-z' ]{0,60}(?::|\b(?:is|are|equals)\b:?)\s*)?"
@@ -208,8 +209,8 @@ def last_number(text: str) -> Number | None:
     """Returns the last number in a text that is no exponent; None if it holds none."""
     text, found = plain(text), None
     for match in _NUMBER.finditer(text):
-        exponent = text[max(match.start() - 2, 0) : match.start()].endswith(("^", "^{", "^(", "**"))
-        if exponent or _SCALED.match(text, match.end()):
+        before = text[max(match.start() - 3, 0) : match.start()]
+        if _EXPONENT.search(before) or _SCALED.match(text, match.end()):
             continue
         if (value := _value(match)) is not None:
             scale = _scale(_POWER_WORD.match(text, match.end()))

@@ -6,8 +6,10 @@ pairs.json has for each pair the right value, what the scorers of TRL, verl and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
+import re
 import runpy
 
 import peer_rewards
@@ -41,7 +43,7 @@ def test_math_equal(part):
 def test_gsm8k():
     """The same, where the answer is a number: it is the number alone that counts, not its name, and
     a box that is not closed is no mark."""
-    numbers = [p for p in _PAIRS if whole_number(p["answer"])]
+    numbers = [p for p in _PAIRS if whole_number(p["answer"], right=True)]
     assert len(numbers) > 100
     assert not _wrong(gsm8k, numbers, lambda p: p.get("gsm8k", p["right"]))
 
@@ -53,10 +55,14 @@ def test_every_difference_from_a_peer_has_its_reason():
         assert {*pair.get("why", {}).values()} <= {*_ALL["reasons"]}
 
 
-def test_the_page_of_pairs_is_what_the_rewards_pay():
+@pytest.mark.parametrize("counted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_page_of_pairs_is_what_the_rewards_pay(counted):
     scripts = pathlib.Path(__file__).parents[3] / "docs/scripts"
     page = runpy.run_path(str(scripts / "reward_table.py"))
-    assert page["FILE"].read_text() == page["table"]()
+    written, found = page["FILE"].read_text(), page["table"](counted)
+    if not counted:
+        written = re.sub(r"^(\| \w+ \| .* \|) \d+ \|$", r"\1  |", written, flags=re.MULTILINE)
+    assert written == found
 
 
 @pytest.mark.slow
@@ -81,6 +87,9 @@ def test_peers_pay_what_is_recorded():
         ([r"\boxed{\text{East}}", r"\boxed{east}", "The answer is east."], 1),
         ([r"\boxed{(1,2)}", r"\boxed{(2,1)}"], 2),
         ([r"\boxed{5}", r"\boxed{-5}", r"\boxed{5x}"], 3),
+        ([r"\boxed{5}", r"\boxed{5 t}", r"$5 \mathrm{mph}, 6 \mathrm{mph}$"], 3),
+        ([r"\boxed{m+n = 5}", "<think>8</think>5", r"<answer>5</answer>", r"5\text{ cm}"], 1),
+        ([r"\boxed{12_7}", r"\boxed{12}"], 2),
     ],
 )
 def test_one_vote_for_one_value(votes, count):
@@ -183,6 +192,28 @@ def test_another_right_answer_of_a_task():
     assert score("", ", ".join(item["answer"].split(", ")[::-1]), item["answer"], item) == 1.0
     assert score("", " 5 ", "5", {"metadata": {"source_dataset": "basic_arithmetic"}}) == 1.0
     assert score("", "5", "6", {}) == 0.0
+
+
+@pytest.mark.slow
+def test_right_answers_of_every_task_pay_and_other_answers_do_not():
+    """As they are, between $ and in a box; the answers of other rows are wrong if they differ."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    for name in sorted({*DATASETS} - {"composite", "puzzle24"}):  # 24 is reached in many ways
+        items = reasoning_gym.create_dataset(name, size=4, seed=7)
+        answers = [str(item["answer"]) for item in items if str(item["answer"]).strip()]
+        for answer in answers:
+            for response in (answer, f"${answer}$", _box(answer)):
+                assert math_equal("question", response, answer) == 1.0, (name, answer)
+            for other in answers:
+                if other.split() != answer.split():
+                    with contextlib.suppress(ValueError):  # prose
+                        assert not math_equal("question", _box(other), answer), (
+                            name,
+                            answer,
+                            other,
+                        )
 
 
 _PAYS = [
