@@ -24,7 +24,7 @@ WRAPPED = re.compile(_WRAP + r"\{([^{}]*)\}")
 _SPACING = re.compile(
     r"\\[,;:! ()\[\]]|\\(?:left|right|displaystyle|limits|big|Big)(?![a-zA-Z])|[\s$]"
 )
-_BETWEEN_DIGITS = re.compile(r"(?<=\d)\s+(?=\d)")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)\s+(?=\d)|(?<=\d,)\s+(?=\d{3}(?!\d))")
 _ONE_LETTER = re.compile(r"\{(\w)\}")
 _SUBSCRIPT = re.compile(r"_(?:\{[^{}]*\}|\w)")
 _ARGUMENT = re.compile(r"(\\?[A-Za-z]+'*)\s*(\([^()]*\))")
@@ -41,6 +41,7 @@ _NO_VARIABLE = re.compile(
 )
 _GREEK = re.compile(r"\\[a-zA-Z]+")
 _CALCULATION = re.compile(r"[\d+\-−*/^!=√²³]|\\(?:[dtc]?frac|sqrt|cdot|times|div|binom|b?mod)")
+_NO_NAMES = ("", "e", "i", "π", r"\pi", "|x|", "|y|", "∞", r"\infty")
 _JOINT = re.compile(r"[+\-−*/:{}\s]|\\(?:[dtc]?frac|cdot|times)(?![a-zA-Z])")
 _WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z']{3,}|is|of|in|to|we|so)(?=\s|$)")
 _LONGEST = 2000  # characters of a text that is taken apart
@@ -155,10 +156,12 @@ def _is_quantity(side: str, right: bool) -> bool:
 
 def _is_name(side: str) -> bool:
     r"""Returns whether a side is a name (x, AB, \angle ABC, f(2), |A|, (p, q), total cost) and no
-    calculation."""
+    calculation, constant or step (|x|)."""
+    if side.strip() in _NO_NAMES:
+        return False
     side = _SUBSCRIPT.sub("", WRAPPED.sub("x", side))
     side = _ARGUMENT.sub(_function, side)
-    return bool(side.strip()) and not _CALCULATION.search(_OF_NAMES.sub("", side))
+    return not _CALCULATION.search(_OF_NAMES.sub("", side))
 
 
 def _function(match: re.Match) -> str:

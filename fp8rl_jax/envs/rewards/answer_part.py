@@ -50,6 +50,14 @@ _JSON = re.compile(
 )
 # A formula that is no more than the unit of the number before it.
 _UNIT = re.compile(r"\s*(?:\\%|\^\{?\\circ\}?|\\text\w*\{[^{}]*\}|[a-z]{1,2})(?:\^\{?[23]\}?)?\s*")
+# What explains an answer, in its box: 10 \text{ (since } 5 \cdot 2 = 10).
+_REMARK = re.compile(
+    r"(?:[\s,;(]|\\text\w*\s*\{[\s,;(]*|\\q?quad)(?:since|because|where|using|i\.e\.)(?![a-z]).*\Z",
+    re.DOTALL,
+)
+_PICKED = re.compile(
+    r"\b(?:option|choice)\s+\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)", re.IGNORECASE
+)
 _IS = re.compile(r"\A[A-Z][a-z]* .*\b(?:is|are|was|were)\s+(.*)", re.DOTALL)
 _WORD = r"(?:and|or)(?:\s+(?:maybe|perhaps|possibly|else|also|then))?"
 _SPACE = r"(?:[\s$*]|\\[()\[\],;: ])*"
@@ -89,6 +97,7 @@ def answer_parts(text: str) -> Iterator[str]:
         yield line
         if number := last_number(sentence):
             yield str(number.value)
+    yield from _PICKED.findall(text)[-1:]
     if found := formulas(text):
         yield _joined(text, found)
 
@@ -175,4 +184,4 @@ def _joined(text: str, found: list[Place]) -> str:
     begin = found[-len(inside)][0]
     if len(inside) > 1 and (name := _NAMED.search(text[max(begin - 20, 0) : begin])):
         inside[0] = name[0] + inside[0]
-    return ", ".join(inside)
+    return _REMARK.sub("", ", ".join(inside))

@@ -265,8 +265,8 @@ def _lists(gold: Answer, given: Answer) -> bool | None:
         return None
     ordered = {kind, other} == {"("} or {kind, other} == {"["}
     if {kind, other} in ({"(", "="}, {"", "="}):
-        ordered = True
-        listed, others = _in_order(*right), _in_order(*found)
+        by_name = "(" in (kind, other)
+        return all(map(_equal_texts, _values(*right, by_name), _values(*found, by_name)))
     if ordered:
         return all(map(_equal_texts, listed, others)) or None
     if not {kind, other} <= {"", "{", "="}:
@@ -298,11 +298,14 @@ def _named_items(answer: Answer) -> tuple[str, list[str]]:
     return kind, found
 
 
-def _in_order(kind: str, listed: list[str]) -> list[str]:
-    """Returns the values of named items in the order of their names; other items as they are."""
+def _values(kind: str, listed: list[str], by_name: bool) -> list[str]:
+    """Returns the values of named items, perhaps in the order of their names; other items as they
+    are."""
     if kind != "=":
         return listed
-    read = sorted(filter(None, map(_read, listed)), key=lambda answer: same(answer.name))
+    read = [answer for answer in map(_read, listed) if answer]
+    if by_name:
+        read.sort(key=lambda answer: same(answer.name))
     return [answer.value for answer in read]
 
 

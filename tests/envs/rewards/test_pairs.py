@@ -40,6 +40,12 @@ def test_math_equal(part):
     assert not _wrong(math_equal, _PAIRS[part::4], lambda p: p["right"])
 
 
+def test_further_pairs_of_a_careful_reader():
+    """[answer, response, right reward], without what other libraries pay."""
+    pairs = json.loads(peer_rewards.FILE.with_name("further_pairs.json").read_text())
+    assert [p for p in pairs if math_equal("question", p[1], p[0]) != p[2]] == []
+
+
 def test_gsm8k():
     """The same, where the answer is a number: it is the number alone that counts, not its name, and
     a box that is not closed is no mark."""
