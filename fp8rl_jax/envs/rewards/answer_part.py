@@ -79,7 +79,7 @@ def answer_parts(text: str) -> Iterator[str]:
         yield from answer_parts(tagged)
         yield tagged
     if found := boxes(text):
-        yield _joined(text, found)
+        yield without_remark(_joined(text, found))
         return
     if (line := marked_line(text)) is not None:
         yield line
@@ -112,7 +112,24 @@ def marked(text: str) -> Iterator[str]:
     if (line := marked_line(text)) is not None:
         yield line
     if found := boxes(text):
-        yield _joined(text, found)
+        yield without_remark(_joined(text, found))
+
+
+def is_marked(text: str) -> bool:
+    """Returns whether a text marks its answer, other than as a formula."""
+    return next(marked(text), None) is not None or _ANCHOR.search(text) is not None
+
+
+def without_remark(text: str) -> str:
+    """Returns an answer without the explanation behind it, which begins with 'since' or 'where'."""
+    return _REMARK.sub("", text)
+
+
+def without_marks(text: str) -> str:
+    """Returns a text without the marks of its formulas."""
+    for begin, end, inside in reversed(formulas(text)):
+        text = text[:begin] + inside + text[end:]
+    return text
 
 
 def marked_line(text: str) -> str | None:
@@ -184,4 +201,4 @@ def _joined(text: str, found: list[Place]) -> str:
     begin = found[-len(inside)][0]
     if len(inside) > 1 and (name := _NAMED.search(text[max(begin - 20, 0) : begin])):
         inside[0] = name[0] + inside[0]
-    return _REMARK.sub("", ", ".join(inside))
+    return ", ".join(inside)

@@ -26,7 +26,13 @@ from fp8rl_jax.envs.rewards.answer_form import (
     same,
     sides,
 )
-from fp8rl_jax.envs.rewards.answer_part import answer_parts, formulas
+from fp8rl_jax.envs.rewards.answer_part import (
+    answer_parts,
+    formulas,
+    is_marked,
+    without_marks,
+    without_remark,
+)
 from fp8rl_jax.envs.rewards.written_number import Number, in_ascii, last_number, whole_number
 
 _LONGEST = 400  # characters of an answer that is parsed
@@ -123,7 +129,7 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
     visible = behind_reasoning(response)
     if _equal_as_written(answer, visible):
         return 1.0
-    gold = _found(answer, right=True)
+    gold = _right(answer)
     if gold is None:
         raise ValueError(
             f"the answer {answer[:60]!r} is neither mathematics nor a few words; name another "
@@ -134,8 +140,8 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
 
 
 def _equal_as_written(answer: str, visible: str) -> bool:
-    part = next(answer_parts(visible), visible)
-    return same(answer) != "" and same(answer) in (same(visible), same(part))
+    rights = {same(answer), same(without_remark(answer))} - {""}
+    return not rights.isdisjoint(map(same, (visible, next(answer_parts(visible), ""))))
 
 
 def math_answer(response: str) -> str | None:
@@ -150,6 +156,18 @@ def math_answer(response: str) -> str | None:
         return given.letter or given.words
     value = None if _CODE.fullmatch(given.value) else _parsed(given.value)
     return same(given.text) if value is None else _canonical(value)
+
+
+def _right(answer: str) -> Answer | None:
+    """Reads the row's answer: the last formula of prose, but all of a few words with formulas."""
+    text = answer if is_marked(answer) else without_remark(answer)
+    found = formulas(text)
+    outside = functools.reduce(lambda rest, place: rest.replace(place[2], " "), found, text)
+    several = len(found) > 1 or (found and re.search(r"\d", outside))
+    if several and not is_marked(text) and len(outside.split()) <= 2 * _MOST_WORDS:
+        plain = without_marks(text)
+        return _read(plain, right=True) or Answer(plain, None, "", None, "", "")
+    return _found(text, right=True)
 
 
 def _found(text: str, right: bool = False) -> Answer | None:
