@@ -264,8 +264,7 @@ def _numbers(gold: Answer, given: Answer) -> bool | None:
     if not given.number or _names_differ(gold, given):
         return False
     units = {gold.number.unit, given.number.unit} - {""}
-    equal = gold.number.equals(given.number) or gold.number.is_about(given.number)
-    return equal and len(units) < 2
+    return len(units) < 2 and gold.number.equals(given.number)
 
 
 def _names_differ(gold: Answer, given: Answer) -> bool:

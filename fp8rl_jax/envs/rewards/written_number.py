@@ -135,12 +135,13 @@ class Number(NamedTuple):
         return self.value / 100 if self.percent else self.value
 
     def equals(self, other: Number) -> bool:
-        """Returns whether both are equal; as for math-verify, 50% equals 0.5 and 50."""
-        if self.value == other.value:
+        """Returns whether both are equal, or `other` is this one's first 6 or more decimals; as for
+        math-verify, 50% equals 0.5 and 50."""
+        if self.value == other.value or self._begins_with(other):
             return True
         return self.percent != other.percent and self.plain == other.plain
 
-    def is_about(self, other: Number) -> bool:
+    def _begins_with(self, other: Number) -> bool:
         """Returns whether this is a repeating decimal, and `other` its first 6 or more decimals."""
         rest = self.value.denominator
         for factor in (2, 5):
