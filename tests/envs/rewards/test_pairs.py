@@ -334,11 +334,26 @@ def test_further_numbers(response, value):
     assert gsm8k("question", response, "72") == value
 
 
-@pytest.mark.parametrize("text", [" " * 64_000 + "5", "<answer>" * 16_000, "1 1/" * 16_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * 64_000 + "5",
+        "<answer>" * 16_000,
+        "1 1/" * 16_000,
+        r"\boxed{1}, " * 4_000,
+        "$1$, " * 8_000,
+        r"\(" * 16_000,
+        "x=" * 16_000,
+        "{" * 32_000,
+        "The answer is 5. " * 4_000,
+        r"\text{ and }" * 4_000,
+    ],
+)
 def test_long_responses_take_time_in_proportion(text):
     """A quadratic reader takes minutes of them."""
     with time_limit():
         gsm8k("question", text, "8")
+        math_equal("question", text, "x^2")
 
 
 @pytest.mark.parametrize(
