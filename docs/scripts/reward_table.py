@@ -73,7 +73,7 @@ def _rules() -> list[tuple[str, str, Any, str, Callable]]:
             ),
             (
                 "latex",
-                "Signs of Unicode, mixed numbers, oo and sets by a condition become LaTeX.",
+                "Signs of Unicode, roots, oo and sets by a condition become LaTeX.",
                 "_in_latex",
                 str,
             ),

@@ -10,7 +10,6 @@ degrees against radians, decimal commas, ]1;3[ for an open interval.
 
 from __future__ import annotations
 
-import decimal
 import functools
 import re
 from collections.abc import Callable
@@ -52,11 +51,7 @@ _CODE = re.compile(
 _TIME = re.compile(r"(\d{1,2}:[0-5]\d)\s*([ap]\.?\s?m\b\.?)?", re.IGNORECASE)
 _RELATION = re.compile(RELATION)
 _YES_OR_NO = re.compile(r"(yes|no|true|false)\s*[,.;:—]")
-_MIXED = re.compile(r"(?<![\w./^,{}])(\d{1,9})\s+(?:and\s+)?(\d{1,9})\s?/\s?(\d{1,9})(?![\d/.])")
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d{1,30}(?:\.\d{1,30})?)[eE]([-+]?\d{1,2})(?![\w.])")
-_SIGN_APART = re.compile(r"((?:^|[=:(,{]|\bis)\s*)([-−])\s+(?=[\d.\\])")
 _SET_BUILDER = re.compile(r"\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*([^{}|]*)\\\}")
-_ELEMENT = re.compile(r"\s*[a-z]\s*(?:\\in(?![a-z])|∈)\s*")
 _UNIT_BEHIND = re.compile(r"(?<=[\w}\])°])[\s~]*" + WRAPPED.pattern + r"(?:\s*\^\{?[23]\}?)?\s*\Z")
 _SPELLINGS = {
     "−": "-",
@@ -426,16 +421,7 @@ def _in_latex(text: str) -> str:
     for written, latex in _SPELLINGS.items():
         text = text.replace(written, latex)
     text = re.sub(r"(?<![a-zA-Z])oo(?![a-zA-Z])", r"\\infty ", text)
-    text = _SET_BUILDER.sub(r"\1", text)
-    text = _ELEMENT.sub("", text, count=1) if _ELEMENT.match(text) else text
-    text = _SCIENTIFIC.sub(lambda m: f"{decimal.Decimal(m[0]):f}", text)
-    text = _SIGN_APART.sub(r"\1\2", text)
-    return _MIXED.sub(_as_fraction, text)
-
-
-def _as_fraction(match: re.Match) -> str:
-    whole, top, bottom = map(int, match.groups())
-    return f"{whole * bottom + top}/{bottom}" if 0 < top < bottom else match[0]
+    return _SET_BUILDER.sub(r"\1", text)
 
 
 def _words(text: str) -> str:
