@@ -156,6 +156,7 @@ def _texts(**arguments) -> ToolCall:
         ("```tool_code\n```", ["no tool is called"]),
         ("```python\nf(x=1)\n```", []),
         (f"[THINK]<tool_call>{_F}</tool_call>[/THINK]", []),
+        (f"<seed:think><tool_call>{_F}</tool_call></seed:think>{_F}", [ToolCall("f", {})]),
         (f"<|channel|>analysis<|message|><tool_call>{_F}<|end|>{_CHANNEL}5", ["by name"]),
         (f"<|channel|>analysis<|message|>to=f<|end|><|start|>assistant{_FINAL}to=f 5", []),
         ("<|channel|>analysis to=f code<|message|>{}", [ToolCall("f", {})]),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from fp8rl_jax.envs.reasoning import FINAL, THOUGHTS
 from fp8rl_jax.envs.tool_calls import in_json, in_python, in_tags
 from fp8rl_jax.envs.tool_calls.call import Found, Refusal, ToolCall
 
-# Marks around a thought.
-OPENING = ("<think>", "<thinking>", "<reasoning>", "[THINK]")
-CLOSING = ("</think>", "</thinking>", "</reasoning>", "[/THINK]")
+# A call may stand between the channels of gpt-oss, so those have tags of their own.
+_THOUGHTS = [marks for marks in THOUGHTS if marks.end != FINAL]
 
 _MOST_CALLS = 64  # of one reply
 _BARE_JSON = re.compile(  # a call of Llama begins so, and hardly any other JSON does
@@ -43,8 +43,8 @@ _Reader = Callable[[str, int, int], Found]
 # Kind of a tag, its pattern, and the reader of what follows it.
 _TAGS: list[tuple[str, str, _Reader | None]] = [
     ("begin", r"\A", _bare),  # the empty match is the place of a call without a tag
-    ("thought", "|".join(map(re.escape, OPENING)), None),
-    ("answer", "|".join(map(re.escape, CLOSING)), _bare),
+    ("thought", "|".join(re.escape(marks.begin) for marks in _THOUGHTS), None),
+    ("answer", "|".join(re.escape(marks.end) for marks in _THOUGHTS), _bare),
     # The header of a message of gpt-oss, whose recipient may stand before its channel.
     (
         "recipient",
