@@ -2,7 +2,8 @@ r"""Finds the part of a response that is its answer, as it is written.
 
 In the text behind the reasoning (`envs.reasoning`) these are looked for, in this order: the last
 closed <answer>, the last box, the line after the last '####', the sentence after the last "answer
-is", the last formula between LaTeX's marks. Boxes and formulas with nothing but separators between
+is", the bold number of the last line, the time of day at the end, the last formula between LaTeX's
+marks. Boxes and formulas with nothing but separators between
 them (`\boxed{1} and \boxed{2}`) are one answer.
 """
 
@@ -58,6 +59,9 @@ _REMARK = re.compile(
 _PICKED = re.compile(
     r"\b(?:option|choice)\s+\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right)", re.IGNORECASE
 )
+_BOLD = re.compile(r"\*\*([^*\n]{1,80})\*\*")
+_TIME = re.compile(r"(?<![\d:])\d{1,2}:[0-5]\d(?:\s?[ap]\.?m\b\.?)?(?=\D*\Z)", re.IGNORECASE)
+_DENIED = re.compile(r",?\s(?:and\s|but\s)?not\s+\\?\$?\d[\d,./]*")
 _IS = re.compile(r"\A[A-Z][a-z]* .*\b(?:is|are|was|were)\s+(.*)", re.DOTALL)
 _WORD = r"(?:and|or)(?:\s+(?:maybe|perhaps|possibly|else|also|then))?"
 _SPACE = r"(?:[\s$*]|\\[()\[\],;: ])*"
@@ -85,6 +89,7 @@ def answer_parts(text: str) -> Iterator[str]:
         yield line
     for value in _JSON.findall(text)[-1:]:
         yield value.strip('"')
+    text = without_denied(text)
     for anchor in list(_ANCHOR.finditer(text))[-1:]:
         line = text[anchor.end() :].strip().partition("\n")[0][:_LONGEST]
         sentence = _SENTENCE_END.split(line, maxsplit=1)[0]
@@ -98,6 +103,9 @@ def answer_parts(text: str) -> Iterator[str]:
         if number := last_number(sentence):
             yield str(number.value)
     yield from _PICKED.findall(text)[-1:]
+    if (bold := bold_number(text)) is not None:
+        yield bold
+    yield from _TIME.findall(text)
     if found := formulas(text):
         yield _joined(text, found)
 
@@ -113,6 +121,21 @@ def marked(text: str) -> Iterator[str]:
         yield line
     if found := boxes(text):
         yield without_remark(_joined(text, found))
+
+
+def bold_number(text: str) -> str | None:
+    """Returns the last bold number of the last line of a text; None without one. That of a list's
+    item is none."""
+    line = text.rstrip().rpartition("\n")[2]
+    found = [bold for bold in _BOLD.finditer(line) if whole_number(bold[1])]
+    if not found or (found[-1].start() == 0 and found[-1][1].endswith((".", ":", ")"))):
+        return None
+    return found[-1][1]
+
+
+def without_denied(text: str) -> str:
+    """Returns a text without the numbers that it says the answer is not: 88, not 80."""
+    return _DENIED.sub("", text)
 
 
 def is_marked(text: str) -> bool:

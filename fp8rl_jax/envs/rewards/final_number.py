@@ -2,8 +2,9 @@ r"""The rewards of GSM8K and similar data sets, which compare a response's final
 
 The final number is the first of these marked parts behind the reasoning that is a number and
 nothing else (`whole_number`): the content of the last `<answer>`, the line after the last `####`,
-the content of the last `\boxed{}`. Without any mark it is the last number. The strict form takes
-only the line after the last `#### `, within the last 300 characters, as verl does.
+the content of the last `\boxed{}`. Without any mark it is the bold number of the last line, else
+the last number. The strict form takes only the line after the last `#### `, within the last 300
+characters, as verl does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fp8rl_jax.envs.reasoning import behind_reasoning
-from fp8rl_jax.envs.rewards.answer_part import marked
+from fp8rl_jax.envs.rewards.answer_part import bold_number, marked, without_denied
 from fp8rl_jax.envs.rewards.written_number import Number, last_number, whole_number
 
 _STRICT_CHARACTERS = 300
@@ -58,7 +59,9 @@ def final_number(response: str) -> Number | None:
     """Returns a response's final number; None without one."""
     answer = behind_reasoning(response)
     parts = list(marked(answer))
-    return _first_number(parts) if parts else last_number(answer)
+    if parts:
+        return _first_number(parts)
+    return last_number(bold_number(answer) or without_denied(answer))
 
 
 def _first_number(parts: Iterable[str]) -> Number | None:

@@ -29,6 +29,7 @@ from fp8rl_jax.envs.rewards.answer_part import (
     answer_parts,
     formulas,
     is_marked,
+    without_denied,
     without_marks,
     without_remark,
 )
@@ -175,7 +176,7 @@ def _found(text: str, right: bool = False) -> Answer | None:
     answer = _read(text, right)
     if right or (answer and not answer.words):
         return answer
-    number = last_number(text)
+    number = last_number(without_denied(text))
     return Answer(str(number.value), number, "", None, "", "") if number else answer
 
 
@@ -203,7 +204,7 @@ def _read(text: str, right: bool = False) -> Answer | None:
 
 def _trimmed(text: str) -> str:
     """Returns a text without white space, marks and a period around it."""
-    text = text.strip().strip("*").strip()
+    text = text.replace("{:}", ":").strip().strip("*").strip()
     inside = formulas(text)
     if len(inside) == 1 and inside[0][:2] == (0, len(text.rstrip(".。"))):
         text = inside[0][2].strip()

@@ -18,6 +18,7 @@ from fuzz import time_limit
 from peer_rewards import PEERS
 
 from fp8rl_jax.envs import load_rewards
+from fp8rl_jax.envs.rewards.answer_part import bold_number
 from fp8rl_jax.envs.rewards.final_number import gsm8k
 from fp8rl_jax.envs.rewards.math_answer import math_answer, math_equal
 from fp8rl_jax.envs.rewards.written_number import last_number, whole_number
@@ -52,6 +53,14 @@ def test_gsm8k():
     numbers = [p for p in _PAIRS if whole_number(p["answer"], right=True)]
     assert len(numbers) > 100
     assert not _wrong(gsm8k, numbers, lambda p: p.get("gsm8k", p["right"]))
+
+
+def test_gsm8k_reads_bold_numbers_and_denials():
+    pairs = json.loads(peer_rewards.FILE.with_name("further_pairs.json").read_text())
+    chosen = [p for p in pairs if bold_number(p[1]) or ", not " in p[1]]
+    chosen = [p for p in chosen if whole_number(p[0], right=True)]
+    assert len(chosen) > 10
+    assert [p for p in chosen if gsm8k("question", p[1], p[0]) != p[2]] == []
 
 
 def test_every_difference_from_a_peer_has_its_reason():
