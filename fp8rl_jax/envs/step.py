@@ -29,8 +29,8 @@ class Step(NamedTuple):
         calls. It is a new value; the given state is not changed.
       observation: text that the policy reads next, '' for nothing; or a list of texts, which are a
         message each in the roles of tools, and else its lines. Ignored if `done`.
-      reward: reward of this reply, finite in float32; an episode's is the sum over its replies. If
-        it is nan, the episode is not scored, as when a reward function fails.
+      reward: reward of this reply, finite in float32; an episode's is the sum over its replies. nan
+        counts as an error of the step, so that the episode is not scored.
       done: whether the episode ends with this reply.
     """
 

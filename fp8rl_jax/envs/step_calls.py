@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -86,7 +85,7 @@ class StepForm:
             return reward
         if isinstance(done, Failure):
             return done
-        if not math.isnan(reward) and abs(reward) > FLOAT32_MAX:
+        if not abs(reward) <= FLOAT32_MAX:  # nan is not either
             return Failure("no finite number", f"it returned the reward {reward}")
         kept = attempt(pickle.dumps, (step.state,), {}, file)
         if isinstance(kept, Failure):

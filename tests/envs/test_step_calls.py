@@ -3,7 +3,6 @@ name the user's line."""
 
 from __future__ import annotations
 
-import math
 import pickle
 import sys
 
@@ -80,7 +79,6 @@ def test_an_episode_goes_from_worker_to_worker():
 
 def test_results_of_every_form():
     assert _called("plain", "low") == Step("", "LOW", 1.0, False)
-    assert math.isnan(_called("unscored").reward)
     assert _called("chance", "a") == _called("chance", "a") != _called("chance", "b")
     assert _called("half").observation == "?", "what no tokenizer encodes"
     call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
@@ -106,6 +104,7 @@ def test_a_step_may_ask_whether_the_reply_was_cut():
         ("text", "no Step", "it returned str, and not Step(state, ...)"),
         ("number", "no text", "an observation of type int"),
         ("infinite", "no finite number", "the reward inf"),
+        ("unscored", "no finite number", "the reward nan"),
         ("worth", "no number", "a value of type str"),
         ("holds", "AttributeError", "its state cannot be pickled"),
         ("many", "ValueError", "truth value of an array"),
