@@ -41,6 +41,8 @@ _SHARD = re.compile(r"[-_.]?\d+(-of-\d+.*)?$")
 _NO_NAME = re.compile(  # a shard's name that names no split: its folder does
     r"(data|part|shard|chunk)?[-_.]?\d+(-of-\d+|-[0-9a-f]{8}-.*)?", re.IGNORECASE
 )
+# Name of one of several files, up to its suffix; the Hub once put a hash behind it.
+_PART = re.compile(r"(.*?)(\d+)-of-(\d+)(-[0-9a-f-]+)?", re.IGNORECASE)
 _ANY_NAME = re.compile("data|dataset|part|shard|chunk|file|rows|examples", re.IGNORECASE)
 _ONE_WORD = re.compile("[^a-z]*[a-z]+[^a-z]*", re.IGNORECASE)
 _MOST_ENTRIES = 100_000  # of a directory
@@ -54,7 +56,8 @@ class Found:
     Attributes:
       splits: {split: files}.
       named: the held-out split that the user's path is named after; '' for none.
-      unread: names of data files in the directory that are not read.
+      unread: names of data files in the directory that are not read, and of others of a single file
+        that is called 'k-of-n'.
     """
 
     splits: dict[str, list[pathlib.Path]]
@@ -87,7 +90,7 @@ def find(name: str) -> Found:
         # A folder of several words may be a project, such as my_test_of_x.
         alone = _ANY_NAME.fullmatch(stem) and _ONE_WORD.fullmatch(folder)
         words = folder if alone or _NO_NAME.fullmatch(stem) else stem
-        found = Found({TRAIN: [path]}, _held_out_name(words))
+        found = Found({TRAIN: [path]}, _held_out_name(words), _missing_parts([path]))
     for file in itertools.chain(*found.splits.values()):
         try:
             check_regular(file)
@@ -144,11 +147,32 @@ def _find_in_directory(root: pathlib.Path) -> Found:
     unread = _unread(root, files, data)
     if data:
         splits, said = _by_split(root, data)
+        if missing := _missing_parts(data):
+            raise UserError(
+                f"{root} lacks {_some(missing)}, by the count in the names of other files: "
+                "download it again, or name one file itself"
+            )
         return Found(splits, "" if said else _held_out_name(own_name), unread)
     raise UserError(
         f"the directory {root} holds no data (parquet, JSONL, CSV or JSON files, or what "
         f"save_to_disk writes){', but ' + _some(unread) if unread else ''}; name {_FORMS}"
     )
+
+
+def _missing_parts(paths: Iterable[pathlib.Path]) -> tuple[str, ...]:
+    """Returns the names of files without which others, called 'k-of-n', are not all n of them."""
+    numbers: dict[tuple[pathlib.Path, str, str, str], dict[int, str]] = {}
+    for path in paths:
+        if part := _PART.fullmatch(_stem(path)):
+            key = path.parent, part[1], part[3], suffix(path.name)
+            numbers.setdefault(key, {})[int(part[2])] = part[2]
+    missing: list[str] = []
+    for (_, begin, count, end), found in sorted(numbers.items()):
+        first = int(0 not in found and int(count) in found)
+        wanted = range(first, first + min(int(count), _MOST_ENTRIES))
+        width = len(min(found.values()))
+        missing += [f"{begin}{k:0{width}}-of-{count}{end}" for k in wanted if k not in found]
+    return tuple(missing)
 
 
 def _unread(

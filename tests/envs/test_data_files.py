@@ -119,6 +119,37 @@ def test_a_file_that_is_named_by_the_user(name, said, tmp_path):
         assert _load(tmp_path / folder).note.endswith(said)
 
 
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["train-00000-of-00002.parquet"], "train-00001-of-00002.parquet"),
+        (["a/train-00001-of-00002.jsonl.gz"], "train-00000-of-00002.jsonl.gz"),
+        (["train.jsonl", "test-00001-of-00002.jsonl"], "test-00000-of-00002.jsonl"),
+        (["train-00000-of-00002-0a1b2c.parquet"], "train-00001-of-00002.parquet"),
+        (["part-2-of-3.csv", "part-3-of-3.csv"], "part-1-of-3.csv"),
+        (["00000-of-00004.jsonl", "00002-of-00004.jsonl"], "00001-of-00004.jsonl, 00003-of-"),
+        (["train/00000-of-10000.jsonl"], "and 9,993 more"),
+    ],
+)
+def test_files_that_names_promise_and_that_are_not_there(names, missing, tmp_path):
+    """A directory of one of two files is a download that was cut off."""
+    for name in names:
+        _write(tmp_path, name)
+    with pytest.raises(UserError) as raised:
+        check_source(env(tmp_path))
+    assert f"{tmp_path} lacks " in str(raised.value) and missing in str(raised.value)
+    if "parquet" in names[0]:  # named by itself
+        assert _load(tmp_path / names[0]).note.endswith(f"; not read: {missing}")
+
+
+@pytest.mark.parametrize("numbers", [("0", "1"), ("1", "2")])
+def test_all_files_that_names_promise(numbers, tmp_path):
+    for number, rows in zip(numbers, (_TRAIN, _TEST), strict=True):
+        _write(tmp_path, f"train-0000{number}-of-00002.jsonl", rows)
+    data = _load(tmp_path)
+    assert len(data.questions["train"] + data.questions["eval"]) == len(ROWS)
+
+
 def test_what_is_not_used_is_said(tmp_path):
     """Other kinds of data, and splits that are neither trained on nor held out."""
     for name, rows in {"train.jsonl": _TRAIN, "test.jsonl": _TEST, "dev.jsonl": _TEST[:5]}.items():
