@@ -18,6 +18,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.hf.fields import Fields
+from fp8rl_jax.models.hf.finite import count_not_finite
 from fp8rl_jax.models.hf.peft_tensors import (
     BESIDE_IMAGES,
     BESIDE_IMAGES_BEFORE,
@@ -48,6 +49,18 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # Others are of a base that they changed.
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
+# Fields that are read, that say nothing of what an adapter computes (as those of a beginning that
+# changes a base, since `init_lora_weights` says which it was), or that the tensors' names say, too.
+_FREE = frozenset(
+    (
+        *("r", "lora_alpha", "rank_pattern", "alpha_pattern"),
+        *("target_modules", "target_parameters", "exclude_modules"),
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "lora_dropout", "ensure_weight_tying", "runtime_config"),
+        *("megatron_core", "qalora_group_size", "unsloth_fixed"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    )
+)
 # Part of a tensor's name -> what it belongs to.
 _NOT_READ = {
     "vision_tower.": "the vision tower",
@@ -57,6 +70,7 @@ _NOT_READ = {
     ".mlp.gate.": "the router",
     ".mlp.router.": "the router",
     ".kv_b_proj.": "latent attention's matrices by head",
+    ".default.": "a model's state, before save_pretrained, which leaves '.default' out,",
 }
 
 
@@ -116,9 +130,9 @@ class AdapterFile:
         return read_rows(entry, 0, entry.shape[0]).astype(np.float32)
 
     def check(self, adapted: Collection[Path], rank: int, alpha: float) -> None:
-        """Checks that the file holds adapters of a configuration, and nothing else.
+        """Checks that the file holds finite adapters of a configuration, and nothing else.
 
-        Reads only weights that may have no place; if their product is zero they need none.
+        Weights whose product is zero need no place.
 
         Args:
           adapted: paths of the linear layers with adapters.
@@ -128,8 +142,16 @@ class AdapterFile:
           UserError: the file is of another adapter; the message names the field to change, or the
             first tensor that has no place.
         """
+        self._fields.require_finite()
         for name, supported in _PLAIN.items():
             self._fields.require(name, supported, "only plain LoRA is read: take another adapter")
+        for name, value in self._fields.values.items():
+            if name not in _PLAIN.keys() | _FREE and value not in (None, False, "", [], {}):
+                raise self._fields.error(
+                    name,
+                    "only plain LoRA is read: take another adapter, or remove the field if it "
+                    "changes nothing",
+                )
         self._check_numbers(rank, alpha)
         wanted = self.pairs(adapted)
         placed = {name for pair in wanted for name in pair.tensors}
@@ -140,6 +162,14 @@ class AdapterFile:
             if self.holds(pair):
                 self._check_pair(pair, rank)
         self._check_complete(adapted, wanted)
+        for name in (name for name in self._entries if name in placed):
+            entry = self._entries[name]
+            values = read_rows(entry, 0, entry.shape[0])
+            if bad := count_not_finite(values):
+                raise UserError(
+                    f"lora.checkpoint: {entry.file}: {bad:,} of the {values.size:,} elements of "
+                    f"tensor {name} are NaN or infinite: take an adapter without"
+                )
 
     def _ranks(self, pair: Pair) -> int:
         """Returns the rank that adapter_config.json gives a pair."""

@@ -128,12 +128,16 @@ def test_bf16_is_read(tmp_path):
 _CHANGES = {
     "rank": ({"r": 8}, ["r = 8", "lora.rank is 3", "write lora.rank=8"]),
     "alpha": ({"lora_alpha": 16}, ["lora_alpha = 16", "lora.alpha is 6", "write lora.alpha=16"]),
+    "no number": ({"lora_alpha": float("nan")}, ["lora_alpha is nan", "finite"]),
     "dora": ({"use_dora": True}, ["use_dora", "plain LoRA"]),
     "rslora": ({"use_rslora": True}, ["use_rslora"]),
     "kind": ({"peft_type": "IA3"}, ["peft_type", "IA3"]),
     "biases": ({"bias": "all"}, ["bias"]),
     "ranks that differ": ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
     "no rank": ({"r": None}, ["no field r"]),
+    "tokens": ({"trainable_token_indices": [1]}, ["trainable_token_indices", "plain LoRA"]),
+    "a variant": ({"kasa_config": {"beta": 1.0}}, ["kasa_config", "remove the field"]),
+    "unknown": ({"use_newlora": True}, ["adapter_config.json: use_newlora is True", "plain LoRA"]),
 }
 
 
@@ -147,6 +151,17 @@ def test_other_adapters_are_refused(changes, words, tmp_path):
     assert "lora.checkpoint" in str(refusal.value) and "\n" not in str(refusal.value)
     for word in words:
         assert word in str(refusal.value), refusal.value
+
+
+def test_fields_that_change_nothing_are_read(tmp_path):
+    """Those of PEFT 0.21, of unsloth and of a later version, unless set."""
+    adapters = _saved(tmp_path / "own", "qwen3")
+    file = tmp_path / "own" / "adapter_config.json"
+    more = {"auto_mapping": {"unsloth_fixed": True}, "peft_version": "0.21.2", "kasa_config": None}
+    more |= {"megatron_core": "megatron.core", "qalora_group_size": 16, "loftq_config": {}}
+    more |= {"exclude_modules": ["lm_head"], "use_newlora": False, "new_config": {}, "new_list": []}
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    check_adapter(str(tmp_path / "own"), CONFIGS["qwen3"], adapters, _RANK, _ALPHA)
 
 
 def _edited(directory, change) -> None:
@@ -167,7 +182,7 @@ _EXTRA = {  # a tensor's name -> words of the refusal
     _AT + "self_attn.k_proj": ["leaves k_proj out", "write lora.modules='k_proj,q_proj'"],
     _AT.replace("1", "9") + "self_attn.q_proj": ["3 layers"],
     _AT.replace("layers", "language_model.layers") + "self_attn.q_proj": ["no linear layer"],
-    _AT + "self_attn.q_proj.default": ["no linear layer"],
+    _AT + "self_attn.q_proj.default": ["before save_pretrained"],
 }
 
 
@@ -185,6 +200,21 @@ def test_the_first_tensor_without_a_place_is_named(name, words, tmp_path):
     pair[f"{name}.lora_B.weight"] = 0 * matrix
     _edited(tmp_path / "own", lambda tensors: tensors.update(pair))
     if "k_proj" not in name:
+        check_adapter(str(tmp_path / "own"), CONFIGS["qwen3"], adapters, _RANK, _ALPHA)
+
+
+@pytest.mark.parametrize(("matrix", "value"), [("lora_A", np.nan), ("lora_B", -np.inf)])
+def test_weights_are_finite(matrix, value, tmp_path):
+    """The first that is not is named, as those of the base are."""
+    adapters = _saved(tmp_path / "own", "qwen3", ("q_proj",))
+    name = f"{_AT}self_attn.q_proj.{matrix}.weight"
+
+    def spoil(tensors):
+        tensors[name][0, :2] = tensors[name.replace("layers.1", "layers.2")][0] = value
+
+    _edited(tmp_path / "own", spoil)
+    words = rf"model\.safetensors: 2 of the \d+ elements of tensor {name} are NaN or infinite: take"
+    with pytest.raises(UserError, match=words):
         check_adapter(str(tmp_path / "own"), CONFIGS["qwen3"], adapters, _RANK, _ALPHA)
 
 
