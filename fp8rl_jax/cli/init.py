@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pathlib
+import shlex
 
 from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.cli.arguments import Command, a_path, argument
@@ -54,7 +55,8 @@ def _init(values: argparse.Namespace) -> int:
         else "from a small decoder that learns the answers of the questions first."
     )
     lines = [f'            "{name}": {_written(fields)},' for name, fields in sections.items()]
-    text = _TEXT.format(title=title.replace("\\", "/"), file=values.file, sections="\n".join(lines))
+    named, of_all = shlex.quote(str(path)), "\n".join(lines)
+    text = _TEXT.format(title=_in_docstring(title), file=_in_docstring(named), sections=of_all)
     with refused_by_system(f"fp8rl init: {path} cannot be written", "name another file"):
         write_whole(path, text)
     rollout = sections["rollout"]
@@ -62,16 +64,22 @@ def _init(values: argparse.Namespace) -> int:
         f"{path}: prompts of up to {rollout['max_prompt_tokens']} tokens, responses of up to "
         f"{rollout['max_new_tokens']}, {rollout['prompts_per_step']} x {rollout['group_size']} "
         f"samples a step; {reward}\n"
-        f"look at the questions:  fp8rl data show --config {path}\n"
-        f"train:                  fp8rl train {path}"
+        f"look at the questions:  fp8rl data show --config {named}\n"
+        f"train:                  fp8rl train {named}"
     )
     return 0
 
 
 def _written(fields: dict) -> str:
-    """Returns a section as Python source."""
-    values = ((k, json.dumps(v) if isinstance(v, str) else repr(v)) for k, v in fields.items())
+    """Returns a section as Python source; JSON writes texts of ASCII as Python does."""
+    plain = {k for k, v in fields.items() if isinstance(v, str) and v.isascii()}
+    values = ((k, json.dumps(v) if k in plain else repr(v)) for k, v in fields.items())
     return "{" + ", ".join(f'"{name}": {value}' for name, value in values) + "}"
+
+
+def _in_docstring(text: str) -> str:
+    """Escapes what would end or change a docstring: quotes, backslashes, control characters."""
+    return repr(text)[1:-1].replace('"', r"\"")
 
 
 INIT = Command(

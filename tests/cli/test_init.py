@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -60,6 +61,19 @@ def test_what_it_refuses(words, said, place, capsys):
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not (place / "mine.py").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ['a"""b', "it's", "back\\slash\\", "two\nlines", "\U0001f600 and é"]
+)
+def test_any_name_of_a_file(name, place, capsys):
+    """What is written is Python, and names the file."""
+    (place / "rows.jsonl").rename(place / f"{name}.jsonl")
+    assert cli.run(["init", f"{name}.py", f"--data={name}.jsonl"]) == 0
+    config = load_config(f"{name}.py")
+    assert config.env.task == f"{name}.jsonl" and config.run.dir.endswith(f"runs/{name}")
+    last = capsys.readouterr().out.partition("fp8rl train ")[2]
+    assert shlex.split(last) == [f"{name}.py"]
 
 
 def test_the_reward_is_tried(place, capsys):
