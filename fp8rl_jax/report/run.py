@@ -203,13 +203,14 @@ def _key_figures(run: RunFiles, s: dict) -> list[tuple[str, str]]:
     first, others = number(s["time_step_first"], " s"), number(s["time_step"], " s")
     rates = (number(s[f"tokens_per_s_{side}"]) for side in ("rollout", "learner"))
     sampled, greedy = (
-        " → ".join(share(s[kind][when]) for when in ("sft_end", "last"))
+        " → ".join(run.held_out(s[kind][when]) for when in ("sft_end", "last"))
         for kind in ("sampled", "greedy")
     )
+    name = "Reward" if run.graded else "Accuracy"
     return [
-        ("Accuracy, sampled: last of SFT → last of RL", sampled),
-        ("Accuracy, greedy: last of SFT → last of RL", greedy),
-        ("Best SFT accuracy, greedy", share(s["greedy"]["sft_best"])),
+        (f"{name}, sampled: last of SFT → last of RL", sampled),
+        (f"{name}, greedy: last of SFT → last of RL", greedy),
+        (f"{name}, greedy: best of SFT", run.held_out(s["greedy"]["sft_best"])),
         ("Held-out questions", number(s["questions"])),
         ("Devices", device(run, "layout") or MISSING),
         ("Reward, first → last tenth", f"{number(s['reward_first'])} → {number(s['reward_last'])}"),
@@ -244,7 +245,7 @@ def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
         names = [str(run.path) for run in runs]
     for run, name in zip(runs, names, strict=True):
         s = summarise_files(run)
-        accuracy = [share(s[kind]["last"]) for kind in ("greedy", "sampled")]
+        accuracy = [run.held_out(s[kind]["last"]) for kind in ("greedy", "sampled")]
         drift = (drift_text(s), near_one(s["token_mult_prob_error"]))
         times = [number(s[key]) for key in TYPICAL[1:]]
         rows.append((f"{run.label} ({name})", *times, *accuracy, *drift))
@@ -308,7 +309,7 @@ def _sections(run: RunFiles, s: dict) -> Iterator[tuple]:
     """Yields (heading, panels, caption, times of phases or None, analysis of drift or "")."""
     for title, caption in _CAPTIONS.items():
         panels = [panel for panel in _panels(run, title) if panel]
-        if title == "Held-out accuracy" and (s["questions"] or 0) > 0:
+        if title == "Held-out accuracy" and (s["questions"] or 0) > 0 and not run.graded:
             error = f"{50 / math.sqrt(s['questions']):.1f} points"
             caption += f" With {s['questions']:,} questions one standard error is at most {error}."
         if panels or title not in _OPTIONAL:

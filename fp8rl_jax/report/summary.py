@@ -62,6 +62,21 @@ class RunFiles:
         return [row for row in self.metrics if DRIFT_MAX in row and row.get("drift_tokens", 1)]
 
     @property
+    def graded(self) -> bool:
+        """Whether the mean of held-out rewards is not the share of right answers: there are other
+        rewards than 0 and 1, or an environment gives sums over replies."""
+        pairs = [(row.get("accuracy_sampled"), row.get("pass@1")) for row in self.eval]
+        numbers = (int, float)
+        return bool(self.field("env", "step")) or any(
+            isinstance(mean, numbers) and isinstance(right, numbers) and abs(mean - right) > 1e-6
+            for mean, right in pairs
+        )
+
+    def held_out(self, value: float | None) -> str:
+        """Formats a mean of held-out rewards: a share as a percentage."""
+        return number(value) if self.graded else share(value)
+
+    @property
     def label(self) -> str:
         rollout, learner = (self.field("precision", k) or "?" for k in ("rollout", "learner"))
         return f"{rollout} rollout, {learner} learner"
@@ -369,7 +384,7 @@ def share(value: float | None) -> str:
         return MISSING
     if 0 < value < 5e-4 or 1 - 5e-4 < value < 1:
         return f"{value * 100:.1g} %" if value < 0.5 else f"all but {(1 - value) * 100:.1g} %"
-    if abs(value) >= 100:  # a reward that is not an accuracy
+    if abs(value) >= 100:  # no share
         return f"{value * 100:.3g} %"
     return f"{value * 100:.1f}".removesuffix(".0") + " %"
 
@@ -380,29 +395,18 @@ def drift_text(s: dict) -> str:
     return "0 exactly" if s["drift_exactly_zero"] else f"{s['drift_max']:.3g}"
 
 
-def _is_graded(run: RunFiles) -> bool:
-    """Returns whether the reward has other values than right and wrong, so that its mean is not the
-    share of right answers."""
-    pairs = [(row.get("accuracy_sampled"), row.get("pass@1")) for row in run.eval]
-    numbers = (int, float)
-    return any(
-        isinstance(mean, numbers) and isinstance(right, numbers) and abs(mean - right) > 1e-6
-        for mean, right in pairs
-    )
-
-
 def _sentence(run: RunFiles, s: dict) -> str:
     kinds, parts = ("sampled", "greedy"), ["no held-out evaluation recorded"]
     names = {"sft_end": "the last SFT evaluation"}
     names["last"] = f"RL step {max(s[kind]['last_step'] or 0 for kind in kinds):,}"
     ends = [k for k in names if any(s[kind][k] is not None for kind in kinds)]
     if ends:
-        values = (f"{x} {' → '.join(share(s[x][k]) for k in ends)}" for x in kinds)
+        values = (f"{x} {' → '.join(run.held_out(s[x][k]) for k in ends)}" for x in kinds)
         where = " and at ".join(names[k] for k in ends)
-        name = "mean held-out reward" if _is_graded(run) else "held-out accuracy"
+        name = "mean held-out reward" if run.graded else "held-out accuracy"
         parts = [f"{name} at {where}: {', '.join(values)}"]
     if (best := s["greedy"])["sft_best"] is not None:
-        parts[0] += f" (best SFT evaluation {share(best['sft_best'])},"
+        parts[0] += f" (best SFT evaluation {run.held_out(best['sft_best'])},"
         parts[0] += f" at step {best['sft_best_step']:,})"
     if s["drift_steps"]:
         equal = share(s["logprob_equal_frac"])

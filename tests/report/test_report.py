@@ -147,7 +147,18 @@ def test_what_a_user_should_look_at(tmp_path):
     assert note.startswith("All rewards were equal in 90 % of the groups of the last 2 steps")
     assert "held-out accuracy at" in s["sentence"]
     write_rows(root / "eval.jsonl", graded)
-    assert "mean held-out reward at" in summary.summarise(root)["sentence"]
+    said = summary.summarise(root)["sentence"]
+    assert "mean held-out reward at" in said and "%" not in said.partition("; drift")[0]
+
+
+def test_sums_over_replies_are_no_shares(tmp_path):
+    """An episode may have a reward of 1.135."""
+    config = CONFIG | {"env": {"task": "game", "step": "my_env:step"}}
+    root = make_run(tmp_path / "run", metrics=[metrics_row(1)], config=config)
+    high = [row | {"accuracy_sampled": 1.135} for row in evaluations()]
+    write_rows(root / "eval.jsonl", high)
+    page = read_page(report.write_report(root))
+    assert "sampled 1.14 → 1.14" in page and "113" not in page and "standard error" not in page
 
 
 @pytest.mark.usefixtures("quick")
