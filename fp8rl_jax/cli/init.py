@@ -41,6 +41,7 @@ def _init(values: argparse.Namespace) -> int:
     if os.path.lexists(path):
         raise UserError(f"fp8rl init: {path} is there already; delete it, or write another name")
     from fp8rl_jax.base.whole_file import write_whole
+    from fp8rl_jax.training.questions import few_held_out
     from fp8rl_jax.training.starter import paid, starter
 
     fields = {"run.dir": f"runs/{path.stem}"}
@@ -60,13 +61,15 @@ def _init(values: argparse.Namespace) -> int:
     with refused_by_system(f"fp8rl init: {path} cannot be written", "name another file"):
         write_whole(path, text)
     rollout = sections["rollout"]
-    print(
+    lines = [
         f"{path}: prompts of up to {rollout['max_prompt_tokens']} tokens, responses of up to "
         f"{rollout['max_new_tokens']}, {rollout['prompts_per_step']} x {rollout['group_size']} "
-        f"samples a step; {reward}\n"
-        f"look at the questions:  fp8rl data show --config {named}\n"
-        f"train:                  fp8rl train {named}"
-    )
+        f"samples a step; {reward}",
+        few_held_out(runtime.questions["eval"]),
+        f"look at the questions:  fp8rl data show --config {named}",
+        f"train:                  fp8rl train {named}",
+    ]
+    print("\n".join(filter(None, lines)))
     return 0
 
 

@@ -12,6 +12,7 @@ from fp8rl_jax.config.adapters import check_adapters
 from fp8rl_jax.plan.refuse import check_train_memory
 from fp8rl_jax.training.environment import environment
 from fp8rl_jax.training.lock import RunLock
+from fp8rl_jax.training.questions import few_held_out
 from fp8rl_jax.training.run_directory import check_rooms, check_run, check_shared, open_run
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sinks import logger_names
@@ -50,5 +51,6 @@ def preflight(
         changes = processes.decided(lambda: check_run(runtime, resume, runtime.data_digest, now))
         checked = check()
         processes.decided(lambda: open_run(runtime, runtime.data_digest, now))
-        lines = [str(line) for line in (runtime.data_note, changes, checked) if line]
+        few = few_held_out(runtime.questions["eval"]) if runtime.data_note else ""
+        lines = [str(line) for line in (runtime.data_note, few, changes, checked) if line]
         yield lock, lines, checked

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError
@@ -18,6 +20,8 @@ from fp8rl_jax.data import (
 )
 from fp8rl_jax.envs import Data, Question, check_source, eval_tasks, load_questions, tool_schemas
 from fp8rl_jax.training.kept_lengths import KeptLengths, Lengths
+
+_ENOUGH = 100  # held-out questions: a standard error of at most 5 points
 
 
 def load_data(
@@ -54,6 +58,21 @@ def load_data(
         _check_counts(config, data, lengths)
     notes = (data.note, merges(demonstrations, tokenizer, chat))
     return data._replace(note="; ".join(filter(None, notes)))
+
+
+def few_held_out(questions: Sequence[Question]) -> str:
+    """Returns a warning if an evaluation of these questions says little; '' if not. With several
+    sets it is of the smallest."""
+    sizes = collections.Counter(question.set for question in questions)
+    count = min(sizes.values(), default=_ENOUGH)
+    if count >= _ENOUGH:
+        return ""
+    held_out = "only 1 question is" if count == 1 else f"only {count} questions are"
+    return (
+        f"warning: {held_out} held out, so one standard error of an accuracy is up to "
+        f"{50 / math.sqrt(count):.0f} points: hold out more by env.eval_fraction, env.eval_task or "
+        "eval.questions"
+    )
 
 
 class _Lengths:

@@ -11,6 +11,8 @@ import pytest
 from fp8rl_jax import cli
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
+from fp8rl_jax.envs import Question
+from fp8rl_jax.training.questions import few_held_out
 from fp8rl_jax.training.runtime import make_runtime
 from fp8rl_jax.training.starter import starter
 
@@ -61,6 +63,17 @@ def test_what_it_refuses(words, said, place, capsys):
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert not (place / "mine.py").exists()
+
+
+def test_few_questions_held_out(place, capsys):
+    """`init` says how many: one is said to be one."""
+    lines = [json.dumps(row) for row in _ROWS[:12]]
+    (place / "few.jsonl").write_text("\n".join(lines) + "\n")
+    assert cli.run(["init", "few.py", "--data=few.jsonl"]) == 0
+    said = "warning: only 1 question is held out, so one standard error of an accuracy is up to 50"
+    assert said in capsys.readouterr().out
+    many = [Question(str(i), "") for i in range(100)]
+    assert not few_held_out(many) and "only 99 questions are" in few_held_out(many[1:])
 
 
 @pytest.mark.parametrize(

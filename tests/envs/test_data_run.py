@@ -38,6 +38,7 @@ def test_a_run_over_a_file(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(
         f"{data}: rows (question in question, answer in answer after ####); 22 to train on, 2 held "
         "out (0.1 of all, by the hash of the question); columns not shown: digits\n"
+        "warning: only 2 questions are held out, so one standard error of an accuracy is up to 35 "
     )
     answers = {row["question"]: row["answer"].split("#### ")[1] for row in read_jsonl(_TINY)}
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
