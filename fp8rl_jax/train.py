@@ -207,7 +207,7 @@ def _exact(rt: Runtime) -> str:
 def _sft(run: Run, state: TrainState) -> TrainState:
     """Fine-tunes, or loads the cached result; returns the state at the start of RL, or that at
     which the run must stop."""
-    cached = load_cached(run.runtime, state, run.logs) if int(state.step) == 0 else None
+    cached = load_cached(run, state) if int(state.step) == 0 else None
     if cached is not None:
         run.display.note("supervised fine-tuning found in the cache")
         return begin_rl(run, *cached)

@@ -28,7 +28,7 @@ from fp8rl_jax.models.hf import peft
 from fp8rl_jax.models.lora import base_of, with_base
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
-from fp8rl_jax.training.logs import RunLogs, read_log
+from fp8rl_jax.training.logs import read_log
 from fp8rl_jax.training.optimizer import optimizer_of_phase, updates_made
 from fp8rl_jax.training.run import Run, non_finite_message
 from fp8rl_jax.training.run_directory import cache_root, no_room
@@ -92,9 +92,13 @@ def _kept(state: TrainState) -> dict:
     return {"params": state.params, "scaling_state": state.scaling_state}
 
 
-def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
-    """Returns (params, scaling_state) of a cached result, or None; copies its records to `logs`."""
-    directory = cache_directory(runtime.config, runtime.data_digest)
+def load_cached(run: Run, like: TrainState):
+    """Returns (params, scaling_state) of a cached result, or None; copies its records to the logs.
+
+    A damaged result is removed with a warning, so that fine-tuning makes it again. Several
+    processes, which may not all see the damage, raise a UserError instead.
+    """
+    directory = cache_directory(run.runtime.config, run.runtime.data_digest)
     there = directory is not None and directory.is_dir()
     if not all(processes.exchange(there)) or directory is None:  # one of several hosts may lack it
         return None
@@ -104,14 +108,20 @@ def load_cached(runtime: Runtime, like: TrainState, logs: RunLogs):
         written = {name: read_log(directory / f"{name}.jsonl") for name in _LOGS}
     except UserError as error:
         reason = str(error).partition(";")[0].partition(": put the file back")[0]
-        raise UserError(
-            f"the cached fine-tuning cannot be used: {reason}; move {directory.resolve()} away, "
-            "and fine-tuning runs again"
-        ) from None
+        if processes.count() > 1:
+            raise UserError(
+                f"the cached fine-tuning cannot be used: {reason}; move {directory.resolve()} "
+                "away, and fine-tuning runs again"
+            ) from None
+        shutil.rmtree(directory, ignore_errors=True)
+        run.display.note(
+            f"warning: the cached fine-tuning cannot be used: {reason}; fine-tuning runs again"
+        )
+        return None
     finally:
         checkpoints.close()
     for name, records in written.items():
-        logs.write(name, *records)
+        run.logs.write(name, *records)
     return with_base(kept["params"], base_of(like.params)), kept["scaling_state"]
 
 
