@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import ml_collections
@@ -35,7 +35,7 @@ from fp8rl_jax.training.preflight import preflight
 from fp8rl_jax.training.progress import Display
 from fp8rl_jax.training.rl import begin_rl, run_rl
 from fp8rl_jax.training.run import Run
-from fp8rl_jax.training.run_directory import WRITE_ERRORS, no_room
+from fp8rl_jax.training.run_directory import WRITE_ERRORS, continues, no_room
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 from fp8rl_jax.training.sft import load_cached, run_sft, save_cached
 
@@ -51,14 +51,14 @@ class Outcome:
 
 def train(
     config: ml_collections.ConfigDict,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     stop: Callable[[], str | None] = lambda: None,
 ) -> Outcome:
     """Runs fine-tuning and RL in `config.run.dir`, and writes the report.
 
     Args:
       config: result of `load_config`.
-      resume: continue from the newest checkpoint, bit for bit.
+      resume: continue from the newest checkpoint, bit for bit; 'auto': if there is a run.
       stop: function called after each step; if it returns a name, that of what stops the run, the
         run saves its state and ends.
 
@@ -69,15 +69,16 @@ def train(
       DriftError: drift appeared and zero drift is required; the state after that step is saved.
     """
     processes.check_joined()
+    continued: bool = processes.decided(lambda: continues(config.run.dir, resume))
     runtime, display = make_runtime(config), Display()
     check = functools.partial(_self_check, runtime, display.note)
-    with display, preflight(runtime, resume, check) as (lock, lines, checked):
+    with display, preflight(runtime, continued, check) as (lock, lines, checked):
         try:
             for line in lines:
                 display.note(line)
             run = Run(runtime, lock, display, stop)
             run.doubted = checked is not None and (not checked.holds or bool(checked.drifted))
-            return _execute(run, resume)
+            return _execute(run, continued)
         except OSError as error:
             if error.errno not in WRITE_ERRORS:
                 raise

@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/environment.sh
-exec fp8rl train --resume "$@"
+exec fp8rl train --auto-resume "$@"

@@ -69,7 +69,11 @@ def test_slurm_job_requeues_itself_after_a_stop(status, restarts, requeued, tmp_
         variables["SLURM_RESTART_COUNT"] = restarts
     job = _run(tmp_path, "slurm.sbatch", "--config", "a file.py", **variables)
     assert job.wait() == status
-    assert (tmp_path / "srun.txt").read_text().endswith("fp8rl train --resume --config a file.py\n")
+    assert (
+        (tmp_path / "srun.txt")
+        .read_text()
+        .endswith("fp8rl train --auto-resume --config a file.py\n")
+    )
     assert (tmp_path / "scontrol.txt").exists() == requeued
     if requeued:
         assert (tmp_path / "scontrol.txt").read_text() == "requeue 7\n"
@@ -123,7 +127,7 @@ def test_pod_receives_its_signal(tmp_path):
         tmp_path, "fp8rl", "trap 'exit 75' TERM; echo ready \"$@\"; while :; do sleep 0.1; done"
     )
     pod = _run(tmp_path, "jobset_entry.sh", "--config=c.py")
-    assert pod.stdout.readline() == "ready train --resume --config=c.py\n"
+    assert pod.stdout.readline() == "ready train --auto-resume --config=c.py\n"
     pod.send_signal(signal.SIGTERM)
     assert pod.wait(timeout=30) == 75
 

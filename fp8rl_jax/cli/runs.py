@@ -31,7 +31,7 @@ def _train(values: argparse.Namespace) -> int:
             from fp8rl_jax.report.summary import summarise
             from fp8rl_jax.train import train
 
-            outcome = train(config, values.resume, interrupt)
+            outcome = train(config, "auto" if values.auto_resume else values.resume, interrupt)
         if not outcome.finished:
             return _STOPPED
         if not processes.first():
@@ -88,7 +88,14 @@ TRAIN = Command(
     "train",
     "supervised fine-tuning, then GRPO; writes metrics, checkpoints and report.html to\nrun.dir",
     _train,
-    (argument("--resume", "continue the run in run.dir, bit for bit", action="store_true"),),
+    (
+        argument("--resume", "continue the run in run.dir, bit for bit", action="store_true"),
+        argument(
+            "--auto-resume",
+            "continue the run in run.dir, or start it: for unattended starts",
+            action="store_true",
+        ),
+    ),
     config=True,
     processes=True,
     starts="loads JAX, reads the config and compiles; about a minute to the first step",

@@ -22,7 +22,7 @@ from typing import Any
 import ml_collections
 
 from fp8rl_jax.base import processes
-from fp8rl_jax.base.errors import UserError, limit_reached, refused_by_system
+from fp8rl_jax.base.errors import UserError, did_you_mean, limit_reached, refused_by_system
 from fp8rl_jax.base.json_file import plain, read_bytes, read_json
 from fp8rl_jax.base.user_cache import user_cache
 from fp8rl_jax.base.whole_file import write_whole
@@ -72,6 +72,30 @@ _FILES: tuple[str, ...] = ("config.json", "model.json", _DIGEST, "environment.js
 _FILES += ("report.html", "drift.json", "drift.html")
 _DIRECTORIES = ("checkpoints", "reference")
 _SHARED_SECONDS = 10.0  # time for a network file system to show a new file
+
+
+def continues(directory: str, resume: bool | str) -> bool:
+    """Returns whether the run in a directory is to be continued.
+
+    Args:
+      directory: `run.dir`.
+      resume: whether an existing run is; 'auto': if the directory exists.
+
+    Raises:
+      UserError: there is no directory, and `resume` is True: its name may be wrong.
+    """
+    there = os.path.lexists(directory)
+    if resume is True and not there:
+        parent, name = os.path.split(os.path.abspath(directory))
+        beside = list[str]()
+        with contextlib.suppress(OSError):
+            beside = os.listdir(parent)
+        hint = did_you_mean(name, beside, "correct the name", form="{!r}")
+        raise UserError(
+            f"run.dir: {directory} does not exist, so there is nothing to resume ({hint}); leave "
+            "--resume out to start a run, or write --auto-resume to start or continue one"
+        )
+    return there if resume == "auto" else bool(resume)
 
 
 def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]) -> str | None:

@@ -84,6 +84,15 @@ def test_run_that_exists_needs_resume(refused_fields, run_dir):
     assert begins(*train_command(), "--resume")
 
 
+def test_a_run_that_does_not_exist(refused, run_dir):
+    """A name with an error is no new run, unless the command is for unattended starts."""
+    message = refused(*train_command("run.dir=rum"), "--resume")
+    assert_words(message, ["rum does not exist", "did you mean 'run'", "--auto-resume"])
+    assert not (run_dir.parent / "rum").exists()
+    assert begins(*train_command("run.dir=rum"), "--auto-resume")
+    assert begins(*train_command(), "--auto-resume")
+
+
 def test_loggers_are_no_part_of_a_run(run_dir):
     """A service that is gone, or another project, does not hold up a resumption."""
     assert begins(*train_command("run.loggers=", "run.project=other"), "--resume")
