@@ -20,6 +20,7 @@ from fp8rl_jax.api.kept_reward import reward_name
 from fp8rl_jax.api.policy import Policy, keep_programs, load
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.whole_file import write_whole
+from fp8rl_jax.report.metrics import GAP
 from fp8rl_jax.training.starter import starter
 
 _ROOT = pathlib.Path("runs")
@@ -56,7 +57,8 @@ class Job:
 
     def _records(self, name: str) -> list[dict[str, Any]]:
         file = self.directory / f"{name}.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        records = map(json.loads, file.read_text().splitlines())
+        return [record for record in records if GAP not in record]
 
 
 def run(

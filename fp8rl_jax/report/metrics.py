@@ -380,6 +380,7 @@ SECTIONS = {
     "Supervised fine-tuning": ("sft", _SFT),
 }
 
+GAP = "gap"  # key of a record that stands in the place of lost ones
 # {name of a file without .jsonl: its metrics}.
 FILES = {
     file: [metric for name, section in SECTIONS.values() if name == file for metric in section]

@@ -19,7 +19,7 @@ import numpy as np
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json, read_json
-from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
+from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN, GAP
 from fp8rl_jax.report.verdicts import step_verdicts
 
 TYPICAL: tuple[str, ...] = ("time_step", "time_rollout", "time_learner")
@@ -123,7 +123,10 @@ def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
         notes.append(f"{path.name}: left out {len(bad)} of {count} lines{last}.")
     if not rows:
         notes.append(f"{path.name} holds no complete line.")
-    return rows
+    kept = [row for row in rows if GAP not in row]
+    if len(kept) < len(rows):
+        notes.append(f"{path.name} has a gap: its records up to a checkpoint were lost.")
+    return kept
 
 
 def _lines(path: pathlib.Path) -> Iterator[bytes]:

@@ -13,8 +13,21 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.base.json_file import LONGEST, parse_json, strict_json
 from fp8rl_jax.base.paths import open_regular
-from fp8rl_jax.report.metrics import FILES
+from fp8rl_jax.base.whole_file import write_whole
+from fp8rl_jax.report.metrics import FILES, GAP
 from fp8rl_jax.training.sinks import Outside, logger_names
+
+
+_WAYS = "put the file back, or move it away, and --resume goes on with a gap in it"
+
+
+def _gap(size: int) -> bytes:
+    """Returns lines of `size` bytes in the place of a log that is gone, so that sizes which
+    checkpoints have noted stay positions in it."""
+    line = strict_json({"step": 0, GAP: "the records that were here are missing"})
+    most = LONGEST // 2
+    lengths = [most] * (size // most - 1) + [size % most + most] if size > most else [size]
+    return b"".join(line.ljust(length - 1).encode() + b"\n" for length in lengths)
 
 
 class JsonlWriter:
@@ -69,7 +82,7 @@ def read_log(path: pathlib.Path) -> list[dict[str, Any]]:
         what = f"cannot be read ({error.strerror})"
     except ValueError as error:
         what = f"is damaged ({error})"
-    raise UserError(f"{path} {what}: put the file back, or start again with another run.dir")
+    raise UserError(f"{path} {what}: {_WAYS}")
 
 
 def _records(path: pathlib.Path, end: bytes = b"") -> Iterator[dict[str, Any]]:
@@ -119,7 +132,8 @@ class RunLogs:
         """Opens the files; cuts them to `offsets` (sizes in bytes by name).
 
         With None they start empty; files of a former run, its drift analysis included, move to the
-        directory `earlier-1`, `earlier-2`, ..., which `moved_to` names.
+        directory `earlier-1`, `earlier-2`, ..., which `moved_to` names. A file that is not there
+        begins with a gap, which `note` says.
 
         `config` names the loggers, which receive it; `note` is called with lines on their failures.
 
@@ -134,19 +148,24 @@ class RunLogs:
 
     def _open(self, directory: pathlib.Path, offsets: dict[str, int] | None, config, note) -> None:
         self.moved_to = self._move_away(directory) if offsets is None else None
+        for name, size in (offsets or {}).items():
+            path = directory / f"{name}.jsonl"
+            if size and not os.path.lexists(path):
+                write_whole(path, _gap(size))
+                note(f"warning: {path} is missing, so it begins with a gap up to the checkpoint")
         self._writers = {name: JsonlWriter(directory / f"{name}.jsonl") for name in self.NAMES}
         for name, writer in self._writers.items():
             size = (offsets or {}).get(name, 0)
             if writer.path.stat().st_size < size:
                 raise UserError(
                     f"{writer.path} is shorter than it was when the checkpoint was written "
-                    f"({size} bytes): put the file back, or start again with another run.dir"
+                    f"({size} bytes): {_WAYS}"
                 )
             writer.truncate(size)
         written = {name: read_log(writer.path) for name, writer in self._writers.items()}
         self._sinks = [Outside(name, directory, config, note) for name in logger_names(config)]
         for name, records in written.items():
-            self._show(name, records, again=True)
+            self._show(name, [r for r in records if GAP not in r], again=True)
 
     def _move_away(self, directory: pathlib.Path) -> pathlib.Path | None:
         """Moves the files of a former run; returns their new directory, or None without files."""

@@ -111,13 +111,14 @@ def check_run(resolved: Resolved, resume: bool, digest: str, now: dict[str, Any]
       UserError: `run.dir` holds another run, or one that cannot be continued.
     """
     directory = pathlib.Path(resolved.config.run.dir)
-    _check_directory(resolved, resume)
+    lines = [_check_directory(resolved, resume)]
     _check_unchanged(directory, digest)
-    return check_environment(directory, now)
+    return "; ".join(filter(None, [*lines, check_environment(directory, now)])) or None
 
 
-def _check_directory(resolved: Resolved, resume: bool) -> None:
-    """Raises UserError if `run.dir` holds another configuration, or a run without `resume`."""
+def _check_directory(resolved: Resolved, resume: bool) -> str:
+    """Raises UserError if `run.dir` holds another configuration, or a run without `resume`; returns
+    a warning if its configuration is not known."""
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
     for name in (*_FILES, *_DIRECTORIES):
@@ -140,14 +141,21 @@ def _check_directory(resolved: Resolved, resume: bool) -> None:
                 f"run.dir: {directory} already holds this run: add --resume to continue it, or "
                 "choose another --config.run.dir"
             )
+    elif resume and any(path.name.isdecimal() for path in directory.glob("checkpoints/*")):
+        return (
+            f"warning: {saved} is gone and is written again, unchecked: give every override with "
+            "which the run began"
+        )
     else:
         names = ("checkpoints", "reference", "tensorboard", *(f"{n}.jsonl" for n in RunLogs.NAMES))
         found = next((name for name in names if (directory / name).exists()), None)
         if found:
             raise UserError(
                 f"run.dir: {directory} has no config.json but holds {found}, which a run would "
-                "replace: choose another --config.run.dir"
+                "replace: choose another --config.run.dir, or, to go on from a checkpoint there, "
+                "add --resume to all that the run began with"
             )
+    return ""
 
 
 def open_run(resolved: Resolved, digest: str, now: dict[str, Any]) -> None:

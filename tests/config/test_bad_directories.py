@@ -84,6 +84,17 @@ def test_run_that_exists_needs_resume(refused_fields, run_dir):
     assert begins(*train_command(), "--resume")
 
 
+def test_a_run_without_its_config(refused_fields, run_dir, capsys):
+    """Goes on from its checkpoints with what the command line says, and a warning."""
+    (run_dir / "config.json").unlink()
+    assert_words(refused_fields(), ["run.dir", "no config.json", "checkpoints", "add --resume"])
+    capsys.readouterr()
+    assert begins(*train_command(), "--resume")
+    said = capsys.readouterr().out
+    assert "config.json is gone" in said and said.count("config.json") == 1
+    assert (run_dir / "config.json").exists()
+
+
 def test_a_run_that_does_not_exist(refused, run_dir):
     """A name with an error is no new run, unless the command is for unattended starts."""
     message = refused(*train_command("run.dir=rum"), "--resume")

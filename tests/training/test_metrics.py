@@ -10,6 +10,8 @@ from tiny_run import TIME_PREFIXES, without_times
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config
+from fp8rl_jax.report import summarise
+from fp8rl_jax.training import logs as run_logs
 from fp8rl_jax.training.logs import JsonlWriter, RunLogs, read_jsonl
 
 
@@ -208,6 +210,31 @@ def test_run_logs_shorter_than_their_offset_are_refused(tmp_path, name):
     with pytest.raises(UserError, match=name):
         RunLogs(tmp_path, offsets, default_config()).close()
     assert b"\0" not in path.read_bytes()
+
+
+def test_a_log_that_was_moved_away_begins_with_a_gap(tmp_path, monkeypatch):
+    """It is said, and sizes stay what checkpoints have noted: at the next resumption as well."""
+    monkeypatch.setattr(run_logs, "LONGEST", 2**8)
+    offsets = _offsets_of_three(tmp_path)
+    for name in RunLogs.NAMES:
+        (tmp_path / f"{name}.jsonl").unlink()
+    notes = list[str]()
+    resumed = RunLogs(tmp_path, offsets, default_config(), notes.append)
+    assert resumed.offsets() == offsets and len(notes) == len(offsets)
+    assert all("jsonl is missing, so it begins with a gap" in note for note in notes)
+    _fill(resumed, range(3, 4))
+    later = resumed.offsets()
+    resumed.close()
+    for sizes in (later, offsets):
+        notes.clear()
+        RunLogs(tmp_path, sizes, default_config(), notes.append).close()
+        assert not notes
+        gap, *records = read_jsonl(tmp_path / "metrics.jsonl")
+        assert "are missing" in gap["gap"]
+        assert [r["step"] for r in records if "gap" not in r] == [3] * (sizes is later)
+    (tmp_path / "config.json").write_text("{}")
+    notes = summarise(tmp_path)["notes"]
+    assert "metrics.jsonl has a gap: its records up to a checkpoint were lost." in notes
 
 
 def _damaged(content: bytes) -> dict[str, bytes]:
