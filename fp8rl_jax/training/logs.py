@@ -17,7 +17,6 @@ from fp8rl_jax.base.whole_file import write_whole
 from fp8rl_jax.report.metrics import FILES, GAP
 from fp8rl_jax.training.sinks import Outside, logger_names
 
-
 _WAYS = "put the file back, or move it away, and --resume goes on with a gap in it"
 
 
