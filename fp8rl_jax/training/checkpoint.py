@@ -58,6 +58,10 @@ class _OtherState(ValueError):
     """The saved state has other arrays than the state to restore."""
 
 
+class _Damage(ValueError):
+    """Damage that this module has found; its text says which."""
+
+
 class Checkpoints:
     """The checkpoints of one directory, by increasing number.
 
@@ -158,7 +162,7 @@ class Checkpoints:
                     tree = reader.restore(self._path / str(number) / "state", args=args)
                 found = jax.tree.leaves(tree)
                 if _array_checksums([found[i] for i in part]) != [sums[i] for i in part]:
-                    raise ValueError("other bytes came back")
+                    raise _Damage("other bytes came back")
         except Exception as error:  # see read_meta
             raise UserError(
                 f"{self._directory / str(number)} was written and cannot be read back "
@@ -171,7 +175,7 @@ class Checkpoints:
             args = ocp.args.Composite(meta=ocp.args.JsonRestore())
             meta = self._manager.restore(number, args=args)["meta"]
             if not isinstance(meta, dict) or meta.get("digest") != _digest(meta):
-                raise ValueError("its metadata does not match its digest")
+                raise _Damage("its metadata does not match its digest")
             return _checked(meta)
         except Exception as error:  # orbax and tensorstore raise many types
             raise self._unreadable(number, error) from None
@@ -189,9 +193,10 @@ class Checkpoints:
                 raise _OtherState()
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-            state = self._manager.restore(number, args=args)["state"]
+            with _one_error(0.0):
+                state = self._manager.restore(number, args=args)["state"]
             if state_checksum(state) != meta.get("checksum"):
-                raise ValueError("its bytes do not match their checksum")
+                raise _Damage("its bytes do not match their checksum")
             return state
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
@@ -222,13 +227,13 @@ class Checkpoints:
             wanted, how = ({"params": tree} for tree in one_leaf)
             args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
             try:
-                with ocp.PyTreeCheckpointer() as one:
+                with _one_error(0.0), ocp.PyTreeCheckpointer() as one:
                     found = one.restore(self._path / str(number) / "state", args=args)
                 array = traverse_util.flatten_dict(found["params"])[path]
                 with _on_cpu():  # it may be larger than an accelerator
                     sums = _array_checksums(array)
                 if sums != [meta["arrays"][keys[path]]]:
-                    raise ValueError(f"the bytes of {'.'.join(path)} do not match their checksum")
+                    raise _Damage(f"the bytes of {'.'.join(path)} do not match their checksum")
                 return array
             except Exception as error:  # see read_meta
                 raise self._unreadable(number, error) from None
@@ -254,9 +259,18 @@ class Checkpoints:
         return UserError(f"{path} is no complete checkpoint of this run ({named}); {back}")
 
     def _said(self, error: Exception) -> str:
-        """Returns an error's type and the beginning of its text, with the directory's real name."""
-        text = str(error).replace(str(self._path), str(self._directory))
-        return f"{type(error).__name__}: {' '.join(text.split())[:160]}"
+        """Returns what an error says, without what only orbax and tensorstore know; with the file,
+        if it names one of the checkpoint."""
+        if isinstance(error, _Damage):
+            return str(error)
+        if isinstance(error, OSError) and error.strerror:
+            return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            return "there is not enough memory"
+        said = f"{error} {error.__cause__ or error.__context__}"
+        names = re.findall(re.escape(f"{self._path}/") + r"([\w./-]*\w)", said)
+        file = max((n for n in names if not (self._path / n).is_dir()), key=len, default="")
+        return f"a file of it is damaged or missing{file and f': {file}'}"
 
     def close(self) -> None:
         """Finishes, and frees the directory."""
@@ -298,11 +312,11 @@ def _parts(leaves: list) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _one_error() -> Iterator[None]:
-    """Makes a failing save raise a single error, and drops what it prints and logs.
+def _one_error(seconds: float = _OTHER_WRITES) -> Iterator[None]:
+    """Makes a failing save or restore raise a single error, and drops what it prints and logs.
 
     When many writes fail together, orbax and asyncio log each of them, and threads of tensorstore
-    print that the event loop is closed.
+    print that the event loop is closed; they have `seconds` to do so.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -313,7 +327,7 @@ def _one_error() -> Iterator[None]:
             except Exception as error:
                 traceback.clear_frames(error.__traceback__)
                 gc.collect()
-                time.sleep(_OTHER_WRITES)
+                time.sleep(seconds)
                 if isinstance(error, OSError):
                     raise
                 for number in STORE_ERRORS:  # tensorstore reports them as ValueError
@@ -352,13 +366,13 @@ def _structure(state: Any) -> str:
 
 
 def _checked(meta: dict[str, Any]) -> dict[str, Any]:
-    """Returns the metadata; ValueError if a value that a run reads has another type."""
+    """Returns the metadata; _Damage if a value that a run reads has another type."""
     offsets = meta.get("offsets", {})
     numbers = [meta.get("step", 0), *(offsets.values() if isinstance(offsets, dict) else [None])]
     if meta.get("phase", "rl") not in ("sft", "rl") or any(
         type(n) is not int or n < 0 for n in numbers
     ):
-        raise ValueError("its metadata has another form")
+        raise _Damage("its metadata has another form")
     return meta
 
 
