@@ -200,7 +200,9 @@ def test_the_first_checkpoint_is_read_back(part_bytes, tmp_path, monkeypatch, st
 
     monkeypatch.setattr(checkpoint, "_array_checksums", others)
     checkpoints = Checkpoints(tmp_path / "[other]", keep=2)
-    with pytest.raises(UserError, match=r"\[other\]/1 was written and cannot be read back \(other bytes"):
+    with pytest.raises(
+        UserError, match=r"\[other\]/1 was written and cannot be read back \(other bytes"
+    ):
         checkpoints.save(1, state, _META)
     checkpoints.close()
 

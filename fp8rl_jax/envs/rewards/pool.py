@@ -36,6 +36,7 @@ from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.envs.rewards.call import Failure, attempt
 from fp8rl_jax.envs.rewards.channel import TOKEN_BYTES, Channel, ForeignBytes
 from fp8rl_jax.envs.rewards.form import Form
+from fp8rl_jax.envs.rewards.printed import Printed
 from fp8rl_jax.envs.rewards.terms import Limits, Term, module_file
 from fp8rl_jax.envs.rewards.worker import STALE, Calls, Load, main
 
@@ -46,6 +47,7 @@ _PROGRAM = (
 _LOAD_SECONDS = 600.0  # for a process to start and import a user's module
 _SEND_SECONDS = 60.0  # for an idle worker to accept a request
 _DUMP_SECONDS = 1.0  # for the traceback of a call that takes too long
+_PRINT_SECONDS = 0.2  # for the last of what a worker has printed
 _END_SECONDS = 1.0  # for a worker to end without a signal
 _MOST_DUMP = 2**20  # bytes of a traceback
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -242,7 +244,7 @@ class WorkerProcess:
         token = secrets.token_bytes(TOKEN_BYTES)
         self._channel = Channel(ours, token)
         self._dump = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
-        self._file = ""
+        self._file = self._said = ""
         path = [entry for entry in sys.path if isinstance(entry, str)]
         # One thread, since there is a worker for each core; no accelerator; and a fixed hash seed,
         # so that sets of texts have the same order in all workers.
@@ -259,10 +261,16 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", _PROGRAM, settings],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 pass_fds=numbers,
                 start_new_session=True,
                 env=environment,
             )
+        streams = (self._process.stdout, 1), (self._process.stderr, 2)
+        self._printed = [Printed(source, number) for source, number in streams if source]
+        for printed in self._printed:
+            printed.start()
 
     def load(self, term: Term) -> Failure | str | None:
         """Makes the worker import a term's function.
@@ -271,7 +279,7 @@ class WorkerProcess:
           None on success; `worker.STALE` if the worker has imported another source than that of
           `term.digest`; a Failure if the import failed, or the worker ended while it was idle.
         """
-        self._file = module_file(term.name)
+        self._file, self._said = module_file(term.name), term.said
         path = [entry for entry in sys.path if isinstance(entry, str)]
         self.begin(Load(term.role, term.name, term.digest, path, os.getcwd()))
         return self._answer(_LOAD_SECONDS)
@@ -307,6 +315,8 @@ class WorkerProcess:
             self._process.kill()
 
     def _answer(self, seconds: float):
+        for printed in self._printed:
+            printed.begin(self._said)
         try:
             return pickle.loads(self._channel.receive(seconds))
         except TimeoutError:
@@ -330,6 +340,8 @@ class WorkerProcess:
         with contextlib.suppress(OSError):  # the group, with the processes of the reward
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
+        for printed in self._printed:
+            printed.join(_PRINT_SECONDS)
         self._channel.close()
         self._dump.seek(0)
         dump = self._dump.read(_MOST_DUMP).decode(errors="replace")

@@ -20,12 +20,12 @@ from tiny_run import CONFIG, overrides, reproducible
 from fp8rl_jax import cli
 from fp8rl_jax.base.errors import RewardError, UserError
 from fp8rl_jax.envs import Question, Scoring, Tally, extract_answers, load_rewards
-from fp8rl_jax.envs.rewards import scoring
+from fp8rl_jax.envs.rewards import printed, scoring
 from fp8rl_jax.envs.rewards.pool import Pool
 
 # What a response asks for. All but the last few fail.
 _SOURCE = """
-import ctypes, math, os, random, signal, sys, time
+import ctypes, math, os, random, signal, subprocess, sys, time
 
 def act(prompt, response, answer):
     if response == "exit": sys.exit(0)
@@ -49,6 +49,10 @@ def act(prompt, response, answer):
         return numpy.random.rand()
     if response == "jax": return "jax" in sys.modules or "numpy" in sys.modules
     if response == "pid": return os.getpid()
+    if response == "print":
+        for number in range(50_000): print("a line", number)
+    if response == "child": subprocess.run(["seq", "1", "50000"])
+    if response.startswith("say"): print(response)
     if response.startswith("sleep"): time.sleep(float(response[5:]))
     return len(response)
 
@@ -114,6 +118,24 @@ def test_calls_that_fail_are_not_scored_and_named_once(acting, caplog, monkeypat
         "1e+39, which is beyond float32's range",
     ):
         assert text in caplog.text
+
+
+@pytest.mark.parametrize("how", ["print", "child"])
+def test_what_is_printed_is_bounded(how, acting, caplog, capfd, monkeypatch):
+    """Lines as they come, until a call prints more than a person reads; named once."""
+    monkeypatch.setattr(printed, "_silenced", set())
+    assert _scores(_terms(), ["say one", "say two"]) == [7, 7]
+    said, late = "", time.monotonic() + 20
+    while said.count("\n") < 2 and time.monotonic() < late:
+        said += capfd.readouterr().out
+    assert sorted(said.splitlines()) == ["say one", "say two"]
+    assert _scores(_terms(), [how] * 4) == [5] * 4
+    said = ""
+    while len(said) < 2**16 and time.monotonic() < late:
+        said += capfd.readouterr().out
+    assert len(said) <= 2**18
+    (record,) = caplog.records
+    assert "the reward 'acting_rewards:act' prints more than 64 KiB" in record.getMessage()
 
 
 def test_a_loop_is_ended(acting, caplog, monkeypatch):

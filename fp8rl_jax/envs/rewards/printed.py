@@ -1,0 +1,49 @@
+"""Copies what a worker process prints to the run's own output, up to a limit for each call.
+
+The limit is kept outside of the worker, so that it holds for whatever writes there: a child process
+or a library in C too. Nothing waits for the copying: a worker that prints faster than this process
+reads is slowed down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from typing import IO
+
+_log = logging.getLogger(__name__)
+_MOST = 2**16  # bytes of a call
+_PIECE = 2**16  # bytes
+_silenced: set[str] = set()  # what printed more
+
+
+class Printed(threading.Thread):
+    """A thread that copies a worker's standard output or standard error until it ends."""
+
+    def __init__(self, source: IO[bytes], target: int):
+        """`source`: what the worker prints; `target`: a file descriptor of this process."""
+        super().__init__(name="printed", daemon=True)
+        self._source, self._target = source, target
+        self._name, self._left = "a worker", _MOST
+
+    def begin(self, name: str) -> None:
+        """A call begins. `name`: what messages call its function."""
+        self._name, self._left = name, _MOST
+
+    def run(self) -> None:
+        with self._source as source:
+            while piece := os.read(source.fileno(), _PIECE):
+                kept = b"" if self._name in _silenced else piece[: self._left]
+                self._left -= len(kept)
+                with contextlib.suppress(OSError):  # of a closed or a full output
+                    os.write(self._target, kept)
+                if len(kept) < len(piece) and self._name not in _silenced:
+                    _silenced.add(self._name)
+                    _log.warning(
+                        "%s prints more than %d KiB in a call; what it prints from here on is left "
+                        "out",
+                        self._name,
+                        _MOST // 2**10,
+                    )
