@@ -62,12 +62,15 @@ class Job:
 
 
 def run(
-    config: ml_collections.ConfigDict, *, reward: str | Callable | None = None, resume: bool = False
+    config: ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any],
+    *,
+    reward: str | Callable | None = None,
+    resume: bool = False,
 ) -> Job:
     """Runs the job in `config.run.dir`, as `fp8rl train` does. Provisional.
 
     Args:
-      config: from `load_config`.
+      config: from `load_config`; or {section: {field: value}}, what differs from the defaults.
       reward: replaces `config.env.reward`; may be a function defined in a notebook.
       resume: continue from the newest checkpoint, bit for bit.
 
@@ -75,9 +78,15 @@ def run(
       UserError: an error that you can fix.
       RewardError, NonFiniteError, DriftError: as for `fp8rl_jax.train.train`.
     """
+    content = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
+    if not content or not all(isinstance(fields, Mapping) for fields in content.values()):
+        raise UserError(
+            f"run: config is a {type(config).__name__} without sections; write "
+            "run(load_config(FILE)), or run({'run': {'dir': DIRECTORY}, ...})"
+        )
+    config = with_fields(content, {}, "run")
     directory = pathlib.Path(config.run.dir)
     if reward is not None:
-        config = config.copy_and_resolve_references()
         config.env.reward = reward_name(reward, directory, resume)
     keep_programs(config)
     ended = train.train(config, resume)
@@ -119,7 +128,10 @@ def grpo(
     given = {path_of(name): value for name, value in fields.items()}
     names = (_ROOT / f"grpo-{number}" for number in itertools.count(1))
     new = next(path for path in names if not path.exists())
-    directory = pathlib.Path(given.setdefault("run.dir", str(new)))
+    directory = given.setdefault("run.dir", str(new))
+    if not isinstance(directory, str | os.PathLike):
+        raise UserError(f"grpo: dir is a {type(directory).__name__}; write a directory")
+    directory = pathlib.Path(directory)
     task, name = _task(questions, directory), reward_name(reward, directory, resume)
     model = "" if model is None else os.fspath(model)
     sections, _ = starter(model, task, name, given, "grpo")
@@ -130,6 +142,11 @@ def _task(questions: Any, directory: pathlib.Path) -> str:
     """Returns `env.task` for questions; writes a list of them to a file in the directory first."""
     if isinstance(questions, str | os.PathLike):
         return os.fspath(questions)
+    if not isinstance(questions, Iterable):
+        raise UserError(
+            f"grpo: questions is a {type(questions).__name__}; write a list of them, or a value of "
+            "env.task"
+        )
     rows = [_row(question) for question in questions]
     try:
         text = "".join(f"{json.dumps(row)}\n" for row in rows)

@@ -13,9 +13,10 @@ import functools
 import math
 import os
 import pathlib
+import reprlib
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +198,8 @@ def load(
                 f"load: recipe is {recipe!r}; write its name, or 'module:function' that returns it"
             )
         fields = {"rollout": recipe, "learner": recipe, **fields}
+    if not isinstance(source, str | os.PathLike | None):
+        raise UserError(f"load: source is a {type(source).__name__}; write a directory or a name")
     source = os.fspath(source) if source is not None else None
     base: dict[str, dict[str, Any]] = {}
     if source is None or source in PRESETS:
@@ -238,7 +241,8 @@ def sample(
 
     Args:
       policy: from `load` or `train_step`.
-      prompts: one question or several, as in training: texts, or conversations with `data.chat`.
+      prompts: one question or several, as in training: texts, or conversations with `data.chat`,
+        each a list of messages.
       max_tokens: greatest length of a response; None for `rollout.max_new_tokens`.
       temperature: sampling temperature, 0 for greedy; None for `rollout.temperature`.
       group_size: number of responses to each prompt.
@@ -252,10 +256,7 @@ def sample(
         no scales of these weights.
     """
     runtime = policy.programs.runtime
-    one = isinstance(prompts, str | Mapping)
-    asked = cast(list[Prompt], [prompts] if one else [*prompts])
-    if not asked:
-        raise UserError("sample: there is no prompt; write one or several")
+    asked = _asked(prompts, "sample")
     rollout = runtime.config.rollout
     rows = [encode_prompt(prompt, runtime.tokenizer, runtime.chat) for prompt in asked]
     sized = policy.programs.sized(
@@ -293,8 +294,8 @@ def sample(
 
 def score(
     policy: Policy,
-    prompts: Samples | Sequence[Prompt],
-    responses: Sequence[str] | None = None,
+    prompts: Samples | Prompt | Sequence[Prompt],
+    responses: str | Sequence[str] | None = None,
     *,
     temperature: float = 1.0,
 ) -> np.ndarray:
@@ -319,7 +320,7 @@ def score(
         sized, batch = _batch(policy, prompts)
         longest = batch.mask.shape[1]
     else:
-        sized, batch = _text_batch(policy, [*prompts], responses, temperature)
+        sized, batch = _text_batch(policy, _asked(prompts, "score"), responses, temperature)
         longest = int(batch.mask.sum(1).max())
     rows = len(batch.mask)
     hold_settings()
@@ -372,7 +373,10 @@ def train_step(
       NonFiniteError: loss or gradients are not finite.
     """
     shape = len(samples.prompts), samples.group_size
-    values = np.asarray(rewards, np.float64)
+    try:
+        values = np.asarray(rewards, np.float64)
+    except (TypeError, ValueError):
+        raise UserError(f"train_step: rewards are no numbers; write {shape} of them") from None
     if values.shape not in (shape, (math.prod(shape),)):
         raise UserError(
             f"train_step: rewards have the shape {values.shape}; write {shape}, or "
@@ -425,6 +429,40 @@ def train_step(
     return dataclasses.replace(policy, state=state), dict(record)
 
 
+def _asked(prompts: Any, where: str) -> list[Prompt]:
+    """Returns one question or several as a list; the messages of a conversation are one.
+
+    Raises:
+      UserError: there is no question, or something is none.
+    """
+    one = isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable)
+    given = [prompts] if one else [*prompts]
+    if given and all(map(_is_message, given)):
+        given = [given]
+    if not given:
+        raise UserError(f"{where}: there is no prompt; write one or several")
+    return [_question(prompt, where) for prompt in given]
+
+
+def _question(prompt: Any, where: str) -> Prompt:
+    tools, messages = (), prompt
+    if isinstance(prompt, Mapping):
+        messages, tools = prompt.get("messages"), prompt.get("tools") or ()
+    if isinstance(messages, str) and messages is prompt:
+        return messages
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    if not (is_list and messages and all(map(_is_message, messages))):
+        raise UserError(
+            f"{where}: a prompt is {reprlib.repr(prompt)}; write a text, or a list of messages "
+            "such as [{'role': 'user', 'content': 'What is 2 + 2?'}]"
+        )
+    return {"messages": messages, "tools": tools} if tools else messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value
+
+
 def _batch(policy: Policy, samples: Samples) -> tuple[Runtime, Batch]:
     """Returns the Runtime of the samples' sizes, and the samples as a training batch."""
     slots = samples.asked.tokens.shape[1], samples.tokens.shape[1]
@@ -434,7 +472,8 @@ def _batch(policy: Policy, samples: Samples) -> tuple[Runtime, Batch]:
 
 def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple[Runtime, Batch]:
     """Returns the Runtime of the texts' sizes, and the texts as a training batch."""
-    if responses is None or isinstance(responses, str) or len(responses) != len(prompts):
+    responses = [responses] if isinstance(responses, str) else responses
+    if responses is None or len(responses) != len(prompts):
         count = "none" if responses is None else len(responses)
         raise UserError(
             f"score: {len(prompts)} prompts and {count} responses; write a list with one for each"

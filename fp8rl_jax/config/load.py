@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -104,6 +105,13 @@ def _fits(value: Any, default: Any) -> bool:
     return isinstance(value, type(default))
 
 
+def _of_python(value: Any) -> Any:
+    """Returns a path as text, and a scalar of numpy or JAX as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
     if not isinstance(changes, ml_collections.ConfigDict):
         raise UserError(
@@ -127,6 +135,7 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
                     raise UserError(f"{where}: {path} is {value!r}; write a dict")
                 config[section][name] = _options(value.to_dict, path, where)
                 continue
+            value = _of_python(value)
             if not _fits(value, field.default):
                 raise UserError(
                     f"{where}: {path} is {shown(value)}, a {type(value).__name__}; write "

@@ -7,6 +7,8 @@ import pathlib
 import subprocess
 import sys
 
+import ml_collections
+import numpy as np
 import pytest
 
 import fp8rl_jax
@@ -17,6 +19,9 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import load_rewards
 from fp8rl_jax.envs.question import Question
 from fp8rl_jax.envs.rewards.scoring import Scoring, Tally
+from fp8rl_jax.train import Outcome
+
+_ENDED = Outcome(True, None, None)
 
 
 def _closure(bonus: float):
@@ -89,6 +94,37 @@ def test_questions_are_a_file_of_the_run(tmp_path):
     for wrong in (["1 + 1?"], [{"question": {1, 2}}]):
         with pytest.raises(UserError, match="grpo: a question"):
             job._task(wrong, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["dict", "ConfigDict", "FrozenConfigDict"])
+def test_forms_of_a_configuration(form, tmp_path, monkeypatch):
+    """What differs from the defaults, or all of it; with a path and numpy's numbers."""
+    found = []
+    monkeypatch.setattr(job.train, "train", lambda config, resume: found.append(config) or _ENDED)
+    config = {"run": {"dir": tmp_path / "run", "steps": np.int64(3)}, "env": {"task": "chain_sum"}}
+    config["optimizer"] = {"learning_rate": np.float32(0.5)}
+    if form != "dict":
+        config = getattr(ml_collections, form)(with_fields(config, {}, "test"))
+    ended = job.run(config, reward="gsm8k")
+    assert ended.directory == tmp_path / "run" and found[0].run.dir == str(tmp_path / "run")
+    assert (found[0].run.steps, found[0].env.task, found[0].env.reward) == (3, "chain_sum", "gsm8k")
+    assert found[0].optimizer.learning_rate == 0.5 and type(found[0].run.steps) is int
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: job.run("config.py"), r"config is a str .* write run\(load_config\(FILE\)"),
+        (lambda: job.run({"steps": 3}), "config is a dict without sections"),
+        (lambda: job.run({"run": {"step": 3}}), "did you mean run.steps"),
+        (lambda: job.grpo(questions=None), "questions is a NoneType; write a list"),
+        (lambda: job.grpo(dir=5), "dir is a int; write a directory"),
+        (lambda: with_fields({}, {"steps": np.float32(1.5)}, "here"), "run.steps is 1.5, a float"),
+    ],
+)
+def test_other_arguments_are_refused(call, words):
+    with pytest.raises(UserError, match=words):
+        call()
 
 
 @pytest.mark.slow

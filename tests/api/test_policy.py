@@ -12,7 +12,7 @@ from marks import slow
 import fp8rl_jax
 from fp8rl_jax.api import policy as policy_module
 from fp8rl_jax.api.fields import with_fields
-from fp8rl_jax.api.policy import Policy
+from fp8rl_jax.api.policy import Policy, _asked
 from fp8rl_jax.base.errors import NonFiniteError, UserError
 from fp8rl_jax.config import override
 from fp8rl_jax.data import Stream
@@ -129,6 +129,19 @@ def test_texts_are_scored_with_their_end(policy):
     assert (logp != 0).tolist() == [[True, True, False], [True, True, True]]
 
 
+_MESSAGES = [{"role": role, "content": "Hi."} for role in ("user", "assistant", "user")]
+
+
+def test_a_list_of_messages_is_one_conversation():
+    assert _asked(_MESSAGES, "sample") == [_MESSAGES] == _asked(_MESSAGES[0:], "sample")
+    assert _asked(_MESSAGES[0], "sample") == [_MESSAGES[:1]]
+    assert _asked((_MESSAGES, _MESSAGES[:1]), "sample") == [_MESSAGES, _MESSAGES[:1]]
+    assert _asked({"messages": _MESSAGES}, "sample") == [_MESSAGES]
+    tools = {"messages": _MESSAGES, "tools": [{"type": "function"}]}
+    assert _asked(tools, "sample") == [tools]
+    assert _asked(np.array(["a", "b"]), "sample") == ["a", "b"] == _asked(iter("ab"), "sample")
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -137,8 +150,15 @@ def test_texts_are_scored_with_their_end(policy):
         (lambda p: fp8rl_jax.load(recipe=p.recipe), "write its name"),
         (lambda p: fp8rl_jax.load(lerning_rate=1.0), "did you mean optimizer.learning_rate"),
         (lambda p: fp8rl_jax.sample(p, []), "there is no prompt"),
+        (lambda p: fp8rl_jax.sample(p, None), "a prompt is None; write a text, or a list of mess"),
+        (lambda p: fp8rl_jax.sample(p, ["a", 5]), "a prompt is 5; write"),
+        (lambda p: fp8rl_jax.sample(p, {"text": "a"}), "a prompt is {'text': 'a'}; write"),
+        (lambda p: fp8rl_jax.sample(p, _MESSAGES), "a conversation of 3 messages, and data.chat"),
+        (lambda p: fp8rl_jax.sample(p, [_MESSAGES, "a"]), "a conversation of 3 messages, and"),
+        (lambda p: fp8rl_jax.load(5), "source is a int; write"),
         (lambda p: fp8rl_jax.score(p, ["a", "b"], ["c"]), "2 prompts and 1 responses"),
         (lambda p: fp8rl_jax.score(p, ["a"]), "1 prompts and none"),
+        (lambda p: fp8rl_jax.train_step(p, _samples(p), ["good"]), "rewards are no numbers"),
         (lambda p: fp8rl_jax.train_step(p, _samples(p), [1.0]), r"write \(3, 2\), or \(6,\)"),
     ],
 )
