@@ -85,6 +85,8 @@ class StepForm:
             return reward
         if isinstance(done, Failure):
             return done
+        if isinstance(step.done, str | bytes):  # bool("false") is True
+            return Failure("no bool", f"it returned done={step.done[:20]!r}, and not True or False")
         if not abs(reward) <= FLOAT32_MAX:  # nan is not either
             return Failure("no finite number", f"it returned the reward {reward}")
         kept = attempt(pickle.dumps, (step.state,), {}, file)

@@ -35,6 +35,7 @@ def worth(state, reply, row): return Step(None, "", "1")
 def holds(state, reply, row): return Step(lambda: 0, "")
 def sleeps(state, reply, row): time.sleep(30)
 def many(state, reply, row): return Step(None, "", 0.0, __import__("numpy").zeros(2))
+def false(state, reply, row): return Step(None, done="false")
 def two(state, reply): return Step(state)
 def four(state, reply, row, more): return Step(state)
 def named(cut, reply, row): return Step(None, f"{reply} {cut}")
@@ -106,6 +107,7 @@ def test_a_step_may_ask_whether_the_reply_was_cut():
         ("infinite", "no finite number", "the reward inf"),
         ("unscored", "no finite number", "the reward nan"),
         ("worth", "no number", "a value of type str"),
+        ("false", "no bool", "done='false', and not True or False"),
         ("holds", "AttributeError", "its state cannot be pickled"),
         ("many", "ValueError", "truth value of an array"),
         ("sleeps", "time limit", "longer than env.reward_timeout = 0.5 s"),
