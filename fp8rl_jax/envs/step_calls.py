@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import resource
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,18 +26,29 @@ _FORM = (
 )
 
 
+_STATE = "env.reward_memory_gb / 256"  # most bytes of a state
+_LARGEST_STATE = 2**28  # bytes, where the worker's memory has no limit
+
+
+def _most_state() -> int:
+    """Returns the most bytes of a pickled state in this process, a worker: the run keeps that of
+    each conversation."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return min(_LARGEST_STATE, limit // 256) if limit >= 0 else _LARGEST_STATE
+
+
 class StepCall(NamedTuple):
     """The arguments of a step.
 
     Attributes:
       reply: text of the policy's reply.
-      state: the pickled state in hexadecimal digits; '' for None.
+      state: the pickled state; b"" for None.
       row: all columns of the data set's row.
       cut: whether the reply was cut at a limit, and does not end with an end token.
     """
 
     reply: str
-    state: str
+    state: bytes
     row: Mapping[str, Any]
     cut: bool = False
 
@@ -63,7 +75,7 @@ class StepForm:
     def _called(self, function: Callable, about: StepCall, file: str) -> Step | Failure:
         state = None
         if about.state:
-            state = attempt(pickle.loads, (bytes.fromhex(about.state),), {}, file)
+            state = attempt(pickle.loads, (about.state,), {}, file)
             if isinstance(state, Failure):
                 return state._replace(text=f"its state cannot be read back: {state.text}")
         named = {"cut": about.cut} if self.takes_cut else {}
@@ -92,9 +104,12 @@ class StepForm:
         kept = attempt(pickle.dumps, (step.state,), {}, file)
         if isinstance(kept, Failure):
             return kept._replace(text=f"its state cannot be pickled: {kept.text}")
-        text = "" if step.state is None else kept.hex()
+        if len(kept) > (most := _most_state()):
+            sizes = f"{len(kept) / 2**20:,.1f} MiB pickled, more than {most / 2**20:,.1f}"
+            return Failure("large state", f"its state takes {sizes} ({_STATE}): keep less in it")
+        kept = b"" if step.state is None else kept
         texts = [each.encode(errors="replace").decode() for each in texts]
-        return Step(text, texts if len(texts) > 1 else "".join(texts), reward, done)
+        return Step(kept, texts if len(texts) > 1 else "".join(texts), reward, done)
 
 
 def load_step(name: str, role: str, seconds: float = 30.0, memory_gb: float = 4.0) -> Term:

@@ -55,7 +55,7 @@ class _Episode:
     question: Question
     said: list[dict[str, str]] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
-    state: str = ""
+    state: bytes = b""
     call: concurrent.futures.Future | None = None
     full: bool = False
     cut: int = 0

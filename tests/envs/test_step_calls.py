@@ -36,6 +36,7 @@ def holds(state, reply, row): return Step(lambda: 0, "")
 def sleeps(state, reply, row): time.sleep(30)
 def many(state, reply, row): return Step(None, "", 0.0, __import__("numpy").zeros(2))
 def false(state, reply, row): return Step(None, done="false")
+def large(state, reply, row): return Step(bytes(2**24))
 def two(state, reply): return Step(state)
 def four(state, reply, row, more): return Step(state)
 def named(cut, reply, row): return Step(None, f"{reply} {cut}")
@@ -64,28 +65,30 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("some_steps", None)
 
 
-def _called(name: str, reply: str = "a", state: str = "", role: str = "step", seconds=30.0, **more):
+def _called(
+    name: str, reply: str = "a", state: bytes = b"", role: str = "step", seconds=30.0, **more
+):
     term = load_step(f"some_steps:{name}", role, seconds)
     (call,) = begin_calls(term, [StepCall(reply, state, {"name": "turn"}, **more)])
     return call.result()
 
 
 def test_an_episode_goes_from_worker_to_worker():
-    """The state is the worker's alone: here it stays a text, which the next call gets back."""
+    """The state is the worker's alone: here it stays pickled, and the next call gets it back."""
     first = _called("count")
-    assert first == Step(first.state, "turn 1", 0.5, False) and isinstance(first.state, str)
+    assert first == Step(first.state, "turn 1", 0.5, False) and isinstance(first.state, bytes)
     assert _called("count", state=first.state)[1:] == ("turn 2", 1.0, True)
     assert _called("count") == first
 
 
 def test_results_of_every_form():
-    assert _called("plain", "low") == Step("", "LOW", 1.0, False)
+    assert _called("plain", "low") == Step(b"", "LOW", 1.0, False)
     assert _called("chance", "a") == _called("chance", "a") != _called("chance", "b")
     assert _called("half").observation == "?", "what no tokenizer encodes"
     call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
-    assert _called("TOOLS", call, role="tools") == Step("", "8", 0.0, False)
-    assert _called("TOOLS", call * 2, role="tools") == Step("", ["8", "8"], 0.0, False)
-    assert _called("TOOLS", "8", role="tools") == Step("", "", 0.0, True)
+    assert _called("TOOLS", call, role="tools") == Step(b"", "8", 0.0, False)
+    assert _called("TOOLS", call * 2, role="tools") == Step(b"", ["8", "8"], 0.0, False)
+    assert _called("TOOLS", "8", role="tools") == Step(b"", "", 0.0, True)
 
 
 def test_a_step_may_ask_whether_the_reply_was_cut():
@@ -110,6 +113,7 @@ def test_a_step_may_ask_whether_the_reply_was_cut():
         ("false", "no bool", "done='false', and not True or False"),
         ("holds", "AttributeError", "its state cannot be pickled"),
         ("many", "ValueError", "truth value of an array"),
+        ("large", "large state", "16.0 MiB pickled, more than 16.0 (env.reward_memory_gb / 256)"),
         ("sleeps", "time limit", "longer than env.reward_timeout = 0.5 s"),
     ],
 )

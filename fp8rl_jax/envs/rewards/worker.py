@@ -166,10 +166,12 @@ def _call(term: Term, extract: bool, arguments: bytes) -> Any:
     return attempt(str, (answer,), {}, file)
 
 
-def _seeded(call: Callable[[], Any], texts: Sequence[str]) -> Any:
+def _seeded(call: Callable[[], Any], texts: Sequence[str | bytes]) -> Any:
     """Calls with the random generators of Python, and of numpy if loaded, seeded from texts, so
     that the result does not depend on earlier calls."""
-    content = "\0".join(texts).encode("utf-8", "surrogatepass")
+    content = "\0".join(x.hex() if isinstance(x, bytes) else x for x in texts).encode(
+        "utf-8", "surrogatepass"
+    )
     number = int.from_bytes(hashlib.sha256(content).digest()[:4])
     while True:
         random.seed(number)
