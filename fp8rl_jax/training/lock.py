@@ -108,9 +108,15 @@ class RunLock:
             return
         file, path = self._file, self._path
         if not (_is_own(_read(path)) if file is None else _same_file(file, path)):
+            renamed = "" if file is None else _directory_of(file)
+            if renamed and renamed != os.path.realpath(path.parent):
+                raise UserError(
+                    f"run.dir: {path.parent} is called {renamed} now: this run stops, and goes on "
+                    f"from its newest checkpoint with --resume --config.run.dir={renamed!r}"
+                )
             raise UserError(
                 f"run.dir: {self._path.parent} was removed, or is another process's now: this run "
-                "stops without writing there; continue it with --resume"
+                "stops without writing there; continue it with --resume, if it is there"
             )
 
     def _not_ours(self, error: OSError) -> UserError:
@@ -169,6 +175,15 @@ def _same_file(file: int, path: pathlib.Path) -> bool:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except OSError:
         return False
+
+
+def _directory_of(file: int) -> str:
+    """Returns where the directory of an open file is now; '' if it is gone, or not known."""
+    try:
+        path = os.readlink(f"/proc/self/fd/{file}")
+    except OSError:
+        return ""
+    return os.path.dirname(path) if _same_file(file, pathlib.Path(path)) else ""
 
 
 def _start(pid: object) -> str:

@@ -89,6 +89,16 @@ def test_a_lock_that_is_lost_is_noticed(mode, tmp_path):
             held.check()
 
 
+def test_a_renamed_directory_is_named(tmp_path):
+    """Under the old name there is nothing to continue."""
+    (tmp_path / "run").mkdir()
+    with RunLock(tmp_path / "run") as held:
+        (tmp_path / "run").rename(tmp_path / "new")
+        advice = f"--resume --config.run.dir='{tmp_path}/new'"
+        with pytest.raises(UserError, match=f"is called {tmp_path}/new now: .*{advice}"):
+            held.check()
+
+
 def _heartbeat(directory: pathlib.Path, age: float, **owner) -> None:
     path = directory / "lock"
     path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "2026", **owner}))
