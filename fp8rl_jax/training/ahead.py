@@ -120,6 +120,10 @@ class Rollouts:
         """Waits until no rollout runs: an evaluation needs the memory of one."""
         concurrent.futures.wait(self._begun)
 
+    def running(self) -> int:
+        """Returns the number of rollouts that are not finished."""
+        return sum(not rollout.done() for rollout in self._begun)
+
     def learnt(self) -> None:
         """Drops the oldest rollout."""
         self._learnt = self._begun.popleft().result().later

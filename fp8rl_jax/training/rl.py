@@ -419,6 +419,8 @@ def _steps(
             rollouts.wait()
             run.evaluate(state, served.weights, rollouts.kept)
         stopping = run.stop() is not None
+        if stopping and (count := rollouts.running()):
+            run.display.note(f"{run.stopped_by}: waits for {count} rollouts ahead, then saves")
         broken = drift and config.precision.zero_drift == "required"
         if last or stopping or broken or step % config.run.checkpoint_every == 0:
             run.save(state, **rollouts.kept())
