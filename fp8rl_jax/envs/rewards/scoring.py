@@ -92,7 +92,9 @@ class Tally:
     def nothing_scored(self, what: str) -> RewardError:
         """Returns the error that nothing was scored; `what` is its subject: 'no response'."""
         first = next(iter(self._first.values()), None)
-        reason = "every reward returned None" if first is None else f"{first.text} ({first.place})"
+        reason = (
+            "every reward was None or nan" if first is None else f"{first.text} ({first.place})"
+        )
         return RewardError(f"{self._where}: {what} was scored ({reason}); correct reward or data")
 
     def _error(self, name: str, calls: str, remedy: str = "") -> RewardError:
