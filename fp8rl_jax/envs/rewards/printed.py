@@ -36,6 +36,8 @@ class Printed(threading.Thread):
         with self._source as source:
             while piece := os.read(source.fileno(), _PIECE):
                 kept = b"" if self._name in _silenced else piece[: self._left]
+                if len(kept) < len(piece):  # whole lines
+                    kept = kept[: kept.rfind(b"\n") + 1]
                 self._left -= len(kept)
                 with contextlib.suppress(OSError):  # of a closed or a full output
                     os.write(self._target, kept)
