@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 _MOST = 2**16  # bytes of a call
 _PIECE = 2**16  # bytes
 _silenced: set[str] = set()  # what printed more
+_lock = threading.Lock()
 
 
 class Printed(threading.Thread):
@@ -41,11 +42,14 @@ class Printed(threading.Thread):
                 self._left -= len(kept)
                 with contextlib.suppress(OSError):  # of a closed or a full output
                     os.write(self._target, kept)
-                if len(kept) < len(piece) and self._name not in _silenced:
-                    _silenced.add(self._name)
-                    _log.warning(
-                        "%s prints more than %d KiB in a call; what it prints from here on is left "
-                        "out",
-                        self._name,
-                        _MOST // 2**10,
-                    )
+                if len(kept) < len(piece):
+                    _silence(self._name)
+
+
+def _silence(name: str) -> None:
+    with _lock:
+        if name in _silenced:
+            return
+        _silenced.add(name)
+    what = "%s prints more than %d KiB in a call; what it prints from here on is left out"
+    _log.warning(what, name, _MOST // 2**10)
