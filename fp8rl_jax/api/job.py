@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import ml_collections
 
@@ -65,14 +65,14 @@ def run(
     config: ml_collections.ConfigDict | ml_collections.FrozenConfigDict | Mapping[str, Any],
     *,
     reward: str | Callable | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
 ) -> Job:
     """Runs the job in `config.run.dir`, as `fp8rl train` does. Provisional.
 
     Args:
       config: from `load_config`; or {section: {field: value}}, what differs from the defaults.
       reward: replaces `config.env.reward`; may be a function defined in a notebook.
-      resume: continue from the newest checkpoint, bit for bit.
+      resume: continue from the newest checkpoint, bit for bit; 'auto': if there is a run.
 
     Raises:
       UserError: an error that you can fix.
@@ -87,7 +87,7 @@ def run(
     config = with_fields(content, {}, "run")
     directory = pathlib.Path(config.run.dir)
     if reward is not None:
-        config.env.reward = reward_name(reward, directory, resume)
+        config.env.reward = reward_name(reward, directory, bool(resume))
     keep_programs(config)
     ended = train.train(config, resume)
     return Job(directory, ended.finished, ended.report)

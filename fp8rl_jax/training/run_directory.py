@@ -92,8 +92,9 @@ def continues(directory: str, resume: bool | str) -> bool:
             beside = os.listdir(parent)
         hint = did_you_mean(name, beside, "correct the name", form="{!r}")
         raise UserError(
-            f"run.dir: {directory} does not exist, so there is nothing to resume ({hint}); leave "
-            "--resume out to start a run, or write --auto-resume to start or continue one"
+            f"run.dir: {directory} does not exist, so there is nothing to resume ({hint}): leave "
+            "--resume out to start a run, or write --auto-resume (resume='auto') to start or "
+            "continue one"
         )
     return there if resume == "auto" else bool(resume)
 
