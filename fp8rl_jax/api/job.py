@@ -149,7 +149,7 @@ def _task(questions: Any, directory: pathlib.Path) -> str:
         )
     rows = [_row(question) for question in questions]
     try:
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        text = "".join(f"{json.dumps(row, default=_of_numpy)}\n" for row in rows)
     except (TypeError, ValueError) as error:
         raise UserError(
             f"grpo: a question cannot be written as JSON ({error}): give texts, numbers, lists and "
@@ -160,6 +160,13 @@ def _task(questions: Any, directory: pathlib.Path) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     write_whole(directory / name, text)
     return str(directory / name)
+
+
+def _of_numpy(value: Any) -> Any:
+    """Returns a number or an array of NumPy as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__}")
 
 
 def _row(question: Any) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_fields_by_their_last_name():
 
 
 def test_questions_are_a_file_of_the_run(tmp_path):
-    rows = [("1 + 1?", 2), {"question": "2 + 2?", "answer": "4", "level": 1}]
+    rows = [("1 + 1?", np.int64(2)), {"question": "2 + 2?", "answer": "4", "level": 1}]
     task = job._task(rows, tmp_path)
     assert task == job._task(rows, tmp_path) != job._task(rows[:1], tmp_path)
     lines = [json.loads(line) for line in pathlib.Path(task).read_text().splitlines()]
