@@ -92,6 +92,7 @@ class ChatTemplate:
     Attributes:
       where: path for error messages.
       unwritten: which of 'tools' and 'tool_calls' it cannot write.
+      source: its text, with that of the template for tools.
 
     Raises:
       UserError: the source is not valid Jinja.
@@ -105,6 +106,7 @@ class ChatTemplate:
         for_tools: ChatTemplate | None = None,
     ):
         self._tokens, self.where, self._for_tools = dict(special_tokens), where, for_tools
+        self.source: str = source + (for_tools.source if for_tools else "")
         self.unwritten = [name for name in _NEEDED if name not in source]
         # Whether the text that it writes may depend on the time.
         self.tells_time: bool = "strftime_now" in source or bool(for_tools and for_tools.tells_time)

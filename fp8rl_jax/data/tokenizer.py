@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import functools
 import itertools
 import os
 import pathlib
@@ -62,9 +61,10 @@ class Tokenizer(abc.ABC):
         return None
 
     @property
-    def controls(self) -> list[str]:
-        """Texts of the special tokens ('<|im_end|>'), which `encode` makes one id each."""
-        return []
+    def added_tokens(self) -> dict[str, bool]:
+        """The texts that `encode` makes one id each ('<|im_end|>'), and whether the token is
+        special or ends a response."""
+        return {}
 
     def ending_also(self, token: int) -> Self:
         """Returns a copy of the tokenizer with this id among `eos_ids`."""
@@ -130,11 +130,11 @@ class ReaderTokenizer(Tokenizer):
             added = self._reader.get_added_tokens_decoder()
         return next(((i, added[i].content) for i in self.encode(text) if i in added), None)
 
-    @functools.cached_property
-    def controls(self) -> list[str]:
+    @property
+    def added_tokens(self) -> dict[str, bool]:
         with refused(self._failing):
-            added = self._reader.get_added_tokens_decoder().values()
-        return [token.content for token in added if token.special]
+            added = self._reader.get_added_tokens_decoder()
+        return {t.content: t.special or i in self.eos_ids for i, t in added.items()}
 
     def _text(self, ids: list[int]) -> str:
         shown = [token for token in ids if token not in self._textless]

@@ -9,16 +9,19 @@ reply. What a template writes behind a reply must depend on the observation alon
 Some templates write a tool's answer behind a call alone (gpt-oss, Mistral). For them the reply is
 rendered as a call, and what follows begins with its end token.
 
-An observation is text: special tokens that are written in it are encoded by their characters, so
-that what an environment quotes cannot end its turn and begin another.
+An observation is text: special tokens, and the marks that the template writes around a turn, are
+encoded by their characters where they stand in it, so that what an environment quotes cannot end
+its turn and begin another.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError
@@ -32,9 +35,8 @@ _ALIKE = (("<|eom_id|>", "<|eot_id|>"), ("<|return|>", "<|call|>", "<|end|>"))
 _ASKED: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "?"},)
 _HIDDEN = 0xF0000  # first of the private characters that stand for special tokens
 _MOST_HIDDEN = 0xFFFE
-_PLACES = re.compile(f"([{chr(_HIDDEN)}-{chr(_HIDDEN + _MOST_HIDDEN - 1)}])")
-_LONGEST_ID = 64  # characters of a call's name or identifier that are written back
-
+_PRIVATE = re.compile(f"([{chr(_HIDDEN)}-{chr(_HIDDEN + _MOST_HIDDEN - 1)}])")
+_LONGEST_TOKEN = 64  # characters
 Called = Sequence[tuple[str, str]]  # (name, identifier) of each call of a reply, '' if unknown
 
 
@@ -83,18 +85,16 @@ class Turns:
             texts = ["\n".join(texts)]
         room = self.most
         for index, text in enumerate(texts):
-            said = self.tokenizer.encode(text)
-            if len(said) > room:
-                texts[index] = self.tokenizer.decode(said[:room])
-            room -= min(room, len(said))
+            texts[index] = self._beginning(text, room)
+            room -= len(self._encoded(texts[index]))
         tokens = self._tokens(texts, called)
         while (excess := len(tokens) - self.slots) > 0:
-            if texts[-1]:  # a cut text may be encoded otherwise
+            if called:  # identifiers may be longer than those that `slots` counts
+                called = [(name, "") for name, _ in called] if any(i for _, i in called) else ()
+            elif texts[-1]:  # a cut text may be encoded otherwise
                 texts[-1] = texts[-1][: -max(1, excess // 4)]
-            elif len(texts) > 1:
+            else:
                 texts.pop()
-            else:  # the policy made up a long name
-                called = ()
             tokens = self._tokens(texts, called)
         ends = [i for i, token in enumerate(tokens) if token in self._ends][:1]
         if ends and not self.tokenizer.decode(tokens[: ends[0]]).strip():
@@ -102,6 +102,14 @@ class Turns:
             if last == written or any(last in group and written in group for group in self._alike):
                 tokens = tokens[ends[0] + 1 :]  # the reply has its end already
         return tokens, texts
+
+    def _beginning(self, text: str, room: int) -> str:
+        """Returns the longest beginning of a text that takes `room` tokens."""
+        if len(self._encoded(text)) <= room:
+            return text
+        text = text[: room * _LONGEST_TOKEN]
+        sizes = range(1, len(text) + 1)
+        return text[: bisect.bisect(sizes, room, key=lambda n: len(self._encoded(text[:n])))]
 
     @functools.cached_property
     def _alike(self) -> list[list[int]]:
@@ -118,25 +126,49 @@ class Turns:
         """Returns the tokens between two replies, their end token included."""
         if self.chat is None:
             return self.tokenizer.encode(self._between(texts))
-        controls = sorted(self.tokenizer.controls, key=len, reverse=True)[:_MOST_HIDDEN]
-        places = {text: chr(_HIDDEN + index) for index, text in enumerate(controls)}
-        shown = {place: text for text, place in places.items()}
-        if places:
-            pattern = "|".join(map(re.escape, controls))
-            texts = [re.sub(pattern, lambda found: places[found[0]], text) for text in texts]
         tokens = []
-        for piece in _PLACES.split(self._between(texts, called)):
-            text = shown.get(piece)
-            if text is None:
-                tokens += self.tokenizer.encode(piece)
-            else:  # in two parts, of which none is the special token
-                tokens += self.tokenizer.encode(text[:1]) + self.tokenizer.encode(text[1:])
+        for piece in self._pieces(self._between([self._hidden(text) for text in texts], called)):
+            tokens += piece
         if self._behind_call:
             ends = [i for i, token in enumerate(tokens) if token in self._ends]
             if not ends:
                 raise self._refusal("ends a call with no token that ends a reply")
             tokens = tokens[ends[0] :]
         return tokens
+
+    @functools.cached_property
+    def _places(self) -> dict[str, str]:
+        """For each special token and each token of the template, the private character that stands
+        for its text in an observation until the template has written around it."""
+        source = self.chat.template.source if self.chat else ""
+        added = self.tokenizer.added_tokens
+        controls = [t for t, special in added.items() if special or (t.strip() and t in source)]
+        controls = sorted(filter(None, controls), key=len, reverse=True)[:_MOST_HIDDEN]
+        return {text: chr(_HIDDEN + index) for index, text in enumerate(controls)}
+
+    @functools.cached_property
+    def _controls(self) -> re.Pattern:
+        return re.compile("|".join(map(re.escape, self._places)) or r"(?!)")
+
+    def _hidden(self, text: str) -> str:
+        """Returns an observation with private characters for the texts of `_places`."""
+        text = _PRIVATE.sub("\ufffd", text)
+        return self._controls.sub(lambda found: self._places[found[0]], text)
+
+    def _pieces(self, text: str) -> Iterator[list[int]]:
+        """Encodes a text in which private characters stand for the texts of `_places`."""
+        shown = {place: text for text, place in self._places.items()}
+        for piece in _PRIVATE.split(text):
+            if (control := shown.get(piece)) is None:
+                yield self.tokenizer.encode(piece)
+            else:  # in two parts, of which none is the special token
+                yield self.tokenizer.encode(control[:1]) + self.tokenizer.encode(control[1:])
+
+    def _encoded(self, text: str) -> list[int]:
+        """Returns the tokens of an observation alone."""
+        if self.chat is None:
+            return self.tokenizer.encode(text)
+        return [token for piece in self._pieces(self._hidden(text)) for token in piece]
 
     def _between(self, observation: str | Sequence[str], called: Called = ()) -> str:
         """Returns the text between the content of a reply, or the last argument of its call, and
@@ -151,13 +183,13 @@ class Turns:
     ) -> str:
         """Renders turns (reply, observations, calls) behind a question. Identifiers of calls that
         the policy did not write are Kimi's, or Mistral's if the template refuses those."""
-        try:
-            return self._render(self._messages(turns, behind_call, "functions.{}:{}"))
-        except UserError as error:
-            try:
-                return self._render(self._messages(turns, behind_call, "{1:09}"))
-            except UserError:
-                raise error from None
+        for form in ("functions.{}:{}", "{1:09}"):
+            with contextlib.suppress(UserError):
+                return self._render(self._messages(turns, behind_call, form))
+        unknown = [(reply, texts, [(n, "") for n, _ in called]) for reply, texts, called in turns]
+        with contextlib.suppress(UserError):  # it refuses the policy's identifiers
+            return self._render(self._messages(unknown, behind_call, "{1:09}"))
+        return self._render(self._messages(turns, behind_call, "functions.{}:{}"))
 
     def _messages(
         self, turns: Sequence[tuple[str, Sequence[str], Called]], behind_call: bool, form: str
@@ -166,9 +198,9 @@ class Turns:
         tools = [tool.get("function", {}).get("name", "") for tool in self.tools] or ["tool"]
         for reply, texts, called in turns:
             known = [*called, *[("", "")] * len(texts)]
-            names = [name[:_LONGEST_ID] or tools[0] for name, _ in known]
+            names = [name if name in tools else tools[0] for name, _ in known]
             ids = [
-                identifier[:_LONGEST_ID] or form.format(name, index)
+                identifier or form.format(name, index)
                 for index, (name, (_, identifier)) in enumerate(zip(names, known, strict=True))
             ]
             if behind_call:

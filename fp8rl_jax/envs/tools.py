@@ -310,7 +310,9 @@ def _arguments(call: ToolCall, parameters: Mapping[str, Any]) -> dict[str, Any]:
         if call.texts:  # templates write the three constants as Python does
             text = {"True": "true", "False": "false", "None": "null"}.get(value, value)
             with contextlib.suppress(ValueError, RecursionError):
-                values = [json.loads(text), value]
+                parsed = json.loads(text)
+                if not isinstance(parsed, str):  # quotes are part of a text
+                    values = [parsed, value]
         values.append(_with_integers(values[0]))
         right = [each for each in values if _fits(each, schema)]
         if not right:

@@ -82,6 +82,8 @@ def test_calls_in_python(calls, thought, tagged):
 _F = '{"name": "f", "arguments": {}}'
 _CHANNEL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 _FINAL = "<|channel|>final<|message|>"
+_HEAD = "<|channel|>commentary<|message|>"
+_TAGGED = f"<tool_call>{_F}</tool_call>"
 
 
 def _texts(**arguments) -> ToolCall:
@@ -95,7 +97,47 @@ def _texts(**arguments) -> ToolCall:
         ("The answer is {1, 2}.", []),
         ('{"answer": 5}', []),
         ('{"name": "Ann", "age": 5', []),
-        (f"<think>{_F}<tool_call>{_F}</tool_call>", []),
+        (f"<think>{_F}<tool_call>{_F}</tool_call>", ["a thought that does not end"]),
+        (f"<think>{_F}", []),
+        ("Write `<tool_call>` and `<function=f>` for it.", []),
+        (
+            "<|tool_call_begin|>f<|tool_call_argument_begin|><|tool_call_end|>[TOOL_CALLS]g[ARGS]"
+            "[TOOL_CALLS]h{}",
+            [ToolCall("f", {}), ToolCall("g", {}), ToolCall("h", {})],
+        ),
+        ("<think>a<|tool_call_begin|>f<|tool_call_argument_begin|>{}", [ToolCall("f", {})]),
+        (f"I parse the <think> tag.\n<tool_call>{_F}</tool_call>", [ToolCall("f", {})]),
+        (f"<think>It has [/THINK]. <tool_call>{_F}</tool_call></think>No.", []),
+        (f"{_HEAD}I parse <think>.<|end|>{_CHANNEL}{{}}", [ToolCall("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "print("</think>")"}}</tool_call>', ["JSON"]),
+        (
+            f'<tool_call>{_F}</tool_call><tool_call>{{"name": "f", </reason>}}</tool_call>',
+            [ToolCall("f", {}), "no JSON"],
+        ),
+        ("[f(x='</think>')]", [ToolCall("f", {"x": "</think>"})]),
+        (f"[f(x='<tool_call>{_F}</tool_call>')]", [ToolCall("f", {"x": _TAGGED})]),
+        (f'<tool_call>{{"name": "f", {_TAGGED}', ["no JSON", ToolCall("f", {})]),
+        (f"<tool_call>f: {_F}<function=f>{{}}</function></tool_call>", ["no JSON"]),
+        ('<tool_call>{"name": "f", "arguments": {"x": "a\nb"}}', [ToolCall("f", {"x": "a\nb"})]),
+        (f"[{_F}, {_F}]", [ToolCall("f", {})] * 2),
+        ('{"parameters": {}, "name": "f"}', [ToolCall("f", {})]),
+        ('{"type": "function", "function": "f", "parameters": {}}', [ToolCall("f", {})]),
+        ('{"name": "Widget", "parameters": ["a"]}', []),
+        ('{"name": "Doe", "arguments": "for and against"}', []),
+        (f"[TOOL_CALLS] [{_F}, {{", [ToolCall("f", {}), "no JSON"]),
+        (f"[TOOL_CALLS] [{_F}", [ToolCall("f", {})]),
+        ("[TOOL_CALLS][]", ["list of tool calls is empty"]),
+        (f"<|python_tag|>{_F}; {{", [ToolCall("f", {}), "no JSON"]),
+        ("```tool_code\nf(x=1)\nf(x=", [ToolCall("f", {"x": 1}), "no list in Python"]),
+        (
+            '<function=f>\n<parameter=a>\nprint("<tool_call>")\n</parameter>\n</function>',
+            [_texts(a='print("<tool_call>")')],
+        ),
+        ('<function=f><parameter=a>"</function>"</parameter></function>', ["holds a tag"]),
+        (
+            '<function=f><parameter=a>"</tool_call>"</parameter></function>',
+            [_texts(a='"</tool_call>"')],
+        ),
         (f"<think>a</think>{_F} is a call.", ["text follows"]),
         ('{"type": "function", "name": "f", "parameters": {}}', [ToolCall("f", {})]),
         ('{"name": "f", "parameters": {', ["no JSON at its character 29"]),
@@ -183,6 +225,8 @@ def test_identifiers_of_calls():
     ):
         assert [identifier for _, identifier in calls_in(reply)] == expected
     assert calls_in(f"<tool_call>{{</tool_call><tool_call>{_F}") == [("", ""), ("f", "")]
+    for odd in ("\\ud800", "<|end|>", "a b", "x" * 65):
+        assert calls_in(f'<tool_call>{{"name": "{odd}", "arguments": {{}}}}') == [("", "")]
 
 
 @pytest.mark.parametrize(
@@ -220,6 +264,11 @@ def test_identifiers_of_calls():
         "<tool_call>f<arg_key>a</arg_key><arg_value>",
         "<tool_call>" + "f" * 99,
         "```tool_code",
+        '<think></think>["',
+        "<think>",
+        "<reason><think></reason>",
+        "<tool_call>{</tool_call>",
+        "[TOOL_CALLS][{},",
         "```tool_code\nf(a=",
         "<|channel|>" + "a" * 99,
         "<|channel|>commentary to=f",

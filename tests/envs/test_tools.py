@@ -332,3 +332,10 @@ def test_texts_become_other_types_in_xml_alone():
     for name, text in arguments.items():
         answer = _answer("_move", **{"steps": 3, name: text})
         assert f'"{name}" is {json.dumps(text)} and must be of' in answer
+
+
+def test_quotes_are_part_of_a_text():
+    """In the forms whose arguments are texts."""
+    for form in ("Qwen3-Coder", "GLM-4.5"):
+        assert _answer("_echo", form, value='"exact phrase"') == '"exact phrase"'
+        assert _answer("_echo", form, value='"a\\nb"') == '"a\\nb"'

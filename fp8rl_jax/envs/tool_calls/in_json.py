@@ -13,10 +13,14 @@ from typing import Any
 
 from fp8rl_jax.envs.tool_calls.call import Found, Refusal, ToolCall
 
+_DECODER = json.JSONDecoder(strict=False)  # line breaks in texts too
 _SPACE = re.compile(r"\s*")
 _FORM = 'write {"name": ..., "arguments": {...}}'
 _NAMED_FORM = "write its arguments as a JSON object"
-_BESIDE = {"name", "id", "type", "index"}  # what may stand beside the arguments of a call
+# What may stand beside the arguments of a call.
+_BESIDE = {"name", "function", "id", "type", "index"}
+# What follows a call that has left its arguments out.
+_NO_ARGUMENTS = ("<|tool_call_end|>", "<｜tool▁call▁end｜>", "[TOOL_CALLS]")
 # What may follow Llama's calls.
 _LLAMA_ENDS = ("<|python_end|>", "<|python_tag|>", "```")
 _MISTRAL_HEAD = re.compile(
@@ -44,7 +48,7 @@ def json_at(text: str, start: int, form: str = _FORM) -> tuple[Any, int]:
     space included. `form` is what to write instead of something else."""
     start = after_space(text, start)
     try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
+        value, end = _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         place = getattr(error, "pos", start) - start
         raise Refusal(f"the tool call is no JSON at its character {place}; {form}") from None
@@ -61,10 +65,21 @@ def hermes(text: str, start: int, end: int) -> Found:
 def mistral(text: str, start: int, end: int) -> Found:
     if not text.startswith(("[", "{"), after_space(text, start)):
         return _named(text, start, end, _MISTRAL_HEAD)
-    values, behind = json_at(text, start)
-    if not isinstance(values, list):
+    start = after_space(text, start)
+    if text.startswith("{", start):
         raise Refusal('the tool calls are no list; write [{"name": ..., "arguments": {...}}]')
-    return [_call(value) for value in values], behind
+    calls: list[ToolCall | str] = []
+    while not text.startswith("]", start + 1):
+        try:  # the calls before a malformed one are made
+            value, start = json_at(text, start + 1)
+        except Refusal as refusal:
+            return [*calls, f"Error: {refusal}"], len(text)
+        calls.append(_call(value))
+        if start == len(text) or text[start] == "]":
+            return calls, start + 1
+        if not text.startswith(",", start):
+            return [*calls, f"Error: text follows the JSON of the tool call; {_FORM}"], len(text)
+    raise Refusal(f"the list of tool calls is empty; {_FORM}")
 
 
 def kimi(text: str, start: int, end: int) -> Found:
@@ -84,16 +99,49 @@ def deepseek(text: str, start: int, end: int) -> Found:
 
 def arguments_at(text: str, start: int, name: str, id: str = "") -> Found:
     """Reads the arguments of a call whose name was found: a JSON object."""
+    if text.startswith(_NO_ARGUMENTS, after_space(text, start)):
+        return [ToolCall(name, {}, id=id)], start
     arguments, behind = json_at(text, start, _NAMED_FORM)
     if not isinstance(arguments, dict):
         raise Refusal(f"the tool call has no arguments by name; {_NAMED_FORM}")
     return [ToolCall(name, arguments, id=id)], behind
 
 
+def bare(text: str, start: int) -> Found | None:
+    """Reads a JSON object with a name and arguments, or a list of them; None for other JSON."""
+    if not text.startswith(("{", "["), start):
+        return None
+    try:
+        value, behind = json_at(text, start)
+    except Refusal:
+        return None
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(map(_is_call, values)):
+        return None
+    if isinstance(value, dict):
+        return llama(text, start, len(text))
+    if behind < len(text) and not text.startswith(_LLAMA_ENDS, behind):
+        raise Refusal("text follows the JSON of the tool calls; leave it out")
+    return [_call(each) for each in values], behind
+
+
+def _is_call(value: Any) -> bool:
+    """Returns whether a JSON value has the form of a call, with its arguments."""
+    inner = value.get("function", value) if isinstance(value, dict) else None
+    named = inner if isinstance(inner, dict) else value
+    given = isinstance(named, dict) and not {"arguments", "parameters"}.isdisjoint(named)
+    return given and isinstance(_call(value), ToolCall)
+
+
 def llama(text: str, start: int, end: int) -> Found:
-    calls = []
+    calls: list[ToolCall | str] = []
     while True:
-        value, start = json_at(text, start)
+        try:  # the calls before a malformed one are made
+            value, start = json_at(text, start)
+        except Refusal as refusal:
+            if not calls:
+                raise
+            return [*calls, f"Error: {refusal}"], len(text)
         calls.append(_call(value))
         if start == len(text) or text.startswith(_LLAMA_ENDS, start):
             return calls, start
@@ -119,7 +167,8 @@ def _call(value: Any) -> ToolCall | str:
     id = value.get("id")
     if isinstance(value.get("function"), dict):  # as OpenAI's API nests it
         value = value["function"]
-    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    name = value.get("name", value.get("function"))
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)

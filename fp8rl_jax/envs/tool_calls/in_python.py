@@ -14,15 +14,32 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}  # also taken in Pyth
 
 
 def listed(text: str, start: int, end: int) -> Found:
-    """Reads a list of calls."""
-    return _calls(text[start:end], _LIST_FORM), end
+    """Reads a list of calls, up to Llama's tag of its end or the end of the text."""
+    last = text.find("<|python_end|>", start)
+    last = len(text) if last < 0 else last
+    return _calls(text[start:last], _LIST_FORM), last
 
 
 def block(text: str, start: int, end: int) -> Found:
     """Reads the lines behind '```tool_code', each a call or print(call)."""
     last = text.find("```", start)
     last = len(text) if last < 0 else last
-    return _calls(text[start:last], _BLOCK_FORM), last
+    code = text[start:last]
+    try:
+        return _calls(code, _BLOCK_FORM), last
+    except Refusal:
+        *before, cut = code.rstrip().split("\n")
+        if not "".join(before).strip():
+            raise
+        return [*_calls("\n".join(before), _BLOCK_FORM), *_refused(cut)], last
+
+
+def _refused(line: str) -> list[ToolCall | str]:
+    """Reads the last line of a block that is malformed: the calls before it are made."""
+    try:
+        return _calls(line, _BLOCK_FORM)
+    except Refusal as refusal:
+        return [f"Error: {refusal}"]
 
 
 def _calls(code: str, form: str) -> list[ToolCall | str]:

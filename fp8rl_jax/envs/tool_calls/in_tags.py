@@ -17,11 +17,13 @@ _FUNCTION_FORM = (
 _FUNCTION_NAME = re.compile(r"([^<>]*)>")
 _FUNCTION_END = re.compile(r"</function>|</?tool_call>|<function=")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>]*)>")
-_VALUE_END = re.compile(r"</parameter>|(?=<parameter=)|\Z")
+_VALUE_END = re.compile(r"</parameter>|(?=<parameter=|</function>)")
+_FUNCTION_NEXT = re.compile(r"</parameter>|<function=")
+_UNENDED = "the tool call does not end with </function>"
 _KEYED_FORM = (
     "write NAME, <arg_key>KEY</arg_key><arg_value>...</arg_value> for each argument, </tool_call>"
 )
-_KEYED_NAME = re.compile(r"\s*([^\s<{\[]+)\s*(?=<arg_key>|</tool_call>)")
+_KEYED_NAME = re.compile(r"\n?([^\s<{\[]+)\s*(?=<arg_key>|</tool_call>)")
 _KEYED_END = re.compile(r"</?tool_call>")
 _ARGUMENT = re.compile(
     r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>((?:(?!</?arg_(?:key|value)>).)*)</arg_value>",
@@ -39,21 +41,24 @@ def function(text: str, start: int, end: int) -> Found:
         if behind < len(text) and not _FUNCTION_END.match(text, behind):
             raise Refusal("text follows the JSON of the tool call; write </function> there")
         return found, behind
-    last = _FUNCTION_END.search(text, name.end())
-    if last is None:
-        raise Refusal(f"the tool call does not end with </function>; {_FUNCTION_FORM}")
-    body = text[name.end() : last.start()]
     arguments = {}
-    place = 0
-    while parameter := _PARAMETER.match(body, place):
-        stop = _VALUE_END.search(body, parameter.end())
-        assert stop
-        value = body[parameter.end() : stop.start()]
+    place = name.end()
+    while parameter := _PARAMETER.match(text, place):
+        stop = _VALUE_END.search(text, parameter.end())
+        if stop is None:
+            break
+        value = text[parameter.end() : stop.start()]
         arguments[parameter[1].strip()] = value.removeprefix("\n").removesuffix("\n")
         place = stop.end()
-    if body[place:].strip():
-        raise Refusal(f"a parameter of the tool call is malformed; {_FUNCTION_FORM}")
+    last = _FUNCTION_END.match(text, after_space(text, place))
+    if last is None:
+        known = "</function>" in text[place:] or "</tool_call>" in text[place:]
+        problem = "a parameter of the tool call is malformed" if known else _UNENDED
+        raise Refusal(f"{problem}; {_FUNCTION_FORM}")
     behind = last.end() if last[0] == "</function>" else last.start()
+    following = _FUNCTION_NEXT.search(text, behind)
+    if following and following[0] == "</parameter>":  # the value held an end tag
+        raise Refusal(f"a parameter of the tool call holds a tag; {_FUNCTION_FORM}")
     return [ToolCall(name[1].strip(), arguments, texts=True)], behind
 
 
