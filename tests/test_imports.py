@@ -169,8 +169,8 @@ _SOURCES = _sources()
 # tokens that top-k and top-p keep; by 130 for other launchers' variables; by 487 for adapters as
 # PEFT applies and writes them; by 267 for replies that were cut, sums in order, padding, and plans
 # of kept tokens; by 652 for the tool calls of every family; by 660 for answers as a careful person
-# reads them; by 363 for damaged, missing and foreign files, and what users' code does.)
-_MOST_LINES = {"library": 52_994, "with users": 60_311, "package": 10_136, "file": 540}
+# reads them; by 494 for damaged, missing and foreign files, stops, and users' code.)
+_MOST_LINES = {"library": 53_125, "with users": 60_442, "package": 10_136, "file": 540}
 
 
 def test_size_stays_within_the_budget():

@@ -13,6 +13,9 @@ On one device rollouts run in a thread, and with `mesh.rollout` on devices of th
 devices that do both, sampling comes before learning, in one thread: programs that exchange data
 must be started in one order on all devices.
 
+A run that is told to stop does not wait for rollouts that run beside it: a checkpoint then keeps
+the weights that they sample with, and the resumed run draws them again.
+
 With `rollout.most_versions` above 1 a rollout goes on with responses that the one before it has
 begun (partial.py).
 
@@ -27,11 +30,12 @@ import concurrent.futures
 import dataclasses
 import io
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from fp8rl_jax.base import processes
 from fp8rl_jax.data import Stream
 from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training.engine import Prompts, Served
@@ -39,6 +43,21 @@ from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Samples, sample_step
 from fp8rl_jax.training.step_record import StepRecord
+
+Weights = Any  # what the sampler takes
+
+
+class _Stopped(Exception):
+    """The run ends, and with it a rollout."""
+
+
+class _Given(NamedTuple):
+    """What a rollout draws with: weights, their version, and the state's random numbers."""
+
+    weights: Weights
+    version: int
+    rng: np.ndarray
+
 
 Show = Callable[[int, Progress], None]  # shows the progress of a step's rollout
 
@@ -87,6 +106,8 @@ class Rollouts:
         self._learnt: list[Responses] = []  # `later` of the rollout before the oldest
         self._later: list[Responses] = []  # of the newest
         self._failure: Exception | None = None  # of a rollout, and so of those behind it
+        self._given: dict[int, _Given] = {}  # by step, until it is drawn
+        self._stopping = False
         self._thread: concurrent.futures.Executor | None = None
         if self._ahead and (runtime.mesh.size == 1 or runtime.rollout_mesh is not None):
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
@@ -101,11 +122,14 @@ class Rollouts:
         weights = self._runtime.for_sampling(served.weights) if wanted else None
         for number in wanted:
             # Numbers of the host: the update gives away the state's arrays.
-            arguments = weights, int(served.version), rng, number
-            if self._thread is not None:
-                self._begun.append(self._thread.submit(self._draw, *arguments))
-            else:
-                self._begun.append(_done(self._draw(*arguments)))
+            self._begin(number, _Given(weights, int(served.version), rng))
+
+    def _begin(self, step: int, given: _Given) -> None:
+        self._given[step] = given
+        if self._thread is not None:
+            self._begun.append(self._thread.submit(self._draw, step))
+        else:
+            self._begun.append(_done(self._draw(step)))
 
     def oldest(self) -> Drawn:
         """Waits for the oldest rollout; it stays until `learnt`."""
@@ -124,6 +148,13 @@ class Rollouts:
         """Returns the number of rollouts that are not finished."""
         return sum(not rollout.done() for rollout in self._begun)
 
+    def stop(self) -> None:
+        """Ends the rollout that runs in a thread where it looks next, in one process, and begins no
+        other; `unfinished` has what they draw with. One of the static sampler looks nowhere."""
+        if self._thread is not None and processes.count() == 1:
+            self._stopping = True
+            self._thread.shutdown(cancel_futures=True)
+
     def learnt(self) -> None:
         """Drops the oldest rollout."""
         self._learnt = self._begun.popleft().result().later
@@ -134,9 +165,10 @@ class Rollouts:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _draw(self, weights: Any, version: int, rng: np.ndarray, step: int) -> Drawn:
+    def _draw(self, step: int) -> Drawn:
         if self._failure is not None:
             raise self._failure
+        weights, version, rng = self._given[step]
         record, sampling = StepRecord(step + 1), self._runtime.sampling
 
         def key_of(step: int) -> jax.Array:
@@ -144,6 +176,8 @@ class Rollouts:
                 return step_key(rng, step)
 
         def show(progress: Progress) -> None:
+            if self._stopping:
+                raise _Stopped()
             if not self._ahead:
                 self._show(step + 1, progress)
 
@@ -154,6 +188,7 @@ class Rollouts:
             self._failure = error
             raise
         record |= sampling.engine.metrics()
+        del self._given[step]
         return Drawn(samples, record, self.questions.position, self._later)
 
     # For a checkpoint.
@@ -168,16 +203,40 @@ class Rollouts:
         places = {id(q): i for i, q in enumerate(self._runtime.questions["train"])}
         found, later = [], self._learnt
         for future in self._begun:
-            if future.exception() is not None:
+            if future.cancelled() or future.exception() is not None:
                 break
             drawn = future.result()
             about = {"record": dict(drawn.record), "position": drawn.position}
             found.append(about | {"arrays": _as_text(drawn.samples, places)})
             later = drawn.later
-        return {"rollouts": found, "begun": [_as_text(begun, places) for begun in later]}
+        again = [
+            {"version": given.version, "rng": given.rng.tolist()}
+            for given in self._unfinished(len(found))
+        ]
+        begun = [_as_text(begun, places) for begun in later]
+        return {"rollouts": found, "begun": begun, "unfinished": again}
 
-    def restore(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Takes over what `kept` returned at the checkpoint of `step`."""
+    def unfinished(self) -> dict[str, Weights]:
+        """Returns the weights of the rollouts that `stop` has ended, by the names that `restore`
+        asks for."""
+        finished = sum(
+            not (future.cancelled() or future.exception() is not None) for future in self._begun
+        )
+        return {_of_version(g.version): g.weights for g in self._unfinished(finished)}
+
+    def _unfinished(self, finished: int) -> list[_Given]:
+        """Returns what the rollouts behind the `finished` ones draw with, if `stop` ended them."""
+        begun = list(self._begun)[finished:]
+        if not begun or not (begun[0].cancelled() or isinstance(begun[0].exception(), _Stopped)):
+            return []
+        first = self._first + finished
+        return [self._given[step] for step in range(first, first + len(begun))]
+
+    def restore(
+        self, step: int, meta: Mapping[str, Any], weights_of: Callable[[str], Weights]
+    ) -> None:
+        """Takes over what `kept` returned at the checkpoint of `step`, and begins again what was
+        not finished, with `weights_of` its names."""
         self._first, runtime = step, self._runtime
         self._learnt = [Responses(**_of_text(text, runtime)) for text in meta.get("begun", [])]
         self._later = self._learnt
@@ -187,6 +246,14 @@ class Rollouts:
             self.questions.position = saved["position"]
             samples = Samples(**_of_text(saved["arrays"], runtime))
             self._begun.append(_done(Drawn(samples, record, saved["position"], self._later)))
+        for saved in meta.get("unfinished", []):
+            rng = np.asarray(saved["rng"], np.uint32)
+            weights = weights_of(_of_version(saved["version"]))
+            self._begin(step + len(self._begun), _Given(weights, saved["version"], rng))
+
+
+def _of_version(version: int) -> str:
+    return f"sampler_{version}"
 
 
 _PROMPTS = ("tokens", "lengths", "temperature", "first_ids")  # of Prompts

@@ -25,10 +25,12 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
@@ -107,9 +109,16 @@ class Checkpoints:
         self.finish()
         return sorted(self._manager.all_steps())[-count:]
 
-    def save(self, number: int, state: Any, meta: dict[str, Any]) -> None:
+    def save(
+        self,
+        number: int,
+        state: Any,
+        meta: dict[str, Any],
+        others: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Starts to write a checkpoint, unless one of that number exists; `finish` waits for it.
-        The frozen base under adapters is left out: it is what the run began with.
+        The frozen base under adapters is left out: it is what the run began with. `others` are
+        trees of arrays by name, for `read_other`.
 
         The state may be donated to a program at once: its arrays are in host memory on return, or
         JAX keeps those that are there from being overwritten. A directory's first checkpoint is
@@ -129,9 +138,12 @@ class Checkpoints:
             "checksum": state_checksum(state, sums),
             "arrays": dict(zip(_names(state), sums, strict=True)),
             "structure": _structure(state),
+            "others": {name: _array_checksums(tree) for name, tree in others.items()},
         }
         meta["digest"] = _digest(meta)
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta))
+        trees = {"state": state} | {name: _as_bytes(tree) for name, tree in others.items()}
+        saves = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        args = ocp.args.Composite(meta=ocp.args.JsonSave(meta), **saves)
         with _one_error():
             self._manager.save(number, args=args, force=True)
         if not there:
@@ -198,6 +210,25 @@ class Checkpoints:
             if state_checksum(state) != meta.get("checksum"):
                 raise _Damage("its bytes do not match their checksum")
             return state
+        except Exception as error:  # see read_meta
+            raise self._unreadable(number, error) from None
+
+    def read_other(self, number: int, name: str, like: Any) -> Any:
+        """Returns one of the `others` of a checkpoint, shaped and sharded as `like`.
+
+        Raises:
+          UserError: as for `restore`.
+        """
+        meta = self.read_meta(number)
+        try:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_bytes(like))
+            args = ocp.args.Composite(**{name: ocp.args.StandardRestore(abstract)})
+            with _one_error(0.0):
+                found = self._manager.restore(number, args=args)[name]
+            tree = _of_bytes(found, like)
+            if _array_checksums(tree) != meta.get("others", {}).get(name):
+                raise _Damage(f"the bytes of {name} do not match their checksums")
+            return tree
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
 
@@ -279,6 +310,26 @@ class Checkpoints:
         finally:
             self._manager.close()
             self._release()
+
+
+def _as_bytes(tree: Any) -> dict[str, jax.Array]:
+    """Returns a tree's arrays by number; FP8, which tensorstore may lack, as bytes."""
+    return {
+        str(index): jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+        for index, x in enumerate(jax.tree.leaves(tree))
+    }
+
+
+def _of_bytes(arrays: Mapping[str, jax.Array], like: Any) -> Any:
+    """Returns the tree whose `_as_bytes` these are."""
+    leaves, structure = jax.tree.flatten(like)
+    found = [
+        jax.lax.bitcast_convert_type(arrays[str(index)], x.dtype)
+        if x.dtype.itemsize == 1
+        else arrays[str(index)]
+        for index, x in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, found)
 
 
 def _nameless(directory: pathlib.Path, descriptor: int) -> pathlib.Path:

@@ -382,7 +382,12 @@ def run_rl(
     reference = _reference(run, state) if rt.algorithm.needs_reference else None
     run.display.phase("RL", config.run.steps, int(state.step), run.compile_times)
     rollouts, served = Rollouts(rt, _stream(rt, state), run.display.rollout), rt.engine.refit(state)
-    rollouts.restore(int(state.step), meta)
+    number, like = run.number(state), served.weights
+    rollouts.restore(
+        int(state.step),
+        meta,
+        lambda name: rt.for_sampling(run.checkpoints.read_other(number, name, like)),
+    )
     with contextlib.closing(rollouts):
         return _steps(run, state, served, reference, rollouts, monitor)
 
@@ -419,11 +424,13 @@ def _steps(
             rollouts.wait()
             run.evaluate(state, served.weights, rollouts.kept)
         stopping = run.stop() is not None
-        if stopping and (count := rollouts.running()):
-            run.display.note(f"{run.stopped_by}: waits for {count} rollouts ahead, then saves")
+        if stopping:
+            rollouts.stop()
+            if count := rollouts.running():
+                run.display.note(f"{run.stopped_by}: waits for {count} rollouts ahead, then saves")
         broken = drift and config.precision.zero_drift == "required"
         if last or stopping or broken or step % config.run.checkpoint_every == 0:
-            run.save(state, **rollouts.kept())
+            run.save(state, rollouts.unfinished() if stopping else {}, **rollouts.kept())
         if broken:
             _end_for_drift(run, step, drift)
         if stopping:

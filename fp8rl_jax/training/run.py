@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fp8rl_jax.base import processes
@@ -75,10 +76,15 @@ class Run:
             self.stopped_by = next(filter(None, processes.exchange(self.interrupted())), None)
         return self.stopped_by
 
-    def save(self, state: TrainState, **more: Any) -> None:
-        """Writes a checkpoint while the run goes on, with `more` in its metadata."""
-        sft = self.runtime.config.sft.steps
-        number = int(state.step) + (sft if self.phase == "rl" else 0)
+    def number(self, state: TrainState) -> int:
+        """Returns the number of the checkpoint of a state."""
+        return int(state.step) + (self.runtime.config.sft.steps if self.phase == "rl" else 0)
+
+    def save(
+        self, state: TrainState, others: Mapping[str, Any] = MappingProxyType({}), **more: Any
+    ) -> None:
+        """Writes a checkpoint while the run goes on, with trees of arrays beside the state, and
+        `more` in its metadata."""
         meta = {
             "phase": self.phase,
             "step": int(state.step),
@@ -90,7 +96,7 @@ class Run:
             self._base = self._base or state_checksum(base)
             meta["base"] = self._base
         self._lock.check()
-        self.checkpoints.save(number, state, meta)
+        self.checkpoints.save(self.number(state), state, meta, others)
 
     def save_for_reward(self, state: TrainState, **more: Any) -> None:
         """Writes a checkpoint before a run stops because of its reward, and shows a note."""

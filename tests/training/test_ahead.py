@@ -7,6 +7,7 @@ older one differs by staleness alone.
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import train_process
@@ -16,7 +17,9 @@ from fp8rl_jax import learner, train
 from fp8rl_jax.base.errors import DriftError
 from fp8rl_jax.config import load_config
 from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.training import ahead
 from fp8rl_jax.training.ahead import Rollouts
+from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import read_jsonl
 
 _DRIFT, _STALE = "train_rollout_logprob_abs_diff_max", "staleness_abs_diff"
@@ -151,6 +154,47 @@ def test_killed_and_resumed(two_ahead, tmp_path, cache, monkeypatch):
     assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 2
     train_process.finish(train_process.start(tmp_path, "--resume", **fields))
     assert _without_checks(tmp_path) == _without_checks(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most_versions", [1, 2])
+def test_a_stop_waits_for_no_rollout(most_versions, tmp_path, cache, monkeypatch):
+    """Those that run are drawn again, with the weights that the checkpoint keeps: the records of
+    one piece."""
+    fields = {"rollout.slots": 8, "rollout.part": 6, "rollout.most_versions": most_versions}
+    fields = _FIELDS | cache | fields | {"rollout.ahead": 2, "run.check_every": 99}
+
+    def config(directory):
+        return load_config(str(CONFIG), overrides(directory, **fields))
+
+    def slowly(*arguments, draw=ahead.sample_step):
+        *before, show, begun = arguments
+
+        def look(progress):
+            time.sleep(0.3)
+            show(progress)
+
+        return draw(*before, look, begun)
+
+    def stop():
+        log = tmp_path / "run/metrics.jsonl"
+        return "SIGTERM" if log.exists() and len(read_jsonl(log)) == 2 else None
+
+    monkeypatch.setattr(ahead, "sample_step", slowly)
+    assert train.train(config(tmp_path), stop=stop).stopped_by == "SIGTERM"
+    monkeypatch.undo()
+    checkpoints = Checkpoints(tmp_path / "run/checkpoints", keep=2)
+    meta = checkpoints.read_meta(2)
+    checkpoints.close()
+    versions = [rollout["version"] for rollout in meta["unfinished"]]
+    assert (
+        versions
+        and versions == [0, 1][-len(versions) :]
+        and [*meta["others"]] == [f"sampler_{version}" for version in versions]
+    )
+    train.train(config(tmp_path), resume=True)
+    train.train(config(tmp_path / "whole"))
+    assert _without_checks(tmp_path) == _without_checks(tmp_path / "whole")
 
 
 @pytest.mark.slow
