@@ -191,6 +191,32 @@ def test_rows(kind, counts, source):
         assert_bitwise_equal(f"{case}: {count} rows alone", part, whole[rows])
 
 
+def _different(one, other):
+    """() int32, in how many elements the bits differ."""
+    bits = jnp.uint16 if one.dtype.itemsize == 2 else jnp.uint32
+    one, other = (jax.lax.bitcast_convert_type(x, bits) for x in (one, other))
+    return jnp.sum(one != other, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize("kind", TILES)
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_the_same_bits_under_load(kind, rows, source, size=4096, repeats=300, load=2**28):
+    """A product again and again, after every third time behind a program that fills the memory's
+    queues: a read that does not wait for its copy gives other bits at some time."""
+    case = Dense(kind, rows, size, size, "bfloat16")
+    operands, product = case.operands(source), case.product()
+    fill = exact_jit(lambda x: x + 1, donate_argnums=0)
+    different = exact_jit(_different)
+    first = product(*operands)
+    assert_finite(str(case), first)
+    memory, count = jnp.zeros(load, jnp.float32), jnp.zeros((), jnp.int32)
+    for number in range(repeats):
+        if number % 3 == 0:
+            memory = fill(memory)
+        count += different(product(*operands), first)
+    assert int(count) == 0, f"{case}: {int(count)} elements had other bits in {repeats} repeats"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(300, 1024, 1152), (257, 12_288, 256), (4096, 4096, 4096)])
 def test_mosaic(shape, dtype, source):

@@ -56,6 +56,9 @@ _PIECE = functools.partial(
 )
 _PAGES_OR_PIECE = functools.partial(_PIECE, 5, None, "fp8")
 _ATTENTION = functools.partial(attention.test_float64, _PAGES)
+_UNDER_LOAD = functools.partial(
+    products.test_the_same_bits_under_load, "fp8", 3, size=136, repeats=4, load=8
+)
 _GIVEN_EXPERTS = functools.partial(experts.test_products, _EXPERTS)
 _GIVEN_WGRAD = functools.partial(experts.test_weight_gradients, _WGRAD)
 _GRADIENTS = functools.partial(gradient.test_float64, _GRADIENT)
@@ -72,6 +75,7 @@ _BODIES = [
     slow(functools.partial(products.test_float64, Dense("float32", 70, 300, 40))),
     functools.partial(products.test_tiles, "fp8", (10, 136, 40)),
     _ROWS,
+    _UNDER_LOAD,
     _GIVEN_EXPERTS,
     _GIVEN_WGRAD,
     _NORM,
@@ -110,6 +114,25 @@ _BODIES = [
 @pytest.mark.parametrize("body", _BODIES)
 def test_holds(body, source, interpreted):
     body(source=source)
+
+
+def test_a_bit_that_differs_once_is_seen(source, interpreted, monkeypatch):
+    calls = []
+    product = Dense.product
+
+    def at_times(case):
+        right = product(case)
+
+        def call(*operands):
+            calls.append(operands)
+            y = right(*operands)
+            return y.at[0, 5].multiply(1 + 2**-7) if len(calls) == 4 else y
+
+        return call
+
+    monkeypatch.setattr(Dense, "product", at_times)
+    with pytest.raises(AssertionError, match="1 elements had other bits in 4 repeats"):
+        _UNDER_LOAD(source=source)
 
 
 def test_published_matrices_are_all_compared(source, monkeypatch):
