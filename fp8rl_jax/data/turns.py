@@ -103,6 +103,20 @@ class Turns:
                 tokens = tokens[ends[0] + 1 :]  # the reply has its end already
         return tokens, texts
 
+    def ending(self) -> Tokenizer:
+        """Returns the tokenizer with the token that the template writes behind a reply among its
+        `eos_ids`: there the turn of the policy ends (GLM's '<|observation|>', gpt-oss's '<|call|>')
+        unless it ends with one that is as good."""
+        if self.chat is None:
+            return self.tokenizer
+        if self._behind_call:
+            return self.tokenizer.ending_also(self._tokens([""], ())[0])
+        found = self.tokenizer.first_added(self._between(""))
+        ends = self.tokenizer.eos_ids
+        if found is None or any(found[0] in group and {*ends} & {*group} for group in self._alike):
+            return self.tokenizer
+        return self.tokenizer.ending_also(found[0])
+
     def _beginning(self, text: str, room: int) -> str:
         """Returns the longest beginning of a text that takes `room` tokens."""
         if len(self._encoded(text)) <= room:

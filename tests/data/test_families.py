@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("trl", reason="needs trl: pip install 'fp8rl_jax[oracles]'")
 
-from chat_families import FAMILIES, add, table, turns_of
+from chat_families import FAMILIES, add, refusal, table, turns_of
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs import calls_in, check_calls
@@ -101,6 +101,18 @@ def test_tools(name, results):
     tokens, texts = turns.encode(said, turns.tokenizer.encode(end or reply)[-1], called * results)
     assert end + turns.tokenizer.reader.decode(tokens, skip_special_tokens=False) == ending
     assert texts == said and len(tokens) <= turns.slots
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_reply_ends_where_the_template_goes_on(name):
+    """Also if the tokenizer's files do not say so; gpt-oss's '<|end|>' ends a thought alone."""
+    family = FAMILIES[name]
+    for role in ("tool", "user"):
+        turns = turns_of(dataclasses.replace(family, ends=1), role)
+        if not refusal(turns):
+            ends = [turns.tokenizer.reader.id_to_token(i) for i in turns.ending().eos_ids]
+            more = {"gpt-oss": ["<|call|>"], "GLM-4.5": ["<|observation|>"]}.get(name, [])
+            assert ends == [family.special[0], *(more if role == "tool" else [])]
 
 
 @pytest.mark.parametrize("name", ["Gemma 3", "DeepSeek-V3", "TinyLlama, Zephyr"])
