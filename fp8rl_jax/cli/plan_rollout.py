@@ -13,7 +13,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import text_table
 from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.plan.bytes import gib
-from fp8rl_jax.plan.gpus import EFFICIENCY, LAUNCH
+from fp8rl_jax.plan.gpus import DECODE_GAP, DECODE_KERNEL, DECODE_MEMORY, DECODE_RATES, EFFICIENCY
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.plan.rollout import RolloutPlan
 from fp8rl_jax.plan.times import decode_seconds
@@ -71,9 +71,6 @@ def _decode_rows(
     for part in steps[0]:
         yield row(part, (1e3 * step[part] for step in steps), "{:.3g} ms")
     totals = [sum(step.values()) for step in steps]
-    launches = (step["launches"] for step in steps)
-    alone = (1e3 * (total - x) for total, x in zip(totals, launches, strict=True))
-    yield row("a step without launches", alone, "{:.3g} ms")
     yield row("a step", (1e3 * total for total in totals), "{:.3g} ms")
     rates = [count / total for count, total in zip(sequences, totals, strict=True)]
     if rates[0]:
@@ -88,6 +85,7 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
     fitting = [plan.slots_of(half) or 0 for plan in cases.values()]
     names = [name for name in EFFICIENCY if name != "links"]
     reached = ", ".join(f"{name} {EFFICIENCY[name]:.0%}" for name in names)
+    rates = ", ".join(f"{name} {rate / 1e12:g} TB/s" for name, rate in DECODE_RATES.items())
     return "\n".join(
         [
             f"Decoding on each {gpu.name}, sequences of {half} tokens on average: a "
@@ -102,7 +100,8 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
             "fp8_linear: weights and activations of linear layers in FP8 (W8A8); fp8_kv: the KV "
             "cache alone; fp8: both.",
             f"Constants ({gpu.name}'s data sheet): {gpu.speed}; reached, as on one H200: "
-            f"{reached}; {1e6 * LAUNCH:g} us for a launch.",
+            f"{reached}; in decoding {rates}, at most {DECODE_MEMORY:.0%} of the memory's; "
+            f"{1e6 * DECODE_KERNEL:g} us for another kernel, {1e6 * DECODE_GAP:g} us for a launch.",
         ]
     )
 

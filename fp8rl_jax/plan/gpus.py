@@ -1,7 +1,7 @@
 """Figures of GPUs and links from their data sheets, the share of each that is reached, and what is
 known of this library's programs on a GPU: launches, instructions, bytes.
 
-Shares of products, attention and memory, and the times of launches, are those of Qwen3-8B on one
+Shares of products, attention and memory, and the times of kernels, are those of Qwen3-8B on one
 H200 (docs/kernels.md); shares of links are assumed. Launches and instructions are counted in
 compiled programs (docs/scripts/gpu_counts.py).
 """
@@ -63,12 +63,34 @@ EFFICIENCY = {
     "memory": 0.8,
     "links": 0.8,
 }
-# Seconds that a kernel takes besides its work: four decode steps took 1.7 to 3.8 us more for each
-# of their launches than their bytes explain.
+# Bytes/s that the kernels of a decode step read. Measured on the H200 of 2026-11-26, at commit
+# 9241ab6: FP8 products of 64 rows alone (1.7 to 2.0 TB/s in three shapes of Qwen3-8B), bf16
+# products in a decode step, attention over 8,192 keys in FP8 alone and over 1,900 in bf16 in a
+# step. Products wait for their own steps, so a slower memory changes nothing until they read
+# DECODE_MEMORY of its bandwidth, the most of these. INT8 is assumed to be like FP8.
+DECODE_RATES = {
+    "FP8 products": 1.87e12,
+    "bf16 products": 2.78e12,
+    "attention in 8 bits": 3.6e12,
+    "attention in bf16": 4.08e12,
+}
+DECODE_MEMORY = 0.85
+# Seconds of a train step's kernel besides its work: assumed, near what decode steps took in all for
+# each of theirs.
 LAUNCH = 3e-6
+# Seconds of a decode step's other kernel (norms, gates, quantisation, copies), all of it, and from
+# one kernel's end to the next: means of a decode step's profile on that H200.
+DECODE_KERNEL = 2.2e-6
+DECODE_GAP = 0.2e-6
 # Kernels of a layer in a decode step, by the kind of model (sandwich norms: Gemma 3, with windows;
-# latent: assumed), and in a train step's forward and backward of a dense model, in bf16 and in FP8.
-DECODE_LAUNCHES = {"dense": 11, "sandwich norms": 25, "experts": 43, "latent": 50}
+# latent: assumed), and how many of them are products and attention; then kernels of a layer's
+# forward and backward pass in a train step of a dense model, in bf16 and in FP8.
+DECODE_LAUNCHES = {
+    "dense": (11, 6),
+    "sandwich norms": (25, 6),
+    "experts": (43, 8),
+    "latent": (50, 10),
+}
 TRAIN_LAUNCHES = {"bf16": 134, "FP8": 256}
 STEP_LAUNCHES = 41  # of a decode step outside its layers
 # Instructions that each of a multiprocessor's four schedulers issues for 64 keys of 128 features,

@@ -15,10 +15,10 @@ Decode step: each of B sequences gets a token. The step reads, once each, the we
 output head, the keys and values of B sequences, and the routed experts that some token chose: the
 share ``1 - (1 - k / E)^tokens`` of E experts, if each token chooses k of them evenly. It computes 2
 FLOPs for each parameter that a token uses, and attention over what is in the cache. Layers,
-attention and head follow each other; each takes the longer of its bytes over the memory's bandwidth
-and its FLOPs over the peak (Williams et al., "Roofline", 2009). Left out as well: prefill,
-sampling, activations and their quantisation, the exchange of experts' rows. Attention is bound by
-the instructions of its loop, too, and each launch costs LAUNCH.
+attention and head follow each other; each takes the longer of its bytes over the rate at which its
+kernels read and its FLOPs over the peak (Williams et al., "Roofline", 2009). Attention is bound by
+the instructions of its loop, too. Each other kernel takes DECODE_KERNEL, and each launch
+DECODE_GAP. Left out as well: prefill, sampling, the exchange of experts' rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ from fp8rl_jax.plan.bytes import (
 )
 from fp8rl_jax.plan.gpus import (
     BETWEEN,
+    DECODE_GAP,
+    DECODE_KERNEL,
     DECODE_LAUNCHES,
+    DECODE_MEMORY,
+    DECODE_RATES,
     EFFICIENCY,
     HOST_LINK,
     INSTRUCTIONS,
@@ -363,21 +367,33 @@ def decode_seconds(
     slots = MULTIPROCESSORS * ISSUED * gpu.clock
     issued = INSTRUCTIONS[recipe.stored_dtype("k"), recipe.stored_dtype("v")]
 
-    def longer(size: float, products: float, rate: float) -> float:
-        return max(size / (EFFICIENCY["memory"] * gpu.hbm), 2 * products / rate)
-
-    products = pairs * attention_features(model)
-    attention = longer(cache, products, EFFICIENCY["attention"] * gpu.bf16)
+    fp8 = recipe.quantized and not recipe.fake
+    products = (counts.active - counts.tables) * sequences
+    read = layers / _read_rate(gpu, "FP8 products" if fp8 else "bf16 products")
+    of_layers = max(read, 2 * products / _rate(gpu, fp8))
+    # Keys are half of the cache, values the other.
+    moved = sum(cache / 2 / _read_rate(gpu, _attention(recipe, name)) for name in ("k", "v"))
+    computed = 2 * pairs * attention_features(model) / (EFFICIENCY["attention"] * gpu.bf16)
     table = model.vocab_size * model.hidden_size
-    head = table * recipe.for_head().compute_dtype.itemsize
-    launches = model.num_hidden_layers * DECODE_LAUNCHES[_kind(model)] + STEP_LAUNCHES
+    head = table * recipe.for_head().compute_dtype.itemsize / (EFFICIENCY["memory"] * gpu.hbm)
+    in_layer, large = DECODE_LAUNCHES[_kind(model)]
+    launches = model.num_hidden_layers * in_layer + STEP_LAUNCHES
+    others = launches - model.num_hidden_layers * large
     return {
-        "layers": longer(
-            layers,
-            (counts.active - counts.tables) * sequences,
-            _rate(gpu, recipe.quantized and not recipe.fake),
-        ),
-        "attention": max(attention, loops * issued / slots),
-        "head": longer(head, table * sequences, _head_rate(gpu, recipe)),
-        "launches": launches * LAUNCH,
+        "layers": of_layers,
+        "attention": max(moved, computed, loops * issued / slots),
+        "head": max(head, 2 * table * sequences / _head_rate(gpu, recipe)),
+        "other kernels": others * DECODE_KERNEL + launches * DECODE_GAP,
     }
+
+
+def _read_rate(gpu: Gpu, kernels: str) -> float:
+    """Returns the bytes/s that kernels of a decode step read, by their name in DECODE_RATES."""
+    return min(DECODE_RATES[kernels], DECODE_MEMORY * gpu.hbm)
+
+
+def _attention(recipe: Recipe, name: str) -> str:
+    """Returns which of DECODE_RATES attention's reads of keys ('k') or values ('v') reach."""
+    stored = recipe.stored_dtype(name)
+    in_bytes = stored is not None and stored.itemsize == 1
+    return "attention in 8 bits" if in_bytes else "attention in bf16"

@@ -73,21 +73,26 @@ def test_predicted_decode_times(plan):
     status, output, _ = plan("--rollout", "--config", moe, "--config.model.name=qwen3_30b_a3b")
     assert status == 0
     assert "H200, sequences of 1280 tokens on average: a prediction from bytes" in output
-    assert "not a measurement" in output and "memory 80%; 3 us for a launch" in output
+    assert "not a measurement" in output and "FP8 products 1.87 TB/s, bf16" in output
+    assert "2.2 us for another kernel, 0.2 us for a launch" in output
     plans, decode = output.split("Decoding on each")
     equal, fit = decode.split("sequences that fit")
     # 48 layers of 4 heads, k and v; gate, up and down of 32 experts, 2048 x 768; 32 x 4 tokens.
     cache = 32 * 1280 * 48 * 4 * 2 * 128
     layers = 48 * (2048 * 128 * (32 + 2 * 4 + 32) + 32 * (1 - (15 / 16) ** 128) * 3 * 2048 * 768)
     head = 2 * 151936 * 2048
-    steps = [
-        weight * layers + kv * cache + head
-        for weight, kv in ((2, 2), (1, 2), (2, 132 / 128), (1, 132 / 128))
+    kernels, large = DECODE_LAUNCHES["experts"]
+    others = (48 * (kernels - large) + STEP_LAUNCHES) * 2.2e-3
+    others += (48 * kernels + STEP_LAUNCHES) * 0.2e-3
+    times = [
+        1e-9 * (weight * layers / product + kv * cache / attention + head / 3.84) + others
+        for weight, product, kv, attention in (
+            (2, 2.78, 2, 4.08),
+            (1, 1.87, 2, 4.08),
+            (2, 2.78, 132 / 128, 3.6),
+            (1, 1.87, 132 / 128, 3.6),
+        )
     ]
-    alone = [step / (0.8 * 4.8e12) * 1e3 for step in steps]
-    assert _milliseconds(equal, "a step without launches") == pytest.approx(alone, rel=0.01)
-    launches = (48 * DECODE_LAUNCHES["experts"] + STEP_LAUNCHES) * 3e-3
-    times = [time + launches for time in alone]
     assert _milliseconds(equal, "a step") == pytest.approx(times, rel=0.01)
     found = _row(equal, "  time of a token")
     assert found == pytest.approx([time / times[0] for time in times], abs=0.01)
