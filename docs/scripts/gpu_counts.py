@@ -16,6 +16,12 @@ host waits in continuous batching; sorts. The last line is JSON:
     continuous_unknown_loops  loops of unknown length, and conditionals
     sorts                     in decode with that flag, in continuous decode and in the train step
     strict_attention_in_backward   of a layer's backward pass with remat
+    wgmma_kernels_without_fence        products, head and fast attention in which a product of the
+                              tensor cores may read a copy that has not arrived; all are compiled
+    predicted_decode_default_ms, predicted_layer_ms    of an H200 by today's kernels, as the plan
+                              predicts them: 64 sequences by recipe and keys; a layer, 4,096 tokens
+    predicted_of_measured     {figure: [predicted, measured]} of Qwen3-8B with the kernels of the
+                              day on which an H200 was measured
     kernels                   each of a decode layer by name
     stack                     versions of Python, jax, jax-triton and Triton
 
@@ -38,10 +44,12 @@ _DUMP = tempfile.TemporaryDirectory()
 _FLAGS = f"--xla_dump_to={_DUMP.name} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_step"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"  # before XLA reads it
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(_ROOT / "docs" / "scripts"), str(_ROOT / "tests" / "kernels" / "gpu")]
+_FOLDERS = ("docs/scripts", "tests/kernels/gpu", "tests/helpers")
+sys.path[:0] = [str(_ROOT / folder) for folder in _FOLDERS]
 
 import aot_h200  # noqa: E402
-from kernel_variants import AttentionVariant  # noqa: E402
+import h200_times  # noqa: E402
+from kernel_variants import AttentionVariant, fast_variants, head_variants, variants  # noqa: E402
 
 from fp8rl_jax.bench.kernel_times import DTYPES  # noqa: E402
 from fp8rl_jax.kernels.gpu import attention_operands  # noqa: E402
@@ -74,6 +82,12 @@ def instructions() -> dict[str, float]:
     }
 
 
+def without_fence() -> int:
+    """Counts the kernels that have a product by wgmma without a fence before it."""
+    compiled = (v.compile() for v in [*variants(), *head_variants(), *fast_variants()])
+    return sum(machine.unfenced > 0 for machine in compiled)
+
+
 def host_launches() -> int:
     """Counts what the host starts in the layers' loop of the program that was compiled last."""
     files = pathlib.Path(_DUMP.name).glob("*.thunk_sequence_after_thunk_passes.txt")
@@ -86,6 +100,7 @@ def host_launches() -> int:
 def main() -> None:
     name = sys.argv[1]
     loop = instructions()  # before jax-triton leaves Triton's compiler without a cache
+    unfenced = without_fence()
     mesh = h200.h200_mesh({})
     programs = aot_h200.Programs(name, mesh, layers=LAYERS)
     decode = programs.decode()
@@ -109,6 +124,15 @@ def main() -> None:
         "continuous_unknown_loops": h200.unknown_loops(continuous),
         "sorts": sum(map(h200.sorts, (flagged, continuous, trained))),
         "strict_attention_in_backward": strict - 1,
+        "wgmma_kernels_without_fence": unfenced,
+        "predicted_decode_default_ms": {
+            f"{recipe}_{keys}": round(h200_times.decode_ms(name, recipe, keys), 2)
+            for recipe, keys in h200_times.DECODE
+        },
+        "predicted_layer_ms": {
+            recipe: round(h200_times.layer_ms(name, recipe), 2) for recipe in h200_times.LAYER
+        },
+        "predicted_of_measured": h200_times.predicted_of_measured(),
         "kernels": kernels,
         "stack": {
             "python": platform.python_version(),
