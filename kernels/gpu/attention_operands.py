@@ -94,6 +94,8 @@ def window_and_sinks(window: jax.Array | None, sinks: jax.Array | None) -> list[
 
 
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:
-    """Returns whether each split of the keys gets its own program: few tiles and long caches."""
+    """Returns whether each split of the keys gets its own program: in a decode step, whose sequences
+    have any lengths, always; else where there are few tiles. Caches of one split have one."""
     tiles = -(-queries * heads // kv_heads // ROWS)
-    return slots > SPLIT and tiles * kv_heads * batch <= _FEW_PROGRAMS
+    few = queries == 1 or tiles * kv_heads * batch <= _FEW_PROGRAMS
+    return slots > SPLIT and few
