@@ -168,9 +168,9 @@ _SOURCES = _sources()
 # train step that copies neither weights nor moments on a CPU; by 424 for log-probabilities over the
 # tokens that top-k and top-p keep; by 130 for other launchers' variables; by 487 for adapters as
 # PEFT applies and writes them; by 267 for replies that were cut, sums in order, padding, and plans
-# of kept tokens; by 707 for the tool calls of every family; by 660 for answers as a careful person
+# of kept tokens; by 714 for the tool calls of every family; by 660 for answers as a careful person
 # reads them; by 494 for damaged, missing and foreign files, stops, and users' code.)
-_MOST_LINES = {"library": 53_180, "with users": 60_497, "package": 10_136, "file": 540}
+_MOST_LINES = {"library": 53_187, "with users": 60_504, "package": 10_136, "file": 540}
 
 
 def test_size_stays_within_the_budget():

@@ -131,7 +131,14 @@ def _check_directory(resolved: Resolved, resume: bool) -> str:
             )
     saved = directory / "config.json"
     if saved.exists():
-        if changed := differences(read_saved_config(saved), as_saved(config)):
+        try:
+            known = read_saved_config(saved)
+        except UserError as error:
+            if not resume:
+                raise
+            remedy = "or move it away and give every override with which the run began"
+            raise UserError(f"{error}, {remedy}") from None
+        if changed := differences(known, as_saved(config)):
             raise UserError(
                 f"run.dir: {directory} holds a run with another config {as_options(changed)}, or "
                 "choose another --config.run.dir"

@@ -180,7 +180,8 @@ def test_run_with_another_config(field, before, now, resume, refused, run_dir):
 def test_run_with_a_damaged_config(content, resume, refused, run_dir):
     """A config.json that is cut or of another kind is the user's to fix, and is named."""
     (run_dir / "config.json").write_text(content)
-    assert_words(refused(*train_command(), *resume), ["config.json"])
+    way_on = ["move it away"] if resume else []
+    assert_words(refused(*train_command(), *resume), ["config.json", *way_on])
 
 
 _DAMAGE = {
