@@ -45,7 +45,7 @@ from fp8rl_jax.report import summarise, write_report
 from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.rl import mismatch_metrics, prepare
 from fp8rl_jax.rollout import changed_bytes, is_fresh
-from fp8rl_jax.training.ahead import Drawn, Rollouts
+from fp8rl_jax.training.ahead import Drawn, Rollouts, Weights
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.engine import Served
@@ -382,12 +382,12 @@ def run_rl(
     reference = _reference(run, state) if rt.algorithm.needs_reference else None
     run.display.phase("RL", config.run.steps, int(state.step), run.compile_times)
     rollouts, served = Rollouts(rt, _stream(rt, state), run.display.rollout), rt.engine.refit(state)
-    number, like = run.number(state), served.weights
-    rollouts.restore(
-        int(state.step),
-        meta,
-        lambda name: rt.for_sampling(run.checkpoints.read_other(number, name, like)),
-    )
+
+    def weights_of(name: str) -> Weights:
+        like = served.weights  # held by `served` alone, which gives it up before an update
+        return rt.for_sampling(run.checkpoints.read_other(run.number(state), name, like))
+
+    rollouts.restore(int(state.step), meta, weights_of)
     with contextlib.closing(rollouts):
         return _steps(run, state, served, reference, rollouts, monitor)
 

@@ -20,7 +20,7 @@ from tiny_run import CONFIG, overrides, reproducible
 from fp8rl_jax import cli
 from fp8rl_jax.base.errors import RewardError, UserError
 from fp8rl_jax.envs import Question, Scoring, Tally, extract_answers, load_rewards
-from fp8rl_jax.envs.rewards import printed, scoring
+from fp8rl_jax.envs.rewards import pool, printed, scoring
 from fp8rl_jax.envs.rewards.pool import Pool
 
 # What a response asks for. All but the last few fail.
@@ -124,6 +124,13 @@ def test_calls_that_fail_are_not_scored_and_named_once(acting, caplog, monkeypat
 def test_what_is_printed_is_bounded(how, acting, caplog, capfd, monkeypatch):
     """Lines as they come, until a call prints more than a person reads; named once."""
     monkeypatch.setattr(printed, "_silenced", set())
+    own = Pool(2)  # whose workers no other test hears
+    monkeypatch.setattr(pool, "_pool", own)
+    with contextlib.closing(own):
+        _prints(how, caplog, capfd)
+
+
+def _prints(how, caplog, capfd):
     assert _scores(_terms(), ["say one", "say two"]) == [7, 7]
     said, late = "", time.monotonic() + 20
     while said.count("\n") < 2 and time.monotonic() < late:
