@@ -94,8 +94,8 @@ def window_and_sinks(window: jax.Array | None, sinks: jax.Array | None) -> list[
 
 
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:
-    """Returns whether each split of the keys gets its own program: in a decode step, whose sequences
-    have any lengths, always; else where there are few tiles. Caches of one split have one."""
+    """Returns whether each split of the keys gets its own program: in a decode step, always, since
+    its sequences have any lengths; else where there are few tiles. Not in caches of one split."""
     tiles = -(-queries * heads // kv_heads // ROWS)
     few = queries == 1 or tiles * kv_heads * batch <= _FEW_PROGRAMS
     return slots > SPLIT and few
