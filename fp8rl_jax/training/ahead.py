@@ -202,30 +202,30 @@ class Rollouts:
             return {}
         places = {id(q): i for i, q in enumerate(self._runtime.questions["train"])}
         found, later = [], self._learnt
-        for future in self._begun:
-            if future.cancelled() or future.exception() is not None:
-                break
-            drawn = future.result()
+        for drawn in self._finished():
             about = {"record": dict(drawn.record), "position": drawn.position}
             found.append(about | {"arrays": _as_text(drawn.samples, places)})
             later = drawn.later
-        again = [
-            {"version": given.version, "rng": given.rng.tolist()}
-            for given in self._unfinished(len(found))
-        ]
+        again = [{"version": g.version, "rng": g.rng.tolist()} for g in self._unfinished()]
         begun = [_as_text(begun, places) for begun in later]
         return {"rollouts": found, "begun": begun, "unfinished": again}
 
     def unfinished(self) -> dict[str, Weights]:
-        """Returns the weights of the rollouts that `stop` has ended, by the names that `restore`
-        asks for."""
-        finished = sum(
-            not (future.cancelled() or future.exception() is not None) for future in self._begun
-        )
-        return {_of_version(g.version): g.weights for g in self._unfinished(finished)}
+        """Returns the weights of the rollouts that `stop` has ended, by the names for `restore`."""
+        return {_of_version(g.version): g.weights for g in self._unfinished()}
 
-    def _unfinished(self, finished: int) -> list[_Given]:
-        """Returns what the rollouts behind the `finished` ones draw with, if `stop` ended them."""
+    def _finished(self) -> list[Drawn]:
+        """Waits for the rollouts; returns those before the first that failed or was ended."""
+        found = []
+        for future in self._begun:
+            if future.cancelled() or future.exception() is not None:
+                break
+            found.append(future.result())
+        return found
+
+    def _unfinished(self) -> list[_Given]:
+        """Returns what the rollouts behind the finished ones draw with, if `stop` ended them."""
+        finished = len(self._finished())
         begun = list(self._begun)[finished:]
         if not begun or not (begun[0].cancelled() or isinstance(begun[0].exception(), _Stopped)):
             return []

@@ -170,7 +170,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
         turns = turns_of(config, tokenizer, chat)
         turns.check()
         tokenizer = turns.ending()
-        turns = turns_of(config, tokenizer, chat)
+        turns = dataclasses.replace(turns, tokenizer=tokenizer)
         if chat is not None and config.env.tools and not config.env.step:
             check_calls(tool_functions(config.env.tools), turns.reply_with_call)
         least, room = turns.slots - turns.most + 3, config.rollout.max_new_tokens
