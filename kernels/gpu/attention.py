@@ -69,14 +69,56 @@ from fp8rl_jax.kernels.gpu.quantiser import Quantisation, block_scales, magnitud
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import query_pairs, store_vectors, vectors
 
+SEQUENCES = tl.constexpr(128)  # that a program counts the splits of at once
+
 
 @triton.jit
-def _rows(positions, tile, S: tl.constexpr, T: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr):
+def _splits_seen(
+    start, latest, earliest, window, B: tl.constexpr, S: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """Returns, for SEQUENCES sequences from `start` on, their numbers, first splits with keys that
+    are seen, and numbers of such splits."""
+    sequence = start + tl.arange(0, SEQUENCES)
+    last = tl.minimum(tl.load(latest + sequence, mask=sequence < B, other=-1), S - 1)
+    begin = sequence * 0
+    if WINDOWED:
+        oldest = tl.load(earliest + sequence, mask=sequence < B, other=0) - tl.load(window) + 1
+        begin = tl.maximum(oldest, 0) // SPLIT
+    return sequence, begin, tl.where(last >= 0, last // SPLIT + 1 - begin, 0)
+
+
+@triton.jit
+def _listed(
+    item, latest, earliest, window, B: tl.constexpr, S: tl.constexpr, WINDOWED: tl.constexpr
+):
+    """Returns the sequence and the split that stand at `item` in the list of all splits that are
+    seen, sequence after sequence."""
+    found, split, before = 0, 0, 0
+    for start in range(0, B, SEQUENCES):
+        sequence, begin, count = _splits_seen(start, latest, earliest, window, B, S, WINDOWED)
+        end = before + tl.cumsum(count, 0)
+        here = (end > item) & (end - count <= item)
+        found += tl.sum(tl.where(here, sequence, 0), 0)
+        split += tl.sum(tl.where(here, begin + item - (end - count), 0), 0)
+        before += tl.sum(count, 0)
+    return found, split
+
+
+@triton.jit
+def _rows(
+    positions,
+    batch,
+    kv_head,
+    tile,
+    S: tl.constexpr,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+):
     """Returns each row's offset in (B, T, H), existence and position; and the last position.
 
     A row that does not exist has position -1 and sees no key.
     """
-    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
     GROUP: tl.constexpr = H // HKV
     row = tile * ROWS + tl.arange(0, ROWS)
     exists = row < T * GROUP
@@ -122,27 +164,12 @@ def _store_result(
 
 
 @triton.jit
-def attention_kernel(
-    q,  # (B, T, H, D)
-    k,  # (B, S, HKV, D), or with PAGED (pages, BLOCK, HKV, D); v, scales and k_rope accordingly.
-    # With LAYERS and without PAGED (L * B, S, HKV, D)
-    v,  # (B, S, HKV, DV)
-    positions,  # (B, T) int32
-    q_scale,  # (B, T, H) float32 with Q_SCALES 2, one number with 1, unused with 0
-    k_scale,  # (B, S, HKV), as q_scale by K_SCALES
-    v_scale,  # (B, S, HKV), as q_scale by V_SCALES
-    q_rope,  # (B, T, H, DR), unused if DR is 0
-    k_rope,  # (B, S, HKV, DR)
-    table,  # (B, S / BLOCK) int32, the page of each block of slots, unused without PAGED; with
-    # LAYERS (L, B, S / BLOCK)
-    layer,  # (1,) int32, unused without LAYERS
-    window,  # (1,) int32, unused without WINDOWED
-    sinks,  # (H,) float32, unused without SINKS
-    out,  # (B, T, H, DV); with ONE_SPLIT (SPLITS, B, T, H, DV) float32, weighted values
-    top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
-    total,  # as top
-    out_q,  # (B, T, H, DV) FP8, unused without QUANTIZE
-    out_scale,  # (H, B, T) float32, as out_q
+def _tile(
+    pointers,  # to the operands, as `attention_kernel` has them
+    batch,  # int64
+    kv_head,
+    tile,
+    B: tl.constexpr,
     T: tl.constexpr,
     S: tl.constexpr,
     H: tl.constexpr,
@@ -150,32 +177,24 @@ def attention_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     DR: tl.constexpr,
-    WIDTH: tl.constexpr,  # D or more, a power of two; so are the next two
-    V_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
     R_WIDTH: tl.constexpr,
-    SCALE: tl.constexpr,  # factor of the scores, over log 2
     Q_SCALES: tl.constexpr,
     K_SCALES: tl.constexpr,
     V_SCALES: tl.constexpr,
     PAGED: tl.constexpr,
     LAYERS: tl.constexpr,
     WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,  # a program runs one split of a tile, for `join_kernel`
-    QUANTIZE: tl.constexpr,  # also store out_q and out_scale (without ONE_SPLIT)
-    FP8_MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
 ):
-    SPLITS: tl.constexpr = (S + SPLIT - 1) // SPLIT if ONE_SPLIT else 1
-    # The tiles with the most keys start first: they take longest.
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // SPLITS
-    place, exists, position, last = _rows(positions, tile, S, T, H, HKV)
+    """Loads a tile's queries. Returns rows and cache for `one_split_of`; the rows' offset in
+    (B, T, H) and whether they exist; the tile's last position and first slot."""
+    q, k, v, positions, q_scale, k_scale, v_scale, q_rope, k_rope, table, layer, window = pointers
+    place, exists, position, last = _rows(positions, batch, kv_head, tile, S, T, H, HKV)
     oldest, begin = first_seen(window, position, exists, WINDOWED)
     # From here on, 32-bit offsets count from the first token's keys of a sequence or page.
-    batch, first = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
-    sequence = batch  # of all layers
+    sequence, first = batch, tl.cast(kv_head, tl.int64)  # sequence: of all layers
     if LAYERS:
-        sequence += tl.load(layer) * tl.num_programs(2)
+        sequence += tl.load(layer) * B
     if PAGED:
         table += sequence * (S // BLOCK)
     else:
@@ -199,33 +218,140 @@ def attention_kernel(
         query_rope = vectors(q_rope, place, exists, DR, R_WIDTH)
     rows = query, odd_query, query_rope, query_scale, position, last, oldest, begin
     cache = k, v, k_scale, v_scale, k_rope, table
+    return rows, cache, place, exists, last, begin
 
+
+@triton.jit
+def attention_kernel(
+    q,  # (B, T, H, D)
+    k,  # (B, S, HKV, D), or with PAGED (pages, BLOCK, HKV, D); v, scales and k_rope accordingly.
+    # With LAYERS and without PAGED (L * B, S, HKV, D)
+    v,  # (B, S, HKV, DV)
+    positions,  # (B, T) int32
+    q_scale,  # (B, T, H) float32 with Q_SCALES 2, one number with 1, unused with 0
+    k_scale,  # (B, S, HKV), as q_scale by K_SCALES
+    v_scale,  # (B, S, HKV), as q_scale by V_SCALES
+    q_rope,  # (B, T, H, DR), unused if DR is 0
+    k_rope,  # (B, S, HKV, DR)
+    table,  # (B, S / BLOCK) int32, the page of each block of slots, unused without PAGED; with
+    # LAYERS (L, B, S / BLOCK)
+    layer,  # (1,) int32, unused without LAYERS
+    window,  # (1,) int32, unused without WINDOWED
+    sinks,  # (H,) float32, unused without SINKS
+    latest,  # (B,) int32, each sequence's last position; unused without ONE_SPLIT
+    earliest,  # (B,) int32, its first position; unused without ONE_SPLIT or WINDOWED
+    out,  # (B, T, H, DV); with ONE_SPLIT (SPLITS, B, T, H, DV) float32, weighted values
+    top,  # (SPLITS, B, T, H) float32 with ONE_SPLIT, else unused
+    total,  # as top
+    out_q,  # (B, T, H, DV) FP8, unused without QUANTIZE
+    out_scale,  # (H, B, T) float32, as out_q
+    B: tl.constexpr,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    DR: tl.constexpr,
+    WIDTH: tl.constexpr,  # D or more, a power of two; so are the next two
+    V_WIDTH: tl.constexpr,
+    R_WIDTH: tl.constexpr,
+    SCALE: tl.constexpr,  # factor of the scores, over log 2
+    Q_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    PAGED: tl.constexpr,
+    LAYERS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,  # programs run single splits of a list, for `join_kernel`
+    QUANTIZE: tl.constexpr,  # also store out_q and out_scale (without ONE_SPLIT)
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    pointers = q, k, v, positions, q_scale, k_scale, v_scale, q_rope, k_rope, table, layer, window
     if ONE_SPLIT:
-        split = tl.program_id(0) % SPLITS
-        if (split * SPLIT <= last) & (split * SPLIT + SPLIT > begin):
-            row_top, row_total, values = one_split_of(
-                split,
-                rows,
-                cache,
+        kv_head, tile = tl.program_id(0) % HKV, tl.program_id(0) // HKV
+        listed = 0
+        for start in range(0, B, SEQUENCES):
+            _, _, count = _splits_seen(start, latest, earliest, window, B, S, WINDOWED)
+            listed += tl.sum(count, 0)
+        # What does not change from item to item is computed again: it would take registers.
+        for item in tl.range(tl.program_id(1), listed, tl.num_programs(1), disable_licm=True):
+            sequence, split = _listed(item, latest, earliest, window, B, S, WINDOWED)
+            batch = tl.cast(sequence, tl.int64)
+            rows, cache, place, exists, last, begin = _tile(
+                pointers,
+                batch,
+                kv_head,
+                tile,
+                B,
+                T,
+                S,
+                H,
                 HKV,
                 D,
                 DV,
                 DR,
                 WIDTH,
-                V_WIDTH,
                 R_WIDTH,
-                SCALE,
                 Q_SCALES,
                 K_SCALES,
                 V_SCALES,
                 PAGED,
+                LAYERS,
                 WINDOWED,
             )
-            place += tl.cast(split, tl.int64) * tl.num_programs(2) * (T * H)
-            tl.store(top + place, row_top, mask=exists)
-            tl.store(total + place, row_total, mask=exists)
-            store_vectors(out, values, place, exists, DV, V_WIDTH)
+            # With several queries, rows of another tile may be those that see the split.
+            if (split * SPLIT <= last) & (split * SPLIT + SPLIT > begin):
+                row_top, row_total, values = one_split_of(
+                    split,
+                    rows,
+                    cache,
+                    HKV,
+                    D,
+                    DV,
+                    DR,
+                    WIDTH,
+                    V_WIDTH,
+                    R_WIDTH,
+                    SCALE,
+                    Q_SCALES,
+                    K_SCALES,
+                    V_SCALES,
+                    PAGED,
+                    WINDOWED,
+                )
+                place += tl.cast(split, tl.int64) * (B * T * H)
+                tl.store(top + place, row_top, mask=exists)
+                tl.store(total + place, row_total, mask=exists)
+                store_vectors(out, values, place, exists, DV, V_WIDTH)
     else:
+        # The tiles with the most keys start first: they take longest.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        batch = tl.cast(tl.program_id(2), tl.int64)
+        rows, cache, place, exists, last, begin = _tile(
+            pointers,
+            batch,
+            tl.program_id(1),
+            tile,
+            B,
+            T,
+            S,
+            H,
+            HKV,
+            D,
+            DV,
+            DR,
+            WIDTH,
+            R_WIDTH,
+            Q_SCALES,
+            K_SCALES,
+            V_SCALES,
+            PAGED,
+            LAYERS,
+            WINDOWED,
+        )
         row_top, row_total, values = nothing(V_WIDTH)
         for split in range(begin // SPLIT, (last + SPLIT) // SPLIT):
             more_top, more_total, more_values = one_split_of(
@@ -291,7 +417,10 @@ def join_kernel(
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    place, exists, position, last = _rows(positions, tl.program_id(0), S, T, H, HKV)
+    batch = tl.cast(tl.program_id(2), tl.int64)
+    place, exists, position, last = _rows(
+        positions, batch, tl.program_id(1), tl.program_id(0), S, T, H, HKV
+    )
     _, begin = first_seen(window, position, exists, WINDOWED)
     feature = tl.arange(0, V_WIDTH)
     mask = exists[:, None] & (feature < DV)[None, :]
@@ -414,8 +543,12 @@ def attention(
         "FP8_MAX": fp8_max(given.dtype),
         "POWER_OF_TWO": given.power_of_two,
     }
+    grid = tiles, kv_heads, batch
+    if one_split:
+        grid = kv_heads * tiles, operands.split_programs(batch * splits, kv_heads * tiles), 1
     wider = max(k.dtype, v.dtype, key=lambda x: x.itemsize)
-    warps, stages = operands.warps_and_stages(max(features, v_features), wider)
+    widest = max(features, v_features)
+    warps, stages = operands.warps_and_stages(widest, wider)
     found = triton_call(
         attention_kernel,
         q,
@@ -424,10 +557,14 @@ def attention(
         positions,
         *others,
         *more,
+        positions.max(1),
+        positions.min(1),
         out=(*parts, one, one) if one_split else (results[0], one, one, *results[1:]),
-        grid=(tiles * (splits if one_split else 1), kv_heads, batch),
+        grid=grid,
         warps=warps,
         stages=stages,
+        registers=operands.most_registers(widest, wider),
+        B=batch,
         D=features,
         DR=rope_features,
         WIDTH=operands.head_width(features, k.dtype),

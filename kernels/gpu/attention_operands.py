@@ -13,6 +13,9 @@ SPLIT = 512  # keys that one program may add up alone
 _TYPES = (jnp.float8_e4m3fn, jnp.int8, jnp.bfloat16, jnp.float32)
 # Most programs for which each split gets its own program: four on each multiprocessor.
 _FEW_PROGRAMS = 4 * MULTIPROCESSORS
+# Programs among which the splits of a decode step are divided: four times those that run at once,
+# so that one that ends early makes room.
+_MOST_PROGRAMS = 4 * 5 * MULTIPROCESSORS
 
 
 def head_width(features: int, dtype=jnp.bfloat16) -> int:
@@ -35,6 +38,16 @@ def warps_and_stages(widest: int, dtype) -> tuple[int, int]:
     if jnp.dtype(dtype).itemsize == 1 and widest <= 128:
         return 2, 3
     return (4 if widest <= 128 else 8), (3 if widest <= 256 else 2)
+
+
+def most_registers(widest: int, dtype) -> int | None:
+    """Returns the most registers of a thread, or None for no bound; arguments as above.
+
+    Each of a multiprocessor's four schedulers has 16,384 registers: two warps of 169 to 255 a
+    thread, three of 168. With three, five programs beside bytes run at a time and not four; what
+    does not fit into registers is kept in memory outside the loop over keys.
+    """
+    return 168 if jnp.dtype(dtype).itemsize == 1 and widest <= 128 else None
 
 
 def in_float32(*operands: jax.Array | None) -> bool:
@@ -91,6 +104,13 @@ def window_and_sinks(window: jax.Array | None, sinks: jax.Array | None) -> list[
         unused if window is None else window.reshape(1).astype(jnp.int32),
         unused if sinks is None else sinks.astype(jnp.float32),
     ]
+
+
+def split_programs(most: int, others: int) -> int:
+    """Returns how many programs share a list of at most `most` splits, each for `others` heads and
+    tiles. Where there are more splits a program takes several, one after another: a longer table
+    than sequences need costs nothing."""
+    return min(most, -(-_MOST_PROGRAMS // others))
 
 
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:

@@ -54,6 +54,7 @@ def triton_call(
     warps: int,
     stages: int,
     in_place: int = 0,
+    registers: int | None = None,
     **constants: int | float | bool | str,
 ) -> Any:
     """Calls a Triton kernel on arrays and returns the arrays that it writes.
@@ -67,6 +68,8 @@ def triton_call(
       out: shape and dtype of the result, or a tuple for several results.
       grid: number of programs along up to three axes.
       warps, stages: warps of a program, and stages of its software pipeline.
+      registers: most registers of a thread, what does not fit goes to memory; None for no bound.
+        Decides speed, not bits; jax-triton 0.3 has no such option.
       constants: values of the kernel's `tl.constexpr` parameters.
 
     Returns:
@@ -82,7 +85,7 @@ def triton_call(
         keywords["input_output_aliases"] = {first + i: count + i for i in range(in_place)}
         out = (*others, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written))
     if version >= (0, 4):
-        options = {"enable_fp_fusion": False, "ptx_version": _PTX}
+        options = {"enable_fp_fusion": False, "ptx_version": _PTX, "maxnreg": registers}
         keywords |= {"out_type": out, "backend_options": options}
         # Here such a result has no parameter: the kernel's, which it does not read, get a number.
         names = [name for name in kernel.arg_names if name not in constants]

@@ -84,11 +84,13 @@ class Interpreter:
         assert not isinstance(answer, str), answer
         return answer
 
-    def triton_call(self, kernel, *arrays, out, grid, warps, stages, in_place=0, **constants):
+    def triton_call(
+        self, kernel, *arrays, out, grid, warps, stages, in_place=0, registers=None, **constants
+    ):
         """Signature and result of `kernels.gpu.triton_call.triton_call`."""
         import jax
 
-        del warps, stages
+        del warps, stages, registers
 
         def call(*arrays):
             arrays = [np.ascontiguousarray(x) for x in arrays]

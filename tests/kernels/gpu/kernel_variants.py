@@ -258,13 +258,25 @@ class AttentionVariant:
         window = ", window" * self.windowed
         return f"attention {self.use}, {keys}{q}, {self.width}{rope}{scales}{pages}{window}"
 
+    @property
+    def dtypes(self) -> list[jnp.dtype]:
+        """Of keys and of values."""
+        return [jnp.dtype(DTYPES[kind]) for kind in (self.keys, self.values or self.keys)]
+
+    @property
+    def most_registers(self) -> int | None:
+        """The bound of a thread's registers that the library sets."""
+        wider = max(self.dtypes, key=lambda dtype: dtype.itemsize)
+        bound = attention_operands.most_registers(self.width, wider)
+        return None if self.use == "join" else bound
+
     def compile(self) -> Machine:
-        values = self.values or self.keys
-        both = [jnp.dtype(DTYPES[kind]) for kind in (self.keys, values)]
+        both, values = self.dtypes, self.values or self.keys
         wider = max(both, key=lambda dtype: dtype.itemsize)
         warps, stages = attention_operands.warps_and_stages(self.width, wider)
         types = dict.fromkeys(("q_scale", "k_scale", "v_scale", "top", "total"), "*fp32")
         types |= {"parts": "*fp32", "positions": "*i32", "q": _POINTERS[self.queries]}
+        types |= dict.fromkeys(("latest", "earliest"), "*i32")
         types["table"] = "*i32" if self.paged else "*fp32"
         types["layer"] = "*fp32" if self.use == "learner" else "*i32"
         types["out"] = "*fp32" if self.use == "decode" or self.keys == "float32" else "*bf16"
@@ -274,6 +286,7 @@ class AttentionVariant:
         types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
         k_scales, v_scales = (self.scales * (dtype.itemsize == 1) for dtype in both)
         constants = {
+            "B": 64,
             "T": self.slots if self.use == "learner" else 1,
             "S": self.slots,
             "H": 128 if self.rope else 32,
@@ -303,7 +316,7 @@ class AttentionVariant:
             kernel,
             {name: types[name] for name in names if name in types},
             {name: value for name, value in constants.items() if name in names},
-            *((4, 1) if self.use == "join" else (warps, stages)),
+            *((4, 1) if self.use == "join" else (warps, stages, self.most_registers)),
         )
 
 

@@ -40,6 +40,7 @@ class Machine:
     ttir: str = ""  # Triton's own form of the kernel, before layouts
     dots: tuple[str, ...] = ()  # types of each product, and which thread holds which element
     loop: int = 0  # instructions of a turn of the innermost loop around a product
+    loop_spills: int = 0  # of those, loads and stores of local memory
 
     @property
     def unfenced(self) -> int:
@@ -65,17 +66,18 @@ def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
     return collections.Counter(opcode.findall(code)), frozenset(matrix)
 
 
-def innermost_loop(code: str) -> int:
-    """Instructions of a turn of the shortest loop with a tensor core instruction; 0 if none has."""
+def innermost_loop(code: str) -> list[str]:
+    """Instructions of a turn of the shortest loop with a tensor core instruction; [] if none."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
     places = {int(address, 16): number for number, (address, _) in enumerate(lines)}
     found = []
     for end, (_, text) in enumerate(lines):
         branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         start = places.get(int(branch.group(1), 16), end) if branch else end
-        if any(re.search(r"MMA\.", inside) for _, inside in lines[start:end]):
-            found.append(end + 1 - start)
-    return min(found, default=0)
+        turn = [inside for _, inside in lines[start : end + 1]]
+        if start < end and any(re.search(r"MMA\.", inside) for inside in turn[:-1]):
+            found.append(turn)
+    return min(found, key=len, default=[])
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -83,7 +85,14 @@ def _tool(name: str, *arguments: str) -> str:
     return run.stdout
 
 
-def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int, stages: int):
+def compile_kernel(
+    kernel,
+    pointers: dict[str, str],
+    constants: dict,
+    warps: int,
+    stages: int,
+    registers: int | None = None,
+):
     """Machine code of a kernel whose pointers are aligned to 16 bytes, as XLA's buffers are."""
     names = kernel.arg_names
     source = ASTSource(
@@ -93,12 +102,14 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
     )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    options["maxnreg"] = registers
     compiled = triton.compile(source, target=_HOPPER, options=options)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
         pathlib.Path(path).write_bytes(compiled.asm["cubin"])
         resources = _tool("cuobjdump", "--dump-resource-usage", path)
         code = _tool("cuobjdump", "-sass", path)
+    loop = innermost_loop(code)
     usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
     return Machine(
         *read_code(code),
@@ -110,7 +121,8 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         _sums(compiled.asm["ttgir"]),
         compiled.asm["ttir"],
         _dots(compiled.asm["ttgir"]),
-        innermost_loop(code),
+        len(loop),
+        sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in loop),
     )
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'
 
 from fp8rl_jax.kernels import KV_CHUNK
 from fp8rl_jax.kernels.gpu import attention as strict
+from fp8rl_jax.kernels.gpu import attention_operands
 from fp8rl_jax.kernels.reference import attention as reference
 
 E4M3 = jnp.float8_e4m3fn
@@ -379,6 +380,21 @@ def test_latents_with_rotated_keys(kind):
     assert np.abs(np.asarray(whole) - np.asarray(want)).max() < size * 2**-9
     _same(run(69, one_split=True), whole[:, 69:])
     _same(run(64), whole[:, 64:])
+
+
+def test_programs_share_the_list_of_splits(monkeypatch):
+    """Each takes several, of many sequences: of one split or three, or of none; with a window."""
+    lengths = np.ones(130, np.int32)  # more than a program counts at once
+    lengths[[0, 7, 128]] = 1100, 0, 600
+    (q, *cached), _ = _case("float32", 1100, heads=1, batch=130)
+    positions = jnp.asarray(lengths)[:, None] - 1
+    monkeypatch.setattr(attention_operands, "_MOST_PROGRAMS", 50)
+    run = functools.partial(
+        strict.attention, q[:, :1], *cached, positions, scale=0.3, window=jnp.int32(100)
+    )
+    got, want = run(one_split=True), run(one_split=False)
+    assert np.isnan(got[7]).all() and np.isfinite(np.delete(got, 7, 0)).all()
+    _same(np.delete(got, 7, 0), np.delete(want, 7, 0))
 
 
 @pytest.mark.parametrize("one_split", [True, False])
