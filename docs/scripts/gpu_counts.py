@@ -24,9 +24,6 @@ host waits in continuous batching; sorts. The last line is JSON:
                               day on which an H200 was measured
     kernels                   each of a decode layer by name
     stack                     versions of Python, jax, jax-triton and Triton
-
-Where XLA compiles on a CPU, the library chooses a CPU's way of converting to E4M3: here the train
-step quantises weights by integer operations, on a GPU by one conversion.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def test_rows_and_quantisation(name, width, source, rows=ROWS):
 @reports
 @pytest.mark.parametrize("width", WIDTHS)
 def test_quantiser(width, source, rows=ROWS):
-    """Against the library's own, whose divisions are XLA's: nothing relies on equal bits."""
+    """Against the library's own: XLA's divisions, and its own rounding to E4M3."""
 
     def library(x):
         q = quantize(x, (1, 128))
