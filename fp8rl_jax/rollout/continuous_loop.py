@@ -345,7 +345,8 @@ class ContinuousLoop:
         request, row = jnp.maximum(plan.request, 0), plan.rows(draws)
         position = jnp.where(draws, plan.cached, 0)
         table = jnp.where(draws[:, None], plan.table, 0)
-        tokens = state.tokens[request, position][:, None]
+        # Idle slots all write slot 0 of page 0, at the same time: with one token, the same bits.
+        tokens = jnp.where(draws, state.tokens[request, position], 0)[:, None]
         hidden, pool = self._forward(prepared, requests, state, tokens, position[:, None], table)
         key = requests.key
         if state.keys is not None:
