@@ -6,7 +6,9 @@ of 64 cache slots, blocks in splits of 512. Tile, block and split decide bits. `
 online softmax over the blocks of a split, `join` adds a split to the previous ones, both in
 ascending order and float32. `attention_kernel` runs all splits of a tile in one program (prefill
 and learner: many tiles), or writes each split's results for `join_kernel` (decode: few tiles, long
-caches): the same functions in the same order, hence the same bits.
+caches): the same functions in the same order, hence the same bits. In the second form programs take
+the splits that hold keys from a list, one after another, which each makes from the sequences' last
+positions: uneven lengths leave none of them idle, and a table for longer sequences costs nothing.
 
 Invariants for the bits of a row:
   * they depend only on its position, query, visible keys and values. Rows of a tile do not mix: a
