@@ -9,9 +9,9 @@
     what an environment says -> turns -> tokens between two replies
     sampled tokens -> Tokenizer.decode, or detokenize piece by piece -> text
 
-`pretrained` reads a Hugging Face directory with its `chat` template, bounded by `chat_limits`. Read
-`tokenizer` and `batching` first. Not done: packing of several sequences into a row, code that comes
-with a model, SentencePiece's tokenizer.model.
+`pretrained` reads a Hugging Face directory with its `chat` template, which `chat_trial` tries out.
+Read `tokenizer` and `batching` first. Not done: packing of several sequences into a row, code that
+comes with a model, SentencePiece's tokenizer.model.
 """
 
 from fp8rl_jax.data.batching import Stream, encode_prompt, encode_text, join, pad_prompts, pad_rows

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -25,9 +24,9 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.sandbox
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.data.chat_limits import LimitedEnvironment, TooMuch
 
 # A text, or messages ({'role', 'content', ...} each), or {'messages', 'tools'}.
 Prompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -35,7 +34,6 @@ _NEEDED = ("tools", "tool_calls")  # a template that lacks these names cannot wr
 
 # Names that `render` and the environment define.
 _TAKEN = ("messages", "add_generation_prompt", "strftime_now", "raise_exception")
-_LONGEST_DATE = 256
 _CONTENT = "an answer like no other"
 
 
@@ -64,20 +62,16 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
     )
 
 
-def _environment() -> LimitedEnvironment:
-    extensions = [jinja2.ext.loopcontrols, _Generation]
-    environment = LimitedEnvironment(
-        {"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=extensions
+def sandbox() -> jinja2.Environment:
+    """Returns the environment that templates are compiled in, without what depends on chance."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
+    environment.filters["tojson"] = _tojson
+    del environment.globals["lipsum"], environment.filters["random"]
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: _date(datetime.datetime.now(), form)
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
-
-
-def _date(now: datetime.datetime, form: str) -> str:
-    if len(form) > _LONGEST_DATE:  # a width in a long form could make a very long text
-        raise TooMuch(f"its form of a date has more than {_LONGEST_DATE} characters")
-    return now.strftime(form)
 
 
 class ChatTemplate:
@@ -111,9 +105,7 @@ class ChatTemplate:
         # Whether the text that it writes may depend on the time.
         self.tells_time: bool = "strftime_now" in source or bool(for_tools and for_tools.tells_time)
         try:
-            environment = _environment()
-            self._limits = environment.limits
-            self._template = environment.limited_template(source)
+            self._template = sandbox().from_string(source)
         except Exception as error:  # Jinja and Python's compiler: syntax, nesting, huge numbers
             said = str(error)[:300] or type(error).__name__
             raise UserError(
@@ -150,8 +142,8 @@ class ChatTemplate:
             if any(message.get("tool_calls") for message in messages):
                 with contextlib.suppress(Exception):  # DeepSeek's add them to texts
                     return self._rendered(messages, variables, begin_answer, _as_text)
-            plain = isinstance(error, _Refusal | TooMuch)
-            said = error if plain else f"{type(error).__name__}: {error}"
+            refused = isinstance(error, _Refusal)
+            said = error if refused else f"{type(error).__name__}: {error}"
             raise UserError(
                 f"{self.where}: the chat template refuses the conversation ({said}); change the "
                 "system prompt or the template's variables"
@@ -166,8 +158,6 @@ class ChatTemplate:
     ) -> str:
         given = [_with_arguments(m, arguments) for m in messages]
         names = {"tools": None, "documents": None, **self._tokens, **variables}
-        known = [given, variables.get("tools")]  # must stay referenced during the rendering
-        self._limits.start(known)
         return self._template.render(names, messages=given, add_generation_prompt=begin_answer)
 
 
@@ -233,7 +223,7 @@ class ChatFormat:
         if self.system and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self.system}, *messages]
         if self.now is not None:
-            variables["strftime_now"] = functools.partial(_date, self.now)
+            variables["strftime_now"] = self.now.strftime
         if answer is None:
             return self.template.render(messages, variables, begin_answer)
         messages = [*messages, {"role": "assistant", "content": answer}]

@@ -32,6 +32,7 @@ from typing import Any
 from fp8rl_jax.base.errors import UserError, refused
 from fp8rl_jax.base.json_file import read_bytes, read_json
 from fp8rl_jax.data.chat import ChatTemplate
+from fp8rl_jax.data.chat_trial import check_template
 from fp8rl_jax.data.tokenizer import ReaderTokenizer, read_reader
 
 # Every file that a tokenizer depends on.
@@ -132,6 +133,8 @@ class PretrainedTokenizer(ReaderTokenizer):
         self._textless = frozenset(i for i in known if i is not None)
         where = f"data.tokenizer: {path}"
         sources, for_tools = _template_sources(path, settings), None
+        for source in sources.values():
+            check_template(source, names, where)
         if (source := sources.get("tool_use")) is not None:
             for_tools = ChatTemplate(source, names, f"{where} (tool_use)")
         if (source := sources.get("default")) is not None:
