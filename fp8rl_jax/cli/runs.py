@@ -124,8 +124,8 @@ CONVERT = Command(
     (
         argument(
             "paths",
-            "SRC: a checkpoint's directory, a run whose newest weights to export, or "
-            "a GGUF file (llama, qwen2, qwen3 or gemma3); DST: a new directory",
+            "SRC: a checkpoint's directory, or a run whose newest weights to export; "
+            "DST: a new directory",
             "SRC DST",
             nargs="*",
             type=a_path,

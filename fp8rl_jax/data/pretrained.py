@@ -133,8 +133,8 @@ class PretrainedTokenizer(ReaderTokenizer):
         self._textless = frozenset(i for i in known if i is not None)
         where = f"data.tokenizer: {path}"
         sources, for_tools = _template_sources(path, settings), None
-        for source in sources.values():
-            check_template(source, names, where)
+        for template in sources.values():
+            check_template(template, names, where)
         if (source := sources.get("tool_use")) is not None:
             for_tools = ChatTemplate(source, names, f"{where} (tool_use)")
         if (source := sources.get("default")) is not None:

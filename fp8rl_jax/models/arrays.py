@@ -7,7 +7,7 @@
     Array.axes      storage on a mesh: parallel/specs.param_shardings
     Array.columns   columns over the mesh axis `tensor`: parallel/specs.weight_specs
     Array.reads     drift/operations.py
-    Array.hf, gguf  names in checkpoints: hf/tables.py, hf/gguf_file.py
+    Array.hf        names in checkpoints: hf/tables.py
 
 A new array is a row here and a line in the module that makes it. Tests check for every family that
 the modules make exactly these arrays, in these shapes.
@@ -55,7 +55,6 @@ class Array:
         other axes are not sharded.
       hf: Hugging Face's name, in a layer what follows "model.layers.N."; {} is an expert's number.
         A model's arrays of one name are parts of one tensor.
-      gguf: llama.cpp's name, in a layer what follows "blk.N."; '' where its files have none.
       columns: whether its output features may be cut over the mesh axis `tensor`.
       residual: whether its product is added to the residual stream; its initial values are then
         scaled by 1 / sqrt(2 L) in a model of L layers.
@@ -67,7 +66,6 @@ class Array:
     role: str
     axes: tuple[str, ...]
     hf: str
-    gguf: str = ""
     columns: bool = False
     residual: bool = False
     reads: tuple[str, ...] = ()
@@ -125,10 +123,10 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
 
 
 def _array(
-    place: str, sizes: str, role: str, axes: tuple[str, ...], hf: str, gguf: str = "", **others: Any
+    place: str, sizes: str, role: str, axes: tuple[str, ...], hf: str, **others: Any
 ) -> Array:
     """Makes the row of the array at `place`, 'module/name'."""
-    return Array(tuple(place.split("/")), sizes, role, axes, hf, gguf, **others)
+    return Array(tuple(place.split("/")), sizes, role, axes, hf, **others)
 
 
 def _linear(place: str, sizes: str, *reads: str, **others: Any) -> Array:
@@ -137,16 +135,16 @@ def _linear(place: str, sizes: str, *reads: str, **others: Any) -> Array:
     return _array(f"{place}/kernel", sizes, LINEAR, _WIDE, hf, reads=reads, **others)
 
 
-def _gain(place: str, size: str, gguf: str = "") -> Array:
+def _gain(place: str, size: str) -> Array:
     """Makes the row of the gain of an RMSNorm at `place`."""
     path = f"{place}/weight"
-    return _array(path, size, GAIN, (), path.replace("/", "."), gguf)
+    return _array(path, size, GAIN, (), path.replace("/", "."))
 
 
-def _bias(place: str, size: str, gguf: str = "") -> Array:
+def _bias(place: str, size: str) -> Array:
     """Makes the row of the bias of an attention's linear layer at `place`."""
     hf = f"self_attn.{place.rpartition('/')[2]}.bias"
-    return _array(f"{place}/bias", size, BIAS, (), hf, gguf)
+    return _array(f"{place}/bias", size, BIAS, (), hf)
 
 
 def _gated_mlp(
@@ -162,7 +160,6 @@ def _gated_mlp(
             LINEAR,
             axes,
             f"mlp.{hf}{name}_proj.weight",
-            gguf=f"ffn_{name}.weight" if not outer else "",
             reads=() if front else gated if name == "down" else normed,
             residual=name == "down",
             **others,
@@ -174,39 +171,31 @@ def _gated_mlp(
 _NORMED, _BY_HEAD = "input_layernorm/output", "self_attn.kv_b_proj.weight"
 _VOCAB, _EMBED = ("vocab", "embed"), ("layers", "embed")
 MODEL = (
-    _array("embed_tokens", "vocab hidden", TABLE, _VOCAB, EMBEDDING, "token_embd.weight"),
-    _array("norm/weight", "hidden", GAIN, (), "model.norm.weight", "output_norm.weight"),
-    _array("lm_head", "hidden head_vocab", TABLE, _VOCAB[::-1], HEAD, "output.weight"),
+    _array("embed_tokens", "vocab hidden", TABLE, _VOCAB, EMBEDDING),
+    _array("norm/weight", "hidden", GAIN, (), "model.norm.weight"),
+    _array("lm_head", "hidden head_vocab", TABLE, _VOCAB[::-1], HEAD),
 )
 ATTENTION = (
-    _gain("input_layernorm", "hidden", "attn_norm.weight"),
-    _gain("post_attention_layernorm", "one_norm", "ffn_norm.weight"),
-    _array(
-        "attention_norm/weight",
-        "sandwich",
-        GAIN,
-        (),
-        "post_attention_layernorm.weight",
-        "post_attention_norm.weight",
-    ),
-    _gain("pre_feedforward_layernorm", "sandwich", "ffn_norm.weight"),
-    _gain("post_feedforward_layernorm", "sandwich", "post_ffw_norm.weight"),
-    _linear("self_attn/q_proj", "hidden queries", _NORMED, gguf="attn_q.weight", columns=True),
-    _linear("self_attn/k_proj", "hidden keys", _NORMED, gguf="attn_k.weight", columns=True),
-    _linear("self_attn/v_proj", "hidden keys", _NORMED, gguf="attn_v.weight", columns=True),
-    _bias("self_attn/q_proj", "query_bias", "attn_q.bias"),
-    _bias("self_attn/k_proj", "key_bias", "attn_k.bias"),
-    _bias("self_attn/v_proj", "key_bias", "attn_v.bias"),
+    _gain("input_layernorm", "hidden"),
+    _gain("post_attention_layernorm", "one_norm"),
+    _array("attention_norm/weight", "sandwich", GAIN, (), "post_attention_layernorm.weight"),
+    _gain("pre_feedforward_layernorm", "sandwich"),
+    _gain("post_feedforward_layernorm", "sandwich"),
+    _linear("self_attn/q_proj", "hidden queries", _NORMED, columns=True),
+    _linear("self_attn/k_proj", "hidden keys", _NORMED, columns=True),
+    _linear("self_attn/v_proj", "hidden keys", _NORMED, columns=True),
+    _bias("self_attn/q_proj", "query_bias"),
+    _bias("self_attn/k_proj", "key_bias"),
+    _bias("self_attn/v_proj", "key_bias"),
     _bias("o_proj", "output_bias"),
     _array("self_attn/sinks", "sunk_heads", BIAS, (), "self_attn.sinks"),
-    _gain("self_attn/q_norm", "normed_head", "attn_q_norm.weight"),
-    _gain("self_attn/k_norm", "normed_head", "attn_k_norm.weight"),
+    _gain("self_attn/q_norm", "normed_head"),
+    _gain("self_attn/k_norm", "normed_head"),
     _linear(
         "o_proj",
         "attended hidden",
         "self_attn/attention",
         "self_attn/values",
-        gguf="attn_output.weight",
         columns=True,
         residual=True,
     ),

@@ -13,7 +13,6 @@ import pathlib
 import jax
 import ml_dtypes
 import numpy as np
-import pytest
 from oracles import quant_oracle
 from oracles.decoder_oracle import random_params
 from safetensors.numpy import save_file
@@ -310,85 +309,3 @@ def write(
         places |= dict.fromkeys(own, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return directory
-
-
-def add_fields(writer, fields: dict) -> None:
-    """Adds values to the metadata of a GGUFWriter, each in its own type."""
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add |= {str: writer.add_string, list: writer.add_array}
-    for name, value in fields.items():
-        add[type(value)](name, value)
-
-
-def write_gguf(path, type_name: str = "F32", architecture: str = "llama", fields=None, **tensors):
-    """A GGUF file of CONFIGS[architecture], for Llama without scaled rotary embeddings; its
-    parameters. `fields` are further ones of its metadata."""
-    gguf = pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
-    model = architecture if architecture in CONFIGS else "llama"
-    config, params = CONFIGS[model], params_of(model)
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_context_length(77)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm" if model == "llama" else "qwen2")
-    gemma3 = model == "gemma3"
-    if gemma3:
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_uint32("gemma3.attention.sliding_window_pattern", config.sliding_window_pattern)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope_factor)
-    letters = ["<|end|>", "<tool>", *"abcdefgh0123456789", "Ġ"]
-    tokens = [*letters, "ab", "Ġab", "12"] + [f"unused{i}" for i in range(36)]
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 4] + [1] * (len(tokens) - 2))
-    writer.add_token_merges(["a b", "Ġ ab", "1 2"])
-    writer.add_eos_token_id(0)
-    writer.add_chat_template("{{ messages }}")
-    add_fields(writer, fields or {})
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "post_attention_norm" if gemma3 else "ffn_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    }
-    kind = gguf.GGMLQuantizationType[type_name]
-    for key, value in (named(config, params) | tensors).items():
-        module, _, form = key.rpartition(".")
-        layer = "" if not module.startswith("model.layers.") else module.split(".")[2]
-        short = module.split(".", 3)[3] if layer else module
-        name = f"{'blk.' + layer + '.' if layer else ''}{names.get(short, short)}.{form}"
-        heads = {"attn_q": 4, "attn_k": 2}.get(names.get(short, ""))
-        if heads and model == "llama":  # for each feature of the first half its partner follows
-            order = [h * 32 + i + j * 16 for h in range(heads) for i in range(16) for j in (0, 1)]
-            value = value[order]
-        if gemma3 and module.endswith("norm"):
-            value = value + 1
-        if value.ndim == 1 or type_name == "F32":
-            writer.add_tensor(name, np.ascontiguousarray(value))
-        else:
-            stored = gguf.quants.quantize(np.ascontiguousarray(value), kind)
-            writer.add_tensor(name, stored, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return params

@@ -5,7 +5,7 @@
     config.json --> fields.py --> config_json.py --> ModelConfig --> tables.py: tensors and pieces
                                                                           |
     *.safetensors --> safetensors_file.py --> reader.py: Checkpoint --> loader.py --> parameters
-    *.gguf        --> gguf_header.py      --> gguf_file.py: GGUF ----/    | placement.py
+                                                                          | placement.py
                                                                           |
     a new directory <-- safetensors_file.py <-- writer.py <---------------+
 
@@ -14,7 +14,7 @@ rope_json.py reads rotary embeddings, blockwise.py and mxfp4.py define FP8 and M
 finite.py counts NaN and infinity, peft.py reads and writes adapters: peft_tensors.py says which
 tensor is which, peft_file.py checks files.
 
-Not done: weights in torch's own format, GGUF files of other architectures than llama, qwen2, qwen3.
+Not done: weights in torch's own format, GGUF files.
 """
 
 from fp8rl_jax.models.hf import peft

@@ -9,13 +9,10 @@ import functools
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.fields import read_fields
-from fp8rl_jax.models.hf.gguf_file import GGUF
-from fp8rl_jax.models.hf.gguf_tokenizer import write_tokenizer
 from fp8rl_jax.models.hf.loader import dtype_name, load
 from fp8rl_jax.models.hf.writer import check_target, check_type, save
 
@@ -41,7 +38,7 @@ def convert(
     """Writes a copy of a checkpoint with its linear layers in another type.
 
     Args:
-      source: directory of a checkpoint, or a GGUF file.
+      source: directory of a checkpoint.
       target: the directory to make, outside `source`.
       dtype: 'bf16' or 'fp8'. FP8 tensors of the source keep their bytes under 'fp8'.
       max_shard_gb: as for `save`.
@@ -56,15 +53,9 @@ def convert(
     check_target(pathlib.Path(target), max_shard_gb)
     _check_outside(pathlib.Path(target), path)
     name = dtype_name(dtype)
-    also: Callable[[pathlib.Path], None] = functools.partial(copy_tokenizer, path)
-    if path.suffix == ".gguf" and not path.is_dir():
-        file = GGUF(path)
-        fields, also = file.fields(), functools.partial(write_tokenizer, file)
-        config, params = file.load(name)
-    else:
-        fields = read_fields(path)
-        check_type(read_config(fields), name)
-        config, params = load(path, dtype=name)
+    fields = read_fields(path)
+    check_type(read_config(fields), name)
+    config, params = load(path, dtype=name)
     return save(
         target,
         config,
@@ -72,7 +63,7 @@ def convert(
         dtype=dtype,
         max_shard_gb=max_shard_gb,
         fields=fields.values,
-        also=also,
+        also=functools.partial(copy_tokenizer, path),
     )
 
 

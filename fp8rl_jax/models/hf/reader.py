@@ -97,8 +97,9 @@ class Checkpoint:
         files = [name for name in found if name.endswith(".gguf")]
         if files:
             raise UserError(
-                f"{self.where} has no {SINGLE} and no {INDEX}, but {', '.join(files)}: convert the "
-                f"one that is meant, fp8rl convert {self.where / files[0]} DIR --dtype bf16"
+                f"{self.where} has no {SINGLE} and no {INDEX}, but {', '.join(files)}, which are "
+                "not read: take the model's safetensors checkpoint, or write one by transformers "
+                "(docs/checkpoints.md, GGUF)"
             )
         if any(name.endswith(".safetensors") for name in found):
             raise UserError(

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fuzz import time_limit
-from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write, write_gguf
+from hf_checkpoints import CONFIGS, bf16, fp8_tensors, named, params_of, write
 from marks import slow
 
 from fp8rl_jax.base.errors import UserError
@@ -146,14 +146,6 @@ def test_convert(target, tmp_path, capsys):
     count = 1 if target == "fp8" else 2
     assert f"{count} of the 8,192 elements of tensor {_Q}" in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_gguf(tmp_path, capsys):
-    norm = params_of("llama")["norm"]["weight"].copy()
-    norm[:2] = np.nan
-    write_gguf(tmp_path / "model.gguf", **{"model.norm.weight": norm})
-    assert run(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "o"), "--dtype=bf16"]) == 2
-    assert "model.gguf: 2 of the 64 elements of tensor model.norm.weight" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16", slow("fp8")])

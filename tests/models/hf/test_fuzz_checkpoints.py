@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from fuzz import FEW, MANY, fuzz
-from hf_checkpoints import CONFIGS, fp8_tensors, named, params_of, write, write_gguf
+from hf_checkpoints import CONFIGS, fp8_tensors, named, params_of, write
 from marks import slow
 
 from fp8rl_jax.models.hf import reader
 from fp8rl_jax.models.hf.blockwise import quantisation_of
 from fp8rl_jax.models.hf.config_json import config_json, read_config
 from fp8rl_jax.models.hf.fields import read_fields
-from fp8rl_jax.models.hf.gguf_file import GGUF
-from fp8rl_jax.models.hf.gguf_tokenizer import write_tokenizer
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, read_rows
 from fp8rl_jax.models.hf.tables import model_tensors
 
@@ -78,30 +75,3 @@ def test_config_json(count, tmp_path):
         reader.check_sizes(source, config)
 
     fuzz("config.json", read, good, count)
-
-
-@pytest.mark.parametrize("count", [slow(MANY)])
-def test_gguf(count, tmp_path):
-    file = tmp_path / "model.gguf"
-    good = []
-    for kind in ("F32", "Q8_0"):
-        write_gguf(file, kind)
-        good.append(file.read_bytes())
-    spm = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 60}
-    write_gguf(file, architecture="gemma3", fields=spm)
-    good.append(file.read_bytes())
-    bands = np.linspace(1, 8, 16, dtype=np.float32)
-    write_gguf(file, **{"rope_freqs.weight": bands})
-    good.append(file.read_bytes())
-
-    def read(content: bytes) -> None:
-        file.write_bytes(content)
-        source = GGUF(file)
-        config = read_config(source.fields())
-        write_tokenizer(source, tmp_path)
-        _check(source, config, fp8=False)
-        for name in source.entries:
-            if "q_proj" not in name and "k_proj" not in name:  # these need the model's heads
-                source.rows(name, 0, 4)
-
-    fuzz("gguf", read, good, count)

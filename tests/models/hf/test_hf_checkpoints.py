@@ -476,7 +476,7 @@ def test_a_directory_of_gguf_files_is_no_checkpoint(tmp_path):
         file.unlink()
     for name in ("q8.gguf", "q4.gguf"):
         (directory / name).write_bytes(b"")
-    _refused(directory, "q4.gguf, q8.gguf", "fp8rl convert")
+    _refused(directory, "q4.gguf, q8.gguf", "by transformers")
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F8_E5M2", "I64", "U8", "F8_E8M0", "F4"])

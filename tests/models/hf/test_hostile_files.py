@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from fuzz import time_limit
-from hf_checkpoints import CONFIGS, named, params_of, write, write_gguf
+from hf_checkpoints import CONFIGS, named, params_of, write
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.main import run
@@ -20,8 +20,6 @@ from fp8rl_jax.config.model_source import identity, pretrained_config
 from fp8rl_jax.data import PretrainedTokenizer, load_tokenizer
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.models.hf.fields import read_fields
-from fp8rl_jax.models.hf.gguf_file import GGUF
-from fp8rl_jax.models.hf.gguf_header import read_header as read_gguf_header
 from fp8rl_jax.models.hf.reader import Checkpoint
 from fp8rl_jax.models.hf.safetensors_file import read_header
 from fp8rl_jax.policy.source import directory_config, usual_temperature
@@ -100,13 +98,6 @@ def test_special_files_of_a_tokenizer(kind, tmp_path):
         _refused(lambda: PretrainedTokenizer(path), str(path), name)
         if name == "generation_config.json":
             _refused(lambda: directory_config(str(path)), name)
-
-
-@pytest.mark.parametrize("kind", _KINDS)
-def test_special_files_of_gguf(kind, tmp_path):
-    pytest.importorskip("gguf", reason="GGUF files are read with it (the extra 'gguf')")
-    _replace(tmp_path / "model.gguf", kind)
-    _refused(lambda: GGUF(tmp_path / "model.gguf"), "model.gguf", "cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -213,52 +204,6 @@ def test_headers(content, tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
     _refused(lambda: read_header(file), str(file))
-
-
-def _gguf(*fields: bytes, tensors: int = 0, count: int | None = None) -> bytes:
-    count = len(fields) if count is None else count
-    return b"GGUF" + struct.pack("<IQQ", 3, tensors, count) + b"".join(fields)
-
-
-def _field(kind: int, value: bytes, name: bytes = b"k") -> bytes:
-    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
-
-
-_TEXT = struct.pack("<Q", 3) + b"a\xffb"
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (_gguf(_field(9, struct.pack("<IQ", 4, 2**50))), "1125899906842624"),
-        (_gguf(_field(9, struct.pack("<IQ", 4, 2**22))), "ends within its header"),
-        (_gguf(_field(9, struct.pack("<IQ", 9, 1) * 5000)), "unknown type 9"),
-        (_gguf(_field(8, _TEXT)), "decode"),
-        (_gguf(_field(9, struct.pack("<IQ", 8, 1) + _TEXT)), "decode"),
-        (_gguf(_field(8, struct.pack("<Q", 2**62))), "4611686018427387904"),
-        (_gguf(_field(77, b"1234")), "unknown type 77"),
-        (_gguf(_field(4, b"1234"), _field(4, b"1234")), "twice"),
-        (_gguf(count=2**63), "9223372036854775808"),
-        (_gguf(tensors=2**40), "1099511627776"),
-        (_gguf(_field(4, struct.pack("<I", 3), b"general.alignment")), "power of two"),
-        (_gguf(struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2**31), tensors=1, count=0), "axes"),
-        (b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "begin"),
-        (b"", "empty"),
-        (b"GG", "ends within its header"),
-    ],
-)
-def test_gguf_headers(content, words, tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=words), time_limit():
-        read_gguf_header(file)
-
-
-def test_gguf_tensors_end_within_the_file(tmp_path):
-    write_gguf(tmp_path / "model.gguf")
-    data = (tmp_path / "model.gguf").read_bytes()
-    (tmp_path / "model.gguf").write_bytes(data[:-1000])
-    _refused(lambda: GGUF(tmp_path / "model.gguf"), "no whole GGUF file", "does not end within")
 
 
 @pytest.mark.parametrize(

