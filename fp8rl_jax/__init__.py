@@ -8,7 +8,7 @@
                             +------> rl (advantages, losses), envs and data (questions, rewards)
     policy: loads a trained model; drift: finds why rollout and learner differ; report: HTML pages
 
-`base` has errors, files and processes, `config` the fields of a run; `study` and `bench` measure.
+`base` has errors, files and processes, `config` the fields of a run; `bench` measures.
 Read first: `learner`, models/transformer.py, training/rl.py. The names of `__all__` are defined in
 `api` and `config`, which are imported, and JAX with them, when a name is first used.
 """

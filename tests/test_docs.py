@@ -23,6 +23,7 @@ from fp8rl_jax.cli.main import COMMANDS
 from fp8rl_jax.config import FIELDS, all_fields
 from fp8rl_jax.quant import recipe_names
 from fp8rl_jax.quant.scaling import check_policy
+from studies.__main__ import COMMANDS as STUDIES
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _DOCS = _ROOT / "docs"
@@ -286,8 +287,10 @@ def test_results_are_complete_and_name_what_there_is():
             assert (_ROOT / path).is_file(), f"{name}: {path}"
         if command[0] == "fp8rl":
             assert command[1] in COMMANDS or " ".join(command[1:3]) in COMMANDS, name
+        study = command[:3] == ["python", "-m", "studies"]
+        assert not study or command[3] in STUDIES, name
         files = [word for word in command if re.fullmatch(r"[\w/]+\.(py|sh)", word)]
-        assert files or command[0] == "fp8rl", name
+        assert files or study or command[0] == "fp8rl", name
         assert all((_ROOT / file).is_file() for file in files), name
 
 

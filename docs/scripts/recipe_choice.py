@@ -4,7 +4,7 @@
 
 Counted from shapes: the sampler's weights and a token of the KV cache. Predicted by `fp8rl plan`'s
 formulas, not measured: decode steps of 64 sequences of 2,304 keys on one H100, and a train step of
-configs/qwen3_8b.py on eight, nothing overlapping. Accuracy: `fp8rl study recipes`.
+configs/qwen3_8b.py on eight, nothing overlapping. Accuracy: `python -m studies recipes`.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from fp8rl_jax.config import load_config, saved_config
 from fp8rl_jax.models import attention
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.quant.qarray import E4M3, INT8
-from fp8rl_jax.study.scoring import answer_logprobs
-from fp8rl_jax.study.subjects import of_config, of_directory
+from studies.scoring import answer_logprobs
+from studies.subjects import of_config, of_directory
 
 _FP8, _BF16 = get_recipe("fp8_blockwise"), get_recipe("bf16")
 _PARTS = {

@@ -17,7 +17,7 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.models import forward, hf, output_head, quantize_params, rope_tables, token_logprobs
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.study.passages import TEXT
+from studies.passages import TEXT
 
 _FP8 = get_recipe("fp8_blockwise")
 RECIPES = {

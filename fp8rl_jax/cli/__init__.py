@@ -17,27 +17,30 @@ import JAX and the library only inside functions, so that help answers at once.
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from fp8rl_jax.cli.output import flush, is_gone, prepare_streams, silence
 
 _INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Runs one command and returns the exit status; bugs propagate as exceptions."""
+def run(arguments: Sequence[str], **program: Any) -> int:
+    """Runs one command, of `fp8rl` or of another `program` (`main.run`), and returns the exit
+    status; bugs propagate as exceptions."""
     from fp8rl_jax.cli import main
 
-    return main.run(arguments)
+    return main.run(arguments, **program)
 
 
-def entry() -> None:
-    """Runs the console script; handles Ctrl-C and an output that cannot be written."""
+def entry(**program: Any) -> None:
+    """Runs the console script, or another `program` (`main.run`); handles Ctrl-C and an output that
+    cannot be written."""
     prepare_streams()
     from fp8rl_jax.cli import main
     from fp8rl_jax.cli.arguments import note
 
     try:
-        status = main.run(sys.argv[1:], starting=note)
+        status = main.run(sys.argv[1:], starting=note, **program)
         flush(sys.stdout)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

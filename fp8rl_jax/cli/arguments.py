@@ -35,7 +35,7 @@ def argument(
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command of `fp8rl`.
+    """A command of `fp8rl`, or of another program of this project.
 
     Attributes:
       name: its words, such as 'bench rollout'.
@@ -47,6 +47,7 @@ class Command:
       processes: whether several processes may run it together.
       starts: what it does first and how long that takes, shown at once; '' for a command that
         takes about a second.
+      program: what is written before its name.
     """
 
     name: str
@@ -56,12 +57,18 @@ class Command:
     config: bool = False
     processes: bool = False
     starts: str = ""
+    program: str = "fp8rl"
+
+    @property
+    def words(self) -> str:
+        """The program and the command's name, such as 'fp8rl bench rollout'."""
+        return f"{self.program} {self.name}"
 
     @property
     def usage(self) -> str:
         """The command line with its positional arguments, such as 'fp8rl recipe show NAME'."""
         follow = [more["metavar"] for name, more in self.arguments if name[0] != "-"]
-        return " ".join(["fp8rl", self.name, *follow])
+        return " ".join([self.words, *follow])
 
     def fill(self, parser: argparse.ArgumentParser, group: bool) -> None:
         """Adds the command's arguments to its parser.
@@ -131,7 +138,7 @@ class Command:
         parse = parser.parse_known_args if group else parser.parse_known_intermixed_args
         values, unknown = parse(hyphenated)
         if group and values.below:
-            parser.error(f"write `fp8rl {self.name} {values.below}` and options after that")
+            parser.error(f"write `{self.words} {values.below}` and options after that")
         if overrides and not self.config:
             unknown = overrides + unknown
         if self.config and (file := getattr(values, "file", "")):
@@ -203,15 +210,16 @@ def directory(text: str) -> str:
 
 
 def config_file(command: str, values: argparse.Namespace) -> str:
-    """Returns the file of --config.
+    """Returns the file of --config; `command` is a program and its command, here and below.
 
     Raises:
       UserError: no file is named.
     """
     if not values.config:
-        other = ", or a directory with --checkpoint" if command in ("eval", "sample") else ""
+        has_other = command in ("fp8rl eval", "fp8rl sample")
+        other = ", or a directory with --checkpoint" if has_other else ""
         raise UserError(
-            f"fp8rl {command}: name a config, for example `fp8rl {command} --config "
+            f"{command}: name a config, for example `{command} --config "
             f"tiny_arithmetic`{other}, or write one with `fp8rl init`"
         )
     return values.config
@@ -226,7 +234,7 @@ def read_config(command: str, values: argparse.Namespace):
     from fp8rl_jax.config import load_config
 
     config = load_config(config_file(command, values), values.overrides)
-    if not command.startswith("bench"):  # times of compilation are among its results
+    if not command.startswith("fp8rl bench"):  # times of compilation are among its results
         keep_programs(config.run.compilation_cache)
     return config
 
@@ -248,7 +256,7 @@ def note(text: str) -> None:
 
 def writing(command: str, directory: str | pathlib.Path) -> AbstractContextManager[None]:
     """Turns an OSError into a UserError: nothing can be written to `directory`."""
-    what = f"fp8rl {command}: nothing can be written to --out={directory}"
+    what = f"{command}: nothing can be written to --out={directory}"
     return refused_by_system(what, "name another directory")
 
 

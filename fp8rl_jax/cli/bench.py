@@ -51,7 +51,7 @@ def _write_json(command: str, path: pathlib.Path, result: dict) -> None:
 
 
 def _step(values: argparse.Namespace) -> int:
-    config = read_config("bench", values)
+    config = read_config("fp8rl bench", values)
     from fp8rl_jax.bench import step_time
 
     rows = step_time.bench(config, values.recipes.split(","), values.repeats)
@@ -60,7 +60,7 @@ def _step(values: argparse.Namespace) -> int:
 
 
 def _drift_cost(values: argparse.Namespace) -> int:
-    config = read_config("bench drift-cost", values)
+    config = read_config("fp8rl bench drift-cost", values)
     from fp8rl_jax.bench.drift_cost import drift_cost, format_cost_table
 
     print(format_cost_table(drift_cost(config, values.recipes.split(","), values.repeats)))
@@ -73,13 +73,13 @@ def _gemm_error(values: argparse.Namespace) -> int:
     recipes = None if values.recipes is None else values.recipes.split(",")
     for name in recipes or ():
         get_recipe(name)
-    out = writable("bench gemm-error", values.out)
+    out = writable("fp8rl bench gemm-error", values.out)
     from fp8rl_jax.bench import gemm_error
 
     result = gemm_error.gemm_errors(recipes, note=note)
     print(gemm_error.format_table(result))
-    _write_json("bench gemm-error", out / "gemm_error.json", result)
-    with writing("bench gemm-error", out):
+    _write_json("fp8rl bench gemm-error", out / "gemm_error.json", result)
+    with writing("fp8rl bench gemm-error", out):
         gemm_error.draw(result).savefig(out / "gemm_error.png")
     print(out / "gemm_error.png")
     return 0
@@ -93,10 +93,10 @@ def _kernels(values: argparse.Namespace) -> int:
     for name in models:
         preset(name)
     kernels.require_gpu("fp8rl bench kernels")
-    out = writable("bench kernels", values.out)
+    out = writable("fp8rl bench kernels", values.out)
     result = kernels.bench(models, values.rows, values.quick, note)
     print(kernels.format_table(result))
-    _write_json("bench kernels", out / "kernels.json", result)
+    _write_json("fp8rl bench kernels", out / "kernels.json", result)
     return 0 if result["ok"] else 1
 
 
@@ -106,7 +106,7 @@ def _processes(values: argparse.Namespace) -> int:
             f"fp8rl bench processes: --processes is {values.processes} and --pairs "
             f"{values.pairs}; write at least 2 and 1"
         )
-    config = read_config("bench processes", values)
+    config = read_config("fp8rl bench processes", values)
     if config.rollout.slots:
         raise UserError(
             "fp8rl bench processes: rollout.slots is "
@@ -127,15 +127,15 @@ def _processes(values: argparse.Namespace) -> int:
 
 
 def _rollout(values: argparse.Namespace) -> int:
-    command = "bench rollout"
+    command = "fp8rl bench rollout"
     if bool(values.models) == bool(values.config):
         raise UserError(
-            f"fp8rl {command}: name the shapes to run, either by --config FILE or by --models, "
+            f"{command}: name the shapes to run, either by --config FILE or by --models, "
             "for example --models=qwen3_4p5m,qwen3_29m"
         )
     if values.overrides and values.models:
         raise UserError(
-            f"fp8rl {command}: {values.overrides[0]!r} changes a config, and --models takes none: "
+            f"{command}: {values.overrides[0]!r} changes a config, and --models takes none: "
             "leave one of them out"
         )
     from fp8rl_jax.bench import rollout

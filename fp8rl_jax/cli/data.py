@@ -44,7 +44,7 @@ def _prepare(values: argparse.Namespace) -> int:
 
     if values.name is None:
         raise UserError("fp8rl data prepare: name a data set, for example gsm8k")
-    root = writable("data prepare", str(values.out or tfds.data_dir("")))
+    root = writable("fp8rl data prepare", str(values.out or tfds.data_dir("")))
     name = values.name.removeprefix("tfds:")
     there = tfds.find(name, root)
     if there is not None:

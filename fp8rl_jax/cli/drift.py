@@ -23,7 +23,7 @@ from fp8rl_jax.cli.arguments import (
 def _drift_config(values: argparse.Namespace):
     """Returns the configuration of --config, or of the run that --checkpoint names."""
     if values.config or values.checkpoint is None:
-        return read_config("drift", values)
+        return read_config("fp8rl drift", values)
     from fp8rl_jax.config import override
     from fp8rl_jax.policy.source import directory_config
 
@@ -46,14 +46,16 @@ def _drift(values: argparse.Namespace) -> int:
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
         )
     config = _drift_config(values)
-    directory = writable("drift", values.out or values.checkpoint or f"{config.run.dir}_drift")
+    directory = writable(
+        "fp8rl drift", values.out or values.checkpoint or f"{config.run.dir}_drift"
+    )
     from fp8rl_jax.drift.command import analyse_drift
     from fp8rl_jax.drift.render import print_analysis, write_analysis
     from fp8rl_jax.report.metrics import DRIFT_MAX
 
     result = analyse_drift(config, values.checkpoint, values.prompts, note)
     print_analysis(result)
-    with writing("drift", directory):
+    with writing("fp8rl drift", directory):
         paths = write_analysis(result, directory)
     print(*paths, sep="\n")
     largest = result["headline"][DRIFT_MAX]

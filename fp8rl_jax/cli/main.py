@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from fp8rl_jax.base.errors import (
     DriftError,
@@ -33,7 +33,6 @@ from fp8rl_jax.cli import (
     recipe,
     runs,
     sample_eval,
-    study,
     tree,
 )
 from fp8rl_jax.cli.arguments import Command, argument, note
@@ -55,7 +54,6 @@ _COMMANDS = (
     *data.COMMANDS,
     drift.DRIFT,
     *bench.COMMANDS,
-    *study.COMMANDS,
     Command(
         "plan",
         "what a rollout and a train step need of GPUs, whether they fit, and what the step costs;\n"
@@ -120,36 +118,40 @@ def _version() -> str:
     return f"fp8rl_jax {__version__}{at}, jax {jax}, Python {platform.python_version()}"
 
 
-def _find(words: Sequence[str]) -> tuple[Command, Sequence[str]]:
+def _find(
+    words: Sequence[str], commands: Mapping[str, Command], program: str
+) -> tuple[Command, Sequence[str]]:
     """Returns the command that the first words name, and the remaining words."""
     for count in (2, 1):
-        if command := COMMANDS.get(" ".join(words[:count])):
+        if command := commands.get(" ".join(words[:count])):
             return command, words[count:]
-    names = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
-    hint = did_you_mean(words[0], [*names, "--version", "--help"], "", "`fp8rl {}`")
+    names = list(dict.fromkeys(name.split()[0] for name in commands))
+    hint = did_you_mean(words[0], [*names, "--version", "--help"], "", f"`{program} {{}}`")
     advice = f"{hint} write one of {', '.join(names)}".strip()
-    raise UserError(f"fp8rl: no command {words[0]!r}; {advice}")
+    raise UserError(f"{program}: no command {words[0]!r}; {advice}")
 
 
-def _parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
+def _parse(
+    command: Command, words: Sequence[str], commands: Mapping[str, Command], program: str
+) -> argparse.Namespace:
     """Parses a command's words.
 
     Raises:
       UserError: `Command.parse` refuses them, or the command needs a subcommand and has none.
     """
     if command.run is None:
-        below = [f"`{c.usage}`" for c in COMMANDS.values() if c.name.startswith(command.name + " ")]
+        below = [f"`{c.usage}`" for c in commands.values() if c.name.startswith(command.name + " ")]
         wrong = f"{words[0]!r} is not understood; " if words else ""
-        raise UserError(
-            f"fp8rl {command.name}: {wrong}write {', '.join(below[:-1])} or {below[-1]}"
-        )
-    return command.parse(tree.parser(COMMANDS)[1][command.name], words)
+        raise UserError(f"{command.words}: {wrong}write {', '.join(below[:-1])} or {below[-1]}")
+    return command.parse(tree.parser(commands, program)[1][command.name], words)
 
 
-def _help(command: Command, words: Sequence[str]) -> str | None:
+def _help(
+    command: Command, words: Sequence[str], commands: Mapping[str, Command], program: str
+) -> str | None:
     """Returns the text for --help or --help-config, even if other words are wrong; else None."""
     if any(word in ("-h", "--help") for word in words):
-        return tree.parser(COMMANDS)[1][command.name].format_help()
+        return tree.parser(commands, program)[1][command.name].format_help()
     for i, word in enumerate(words):
         name, equals, section = word.replace("_", "-").partition("=")
         if command.config and name == "--help-config":
@@ -160,27 +162,34 @@ def _help(command: Command, words: Sequence[str]) -> str | None:
     return None
 
 
-def run(arguments: Sequence[str], starting: Callable[[str], None] = lambda line: None) -> int:
+def run(
+    arguments: Sequence[str],
+    starting: Callable[[str], None] = lambda line: None,
+    commands: Mapping[str, Command] = COMMANDS,
+    program: str = "fp8rl",
+) -> int:
     """Runs one command and returns the exit status; bugs propagate as exceptions.
 
     Args:
-      arguments: the words after `fp8rl`.
+      arguments: the words after the program's name.
       starting: called with a line that says what a slow command does first.
+      commands: {name: command} of the program.
+      program: its name, as it is called.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(tree.parser(COMMANDS)[0].format_help(), end="")
+        print(tree.parser(commands, program)[0].format_help(), end="")
         return 0
     if arguments[0] == "--version":
         print(_version())
         return 0
     try:
-        command, words = _find(arguments)
-        if text := _help(command, words):
+        command, words = _find(arguments, commands, program)
+        if text := _help(command, words, commands, program):
             print(text, end="")
             return 0
-        values = _parse(command, words)
+        values = _parse(command, words, commands, program)
         if command.starts:
-            starting(f"fp8rl {command.name}: {command.starts}")
+            starting(f"{command.words}: {command.starts}")
         prepare(command)
         assert command.run is not None
         status = command.run(values)

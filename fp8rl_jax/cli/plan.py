@@ -67,7 +67,7 @@ def plan(values: argparse.Namespace) -> int:
     """
     _check(values)
     both = not (values.rollout or values.learner)
-    config, gpu = read_config("plan", values), GPUS[values.gpu]
+    config, gpu = read_config("fp8rl plan", values), GPUS[values.gpu]
     planned = read_planned(config, values.devices, values.hosts, gpu, values.memory_gb)
     problems, rollout = [], None
     if values.rollout or both:

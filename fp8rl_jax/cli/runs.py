@@ -26,7 +26,7 @@ def _train(values: argparse.Namespace) -> int:
 
     with keep_talking():
         with Interrupt() as interrupt:  # around imports too: they may lose a KeyboardInterrupt
-            config = read_config("train", values)
+            config = read_config("fp8rl train", values)
             directory = os.path.abspath(config.run.dir)
             from fp8rl_jax.report.summary import summarise
             from fp8rl_jax.train import train

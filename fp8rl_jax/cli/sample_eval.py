@@ -93,7 +93,7 @@ def _policy_config(command: str, values: argparse.Namespace):
         needed = ("precision", "env") if command == "eval" else ("precision",)
         config = directory_config(values.checkpoint, values.allow_import, needed)
     else:
-        config = load_config(config_file(command, values))
+        config = load_config(config_file(f"fp8rl {command}", values))
     given = vars(values)
     for option in ("system", "chat_options"):
         if given[option] and not values.chat:

@@ -43,13 +43,13 @@ def prepare(command: Command) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if command.config and most < _OPEN_FILES:  # checkpoints would fail half-way
         raise UserError(
-            f"fp8rl {command.name} may open {most} files at a time (`ulimit -n`): allow "
+            f"{command.words} may open {most} files at a time (`ulimit -n`): allow "
             f"{_OPEN_FILES} or more"
         )
     asked = this_place().processes
     if asked > 1 and not command.processes:
         raise UserError(
-            f"fp8rl {command.name} runs in one process, and this is one of {asked}: start it "
+            f"{command.words} runs in one process, and this is one of {asked}: start it "
             "once, without JAX_NUM_PROCESSES or FP8RL_PROCESSES and outside srun"
         )
     processes.join()

@@ -14,14 +14,17 @@ _EPILOG = (
 )
 
 
-def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
-    """Returns the parser of `fp8rl`, and {name of a command: its parser}.
+def parser(
+    commands: Mapping[str, Command], program: str = "fp8rl"
+) -> tuple[Parser, dict[str, Parser]]:
+    """Returns the parser of a program, and {name of a command: its parser}.
 
     Args:
       commands: {name: command}; a group comes before its subcommands.
+      program: its name, as it is called.
     """
     root = Parser(
-        "fp8rl",
+        program,
         allow_abbrev=False,
         epilog=_EPILOG,
         description="Reinforcement learning of language models in FP8: rollout and learner run "

@@ -3,7 +3,7 @@
 The default `fp8` has DeepSeek-V3's blocks (arXiv:2412.19437), as NeMo RL and Miles use them:
 weights E4M3 in 128x128 blocks, activations and output gradients E4M3 in 1x128 blocks along the
 contraction, wgrad requantised along tokens from the bf16 value. It stores K and V in INT8 with one
-scale per (token, kv head): as many bytes as E4M3, and nearer to bf16 (`fp8rl study recipes`).
+scale per (token, kv head): as many bytes as E4M3, and nearer to bf16 (`python -m studies recipes`).
 Embeddings, norms and the output head stay in bf16, routers in float32.
 
 Of the named recipes, `fake_forward` and `fake` imitate FP8 by quantising and dequantising before

@@ -164,7 +164,6 @@ _MODELS = {  # of configs that are not named after their model
     "qwen3_30b_a3b_lora_2gpu": "qwen3_30b_a3b",
     "deepseek_v3_671b": "deepseek_v3",
     "kimi_k2_1t": "kimi_k2",
-    "study_scale": "",
     **dict.fromkeys(
         (f"tiny_{n}" for n in ("arithmetic", "calculator", "counting", "guessing")), ""
     ),

@@ -323,12 +323,12 @@ def _shipped(name: str, case: str):
 def test_shipped_configs_are_valid():
     """All of them are tested here; those of small models and the defaults pass the checks."""
     names = {path.stem for path in (_ROOT / "configs").glob("*.py")}
-    assert names == {*_PUBLISHED, *_SMALL, "study_scale"}
+    assert names == {*_PUBLISHED, *_SMALL}
     for rung in ("d4", "d8", "d16", "m8", "m16", "m32", "s16", "m32x16"):
-        model = _resolve(load_config(f"{_ROOT}/configs/study_scale.py:{rung}", ())).model
+        model = _resolve(load_config(f"{_ROOT}/studies/ladder.py:{rung}", ())).model
         assert (model.num_experts == 0) == rung.startswith("d")
     with pytest.raises(UserError, match="no rung 'd9': write one of d4, d8"):
-        load_config(f"{_ROOT}/configs/study_scale.py:d9", ())
+        load_config(f"{_ROOT}/studies/ladder.py:d9", ())
     for name in _SMALL:
         _resolve(_shipped(name, ""))
     _resolve(default_config())

@@ -15,7 +15,6 @@ def test_configs_of_the_package_by_name(tmp_path, monkeypatch):
     assert {"tiny_arithmetic", "qwen3_8b"} <= set(packaged())
     assert load_config("tiny_arithmetic").run.dir == "runs/tiny_arithmetic"
     assert load_config("tiny_arithmetic:case1").precision.learner == "bf16"
-    assert load_config("study_scale:d4").model.num_hidden_layers == 4
     head = "import ml_collections\ndef get_config():\n    return ml_collections.ConfigDict("
     (tmp_path / "tiny_arithmetic").write_text("")
     (tmp_path / "own.py").write_text(head + "{'run': {'dir': 'mine'}})\n")

@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 WHEEL = ("fp8rl_jax", "kernels", "configs")
 BESIDE = ("studies", "benchmarks")
 # What a user of the library runs on his own machine, and what only studies it.
-_STUDIES = ("fp8rl_jax/study/", "fp8rl_jax/bench/", *(f"{name}/" for name in BESIDE))
+_STUDIES = ("fp8rl_jax/bench/", *(f"{name}/" for name in BESIDE))
 FEATURES = {
     "lora": r"(?<![a-z0-9])lora(?![a-z0-9])",
     "teacher": "teacher",

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.study import frame, runs, subjects
-from fp8rl_jax.study.cells import Cell
-from fp8rl_jax.study.frame import Plan, Result, Size, Study
-from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS
-from fp8rl_jax.study.progress import silent
+from studies import frame, runs, subjects
+from studies.cells import Cell
+from studies.frame import Plan, Result, Size, Study
+from studies.measures import CAPS, POSITIONS, PROBABILITIES, SUMS
+from studies.progress import silent
 
 
 def pair_numbers(error: float, size: float = 1.0) -> dict[str, Any]:

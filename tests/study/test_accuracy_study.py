@@ -1,4 +1,4 @@
-"""`fp8rl study accuracy`: verdicts of planted differences, and arms that are what they say."""
+"""Study `accuracy`: verdicts of planted differences, and arms that are what they say."""
 
 import json
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from study_cells import arm_config, result_of, run_numbers
 
-from fp8rl_jax import cli
-from fp8rl_jax.study import accuracy, frame
-from fp8rl_jax.study.frame import Size
-from fp8rl_jax.study.statistics import seeds_needed
+from studies import __main__ as commands
+from studies import accuracy, frame
+from studies.frame import Size
+from studies.statistics import seeds_needed
 
 _SEEDS = 6
 
@@ -147,8 +147,8 @@ def test_arms():
 @pytest.mark.slow
 def test_the_quick_command(tmp_path, capsys):
     """Trains all arms from one start; rollout and learner in equal recipes differ in no bit."""
-    command = ["study", "accuracy", "--quick", f"--out={tmp_path}"]
-    assert cli.run(command) == 0
+    command = ["accuracy", "--quick", f"--out={tmp_path}"]
+    assert commands.run(command) == 0
     output, progress = capsys.readouterr()
     assert "6 of 6 cells, 0 left" in progress
     assert "name two or more by --seeds" in output
@@ -161,5 +161,5 @@ def test_the_quick_command(tmp_path, capsys):
     }
     for arm in drift:
         assert (drift[arm] == 0) == (arm in ("bf16", "unified")), arm
-    assert cli.run([*command, "--resume"]) == 0
+    assert commands.run([*command, "--resume"]) == 0
     assert json.loads((tmp_path / "study.json").read_text()) == result

@@ -1,7 +1,8 @@
-"""`fp8rl study cases`: its verdicts on planted figures, keys of cells, beginnings of runs, and the
+"""Study `cases`: its verdicts on planted figures, keys of cells, beginnings of runs, and the
 quick command, killed and resumed."""
 
 import dataclasses
+import gzip
 import json
 import math
 import pathlib
@@ -13,19 +14,18 @@ import pytest
 from random_model import DENSE
 from study_cells import fake_subject
 
-from fp8rl_jax import cli
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.cli import study as commands
 from fp8rl_jax.config import default_config, saved_config
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.study import cases, cells, runs, step0, subjects, writing
-from fp8rl_jax.study.cells import Cells
-from fp8rl_jax.study.frame import Found, Plan, Size
-from fp8rl_jax.study.measures import Pair, measure
-from fp8rl_jax.study.progress import silent
-from fp8rl_jax.study.runs import SERIES, arm_cells, arm_config
-from fp8rl_jax.study.scoring import Comparison, Scores, View
-from fp8rl_jax.study.step0 import Scoring
+from studies import __main__ as commands
+from studies import cases, cells, runs, step0, subjects, writing
+from studies.cells import Cells
+from studies.frame import Found, Plan, Size
+from studies.measures import Pair, measure
+from studies.progress import silent
+from studies.runs import SERIES, arm_cells, arm_config
+from studies.scoring import Comparison, Scores, View
+from studies.step0 import Scoring
 
 _ROWS, _GROUP, _SLOTS = 24, 2, 5
 _POW2, _ENDS = "bf16 / fp8_blockwise_pow2", "bf16 / fp8, first and last layer bf16"
@@ -441,7 +441,7 @@ def test_all_of_several_seeds(tmp_path, monkeypatch):
         asked[name] = values.seeds
 
     monkeypatch.setattr(commands, "_study", study)
-    assert cli.run(["study", "all", "--quick", "--seeds=3,4"]) == 0
+    assert commands.run(["all", "--quick", "--seeds=3,4"]) == 0
     assert asked.pop("layers") == [3]
     several = ("cases", "kv", "head", "training", "accuracy", "recipes", "gradients", "staleness")
     several += ("scale",)
@@ -457,7 +457,7 @@ def test_all_of_several_seeds(tmp_path, monkeypatch):
         (["cases", "--quick", "--seeds=0,x"], ["--seeds", "'x'"]),
         (["cases", "--quick", "--seeds=-1"], ["--seeds", "'-1'"]),
         (["cases", "--quick", "--seeds=1,2,1"], ["--seeds", "1 more than once"]),
-        (["layers", "--quick", "--seeds=0,1"], ["study layers", "one seed"]),
+        (["layers", "--quick", "--seeds=0,1"], ["studies layers", "one seed"]),
         (["cases", "--checkpoint=released"], ["no task of its own", "--config.model.checkpoint"]),
         (["cases", "--checkpoint=empty"], ["empty", "config.json"]),
         (["cases", "--quick", "--cells=file"], ["--cells=file", "directory"]),
@@ -473,8 +473,8 @@ def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     (tmp_path / "released" / "config.json").write_text('{"model_type": "qwen3"}')
     monkeypatch.setattr(subjects.Subject, "tag", "tag")
-    (tmp_path / "other" / "cases.jsonl").write_text('{"key": {}, "numbers": [')
-    assert cli.run(["study", *arguments]) == 2
+    (tmp_path / "other" / "cases.jsonl.gz").write_bytes(gzip.compress(b'{"key": {}, "numbers": ['))
+    assert commands.run([*arguments]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: [^\n]+\n", error), error
     for word in words:
@@ -485,9 +485,9 @@ def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys):
 def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
     """The quick command, uninterrupted, and killed within its third run: equal study.json."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    command = ["study", "cases", "--quick", "--steps=2"]
+    command = ["cases", "--quick", "--steps=2"]
     monkeypatch.setattr(cells, "_commit", lambda: "of both")
-    assert cli.run([*command, f"--out={whole}"]) == 0
+    assert commands.run([*command, f"--out={whole}"]) == 0
     output = capsys.readouterr().out
     result = json.loads((whole / "study.json").read_text())
     verdicts = {v["name"]: v["verdict"] for v in result["hypotheses"]}
@@ -511,10 +511,11 @@ def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(runs, "read_jsonl", killed)
     with pytest.raises(KeyboardInterrupt):
-        cli.run([*command, f"--out={parts}"])
-    assert cli.run([*command, f"--out={parts}"]) == 2
+        commands.run([*command, f"--out={parts}"])
+    assert commands.run([*command, f"--out={parts}"]) == 2
     assert "add --resume" in capsys.readouterr().err
-    assert cli.run([*command, f"--out={parts}", "--resume"]) == 0
-    assert len((parts / "cells" / "cases.jsonl").read_text().splitlines()) == 6
+    assert commands.run([*command, f"--out={parts}", "--resume"]) == 0
+    with gzip.open(parts / "cells" / "cases.jsonl.gz") as lines:
+        assert len([*lines]) == 6
     for name in ("study.json", "study.md"):
         assert (parts / name).read_bytes() == (whole / name).read_bytes()

@@ -1,5 +1,6 @@
 """Cells: complete or absent, found by name, refused in a sentence if damaged or of another key."""
 
+import gzip
 import json
 import pathlib
 
@@ -8,11 +9,13 @@ import pytest
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
-from fp8rl_jax.study import frame, subjects
-from fp8rl_jax.study.cells import Cell, Cells, rounded
+from studies import frame, subjects
+from studies.cells import Cell, Cells, rounded
 
 _KEY = {"model": "tiny", "tokens": [1, 2]}
 _FINISHED = {"name": "one", "key": _KEY, "numbers": {}, "commit": "", "cpu": "", "versions": {}}
+
+_ROOT = pathlib.Path(__file__).parents[2]
 
 
 def _never() -> dict:
@@ -28,8 +31,9 @@ def test_a_finished_cell_is_not_measured_again(tmp_path):
     again = Cells(tmp_path, resume=True)
     assert again.get("s", Cell("one", _KEY, _never)) == first
     assert again.get("s", Cell("two", {}, _never)) == second
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "s.jsonl"}
-    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "s.jsonl.gz"}
+    with gzip.open(tmp_path / "s.jsonl.gz") as lines:
+        assert len([*lines]) == 2
 
 
 def test_a_cell_that_is_interrupted_leaves_nothing(tmp_path):
@@ -73,7 +77,8 @@ def test_cells_of_an_earlier_form_are_not_measured_again(tmp_path):
     ],
 )
 def test_refused(line, words, tmp_path):
-    (tmp_path / "s.jsonl").write_text(f"{json.dumps(_FINISHED)}\n{line}\n")
+    text = f"{json.dumps(_FINISHED)}\n{line}\n"
+    (tmp_path / "s.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     with pytest.raises(UserError) as error:
         Cells(tmp_path, resume=True).get("s", Cell("two", _KEY, _never))
     for word in words:
@@ -81,7 +86,7 @@ def test_refused(line, words, tmp_path):
 
 
 def test_cells_that_are_there_need_resume(tmp_path):
-    (tmp_path / "one.jsonl").write_text("")
+    (tmp_path / "one.jsonl.gz").write_text("")
     with pytest.raises(UserError, match="add --resume"):
         Cells(tmp_path, resume=False)
 
@@ -91,14 +96,14 @@ def test_cells_that_are_there_need_resume(tmp_path):
     [
         ("cases", "tiny_arithmetic", ["--config.sft.evaluations=1"]),
         ("accuracy", "tiny_arithmetic", ["--config.sft.evaluations=1", "--config.eval.samples=8"]),
-        ("scale", "study_scale:d8", []),
+        ("scale", f"{_ROOT}/studies/ladder.py:d8", []),
     ],
 )
 def test_cells_of_the_documentation_are_found(name, config, overrides, tmp_path):
     """What docs/studies.md says is printed again is not measured again."""
     study = frame.load(name)
     subject = subjects.of_config(load_config(config, overrides), tmp_path, print)
-    tracked = Cells(pathlib.Path(__file__).parents[2] / "docs" / "studies" / "cells", resume=True)
+    tracked = Cells(_ROOT / "docs" / "studies" / "cells", resume=True)
     cells = study.cells(subject, frame.Plan([subject], study.full, tmp_path))
     for cell in cells.values():
         tracked.get(name, cell._replace(measure=_never))

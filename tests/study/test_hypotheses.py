@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fp8rl_jax.study.hypotheses import Hypothesis, Zone
-from fp8rl_jax.study.statistics import Estimate, seed_mean
+from studies.hypotheses import Hypothesis, Zone
+from studies.statistics import Estimate, seed_mean
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,19 @@
-"""`fp8rl study scale` and `kv`: what is planted, and verdicts of scores with known differences."""
+"""Study `scale` and `kv`: what is planted, and verdicts of scores with known differences."""
 
 import jax
 import numpy as np
 import pytest
 from study_cells import fake_subject
 
-from fp8rl_jax import cli
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.cli import study as commands
 from fp8rl_jax.models import ModelConfig, init_params
-from fp8rl_jax.study import frame, kv, scale
-from fp8rl_jax.study.frame import Found, Size
-from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair
-from fp8rl_jax.study.outliers import POWERS, RECIPES, plant
-from fp8rl_jax.study.running_sums import DIGITS, rows
-from fp8rl_jax.study.subjects import Subject
+from studies import __main__ as commands
+from studies import frame, kv, scale
+from studies.frame import Found, Size
+from studies.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair
+from studies.outliers import POWERS, RECIPES, plant
+from studies.running_sums import DIGITS, rows
+from studies.subjects import Subject
 
 _QUESTIONS = 24
 
@@ -110,7 +109,7 @@ def test_models_of_a_ladder(arguments, ladder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commands, "_subjects", subjects)
     monkeypatch.setattr(frame, "run", run)
-    assert cli.run(["study", "scale", *arguments]) == 2
+    assert commands.run(["scale", *arguments]) == 2
     assert found == ladder and "enough" in capsys.readouterr().err
     assert asked == ([f"f.py:{rung}" for rung in ladder] if len(ladder) > 1 else ladder)
     assert _ladder(1, own={"bf16": _pair(1)}) == {"zero": "supported"}

@@ -1,4 +1,4 @@
-"""`fp8rl study layers`: the quick run, killed and resumed, and an error that it must show."""
+"""Study `layers`: the quick run, killed and resumed, and an error that it must show."""
 
 import copy
 import dataclasses
@@ -9,12 +9,12 @@ import re
 import numpy as np
 import pytest
 
-from fp8rl_jax import cli
 from fp8rl_jax.quant import Operand
-from fp8rl_jax.study import frame, layers, subjects
-from fp8rl_jax.study.cells import Cells
-from fp8rl_jax.study.frame import Plan, Size
-from fp8rl_jax.study.gemm_flow import GEMMS, MODULES, GemmFlow, _make_gemms, execution_order
+from studies import __main__ as commands
+from studies import frame, layers, subjects
+from studies.cells import Cells
+from studies.frame import Plan, Size
+from studies.gemm_flow import GEMMS, MODULES, GemmFlow, _make_gemms, execution_order
 
 
 def _subject() -> subjects.Subject:
@@ -37,7 +37,7 @@ def _shared_programs(monkeypatch, programs):
 def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
     """The command writes its files; a run killed after a cell goes on to the same study.json."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert cli.run(["study", "layers", "--quick", f"--out={whole}"]) == 0
+    assert commands.run(["layers", "--quick", f"--out={whole}"]) == 0
     output, progress = capsys.readouterr()
     assert "sequence 3 is there; 3 of 3 cells, 0 left" in progress
     result = json.loads((whole / "study.json").read_text())
@@ -57,13 +57,13 @@ def test_killed_and_resumed_is_the_same(tmp_path, monkeypatch, capsys):
             raise KeyboardInterrupt
         return measure(self, *arguments)
 
-    command = ["study", "layers", "--quick", f"--out={parts}"]
+    command = ["layers", "--quick", f"--out={parts}"]
     monkeypatch.setattr(GemmFlow, "errors", killed_in_the_second)
     with pytest.raises(KeyboardInterrupt):
-        cli.run(command)
-    assert cli.run(command) == 2
+        commands.run(command)
+    assert commands.run(command) == 2
     assert "add --resume" in capsys.readouterr().err
-    assert cli.run([*command, "--resume"]) == 0
+    assert commands.run([*command, "--resume"]) == 0
     assert len(calls) == 4, "the first cell was measured once"
     for name in ("study.json", "study.md"):
         assert (parts / name).read_bytes() == (whole / name).read_bytes()
@@ -126,11 +126,10 @@ def test_execution_order():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["fp8rl study layers"]),
-        (["curves"], ["curves", "fp8rl study layers"]),
-        (["cases"], ["fp8rl study cases", "--quick"]),
+        (["curves"], ["curves", "python -m studies", "layers"]),
+        (["cases"], ["python -m studies cases", "--quick"]),
         (["layers", "--checkpoint=.", "--seeds=0,1"], ["leave out --seeds"]),
-        (["all"], ["fp8rl study all", "--quick"]),
+        (["all"], ["python -m studies all", "--quick"]),
         (["layers"], ["--config FILE", "--checkpoint DIR", "--quick"]),
         (["layers", "--config=a.py", "--checkpoint=b"], ["name one model"]),
         (["layers", "--checkpoint=none"], ["--checkpoint=none", "no directory"]),
@@ -142,7 +141,7 @@ def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys):
     """One sentence and exit status 2."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    assert cli.run(["study", *arguments]) == 2
+    assert commands.run([*arguments]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(r"error: [^\n]+\n", error), error
     for word in words:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from random_model import DENSE, LATENT, initial_params
 
-from fp8rl_jax.study import scoring
-from fp8rl_jax.study.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair, measure, pooled
-from fp8rl_jax.study.scoring import Comparison, Scores
+from studies import scoring
+from studies.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair, measure, pooled
+from studies.scoring import Comparison, Scores
 
 _ROWS, _GROUP, _SLOTS, _LAYERS, _TOKENS = 12, 3, 11, 2, 20
 _PAIRS = {"pair": ("a", "b")}

@@ -2,7 +2,7 @@
 
 import types
 
-from fp8rl_jax.study import progress
+from studies import progress
 
 
 def test_part_says_what_is_left_every_ten_seconds(monkeypatch):

@@ -1,4 +1,4 @@
-"""`fp8rl study recipes` and `gradients`: verdicts of planted numbers, the arms, and the sums of
+"""Study `recipes` and `gradients`: verdicts of planted numbers, the arms, and the sums of
 gradients against numpy's own."""
 
 import json
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from study_cells import arm_config, result_of, run_numbers
 
-from fp8rl_jax import cli
 from fp8rl_jax.config.precision import side_recipe
 from fp8rl_jax.quant import get_recipe, same_forward
-from fp8rl_jax.study import frame, gradients, recipes
-from fp8rl_jax.study.frame import Size
+from studies import __main__ as commands
+from studies import frame, gradients, recipes
+from studies.frame import Size
 
 
 def _study(gains, noise, average=0.0, seeds=6):
@@ -146,8 +146,8 @@ def test_the_backward_passes_have_one_forward_pass():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["recipes", "gradients"])
 def test_the_quick_commands(name, tmp_path, capsys):
-    command = ["study", name, "--quick", f"--out={tmp_path}"]
-    assert cli.run(command) == 0
+    command = [name, "--quick", f"--out={tmp_path}"]
+    assert commands.run(command) == 0
     output, _ = capsys.readouterr()
     result = json.loads((tmp_path / "study.json").read_text())
     for verdict in result["hypotheses"]:
@@ -159,5 +159,5 @@ def test_the_quick_commands(name, tmp_path, capsys):
     else:
         (exact,), (fp8,) = (result["backward"][key] for key in ("exact", "fp8"))
         assert exact["error"] == [0, 0] and 0.005 < min(fp8["error"]) < max(fp8["error"]) < 0.1
-    assert cli.run([*command, "--resume"]) == 0
+    assert commands.run([*command, "--resume"]) == 0
     assert json.loads((tmp_path / "study.json").read_text()) == result

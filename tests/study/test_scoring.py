@@ -12,8 +12,8 @@ from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax.quant import get_recipe, matmul
-from fp8rl_jax.study import head, scoring, subjects
-from fp8rl_jax.study.scoring import Scorer, View, kv_scales, sample
+from studies import head, scoring, subjects
+from studies.scoring import Scorer, View, kv_scales, sample
 
 _GROUP, _PART = 4, 2
 _F32, _FP8 = get_recipe("f32"), get_recipe("fp8")

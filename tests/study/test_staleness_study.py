@@ -1,4 +1,4 @@
-"""`fp8rl study staleness`: verdicts of planted numbers, and the arms."""
+"""Study `staleness`: verdicts of planted numbers, and the arms."""
 
 import json
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from study_cells import arm_config, result_of, run_numbers
 
-from fp8rl_jax import cli
-from fp8rl_jax.study import frame, staleness
-from fp8rl_jax.study.frame import Size
+from studies import __main__ as commands
+from studies import frame, staleness
+from studies.frame import Size
 
 _STEPS = 12
 
@@ -83,8 +83,8 @@ def test_arms():
 
 @pytest.mark.slow
 def test_the_quick_command(tmp_path, capsys):
-    command = ["study", "staleness", "--quick", f"--out={tmp_path}"]
-    assert cli.run(command) == 0
+    command = ["staleness", "--quick", f"--out={tmp_path}"]
+    assert commands.run(command) == 0
     output, _ = capsys.readouterr()
     result = json.loads((tmp_path / "study.json").read_text())
     for verdict in result["hypotheses"]:

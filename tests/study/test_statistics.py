@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fp8rl_jax.study.hypotheses import Hypothesis, Zone
-from fp8rl_jax.study.statistics import (
+from studies.hypotheses import Hypothesis, Zone
+from studies.statistics import (
     cluster_bootstrap,
     clustered_mean,
     equivalence,

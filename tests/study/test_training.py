@@ -1,4 +1,4 @@
-"""`fp8rl study training`: verdicts of planted trends, and arms that differ in one field."""
+"""Study `training`: verdicts of planted trends, and arms that differ in one field."""
 
 import json
 import re
@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from study_cells import arm_config, fake_subject, pair_numbers, result_of, run_numbers
 
-from fp8rl_jax import cli
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.rl import prepare
-from fp8rl_jax.study import frame, training
-from fp8rl_jax.study.cells import Cells
-from fp8rl_jax.study.frame import Plan, Size
-from fp8rl_jax.study.progress import silent
+from studies import __main__ as commands
+from studies import frame, training
+from studies.cells import Cells
+from studies.frame import Plan, Size
+from studies.progress import silent
 
 _STEPS = 64
 _TIME = np.linspace(0, 1, _STEPS)
@@ -185,8 +185,8 @@ def test_too_few_steps(tmp_path):
 @pytest.mark.slow
 def test_the_quick_command(tmp_path, capsys):
     """Trains, writes its files, and a second time takes its cells."""
-    command = ["study", "training", "--quick", f"--out={tmp_path}", "--seeds=0,1"]
-    assert cli.run(command) == 0
+    command = ["training", "--quick", f"--out={tmp_path}", "--seeds=0,1"]
+    assert commands.run(command) == 0
     output, progress = capsys.readouterr()
     assert "6 of 6 cells, 0 left" in progress
     result = json.loads((tmp_path / "study.json").read_text())
@@ -199,7 +199,7 @@ def test_the_quick_command(tmp_path, capsys):
     scores = [*result["before"], *(run["after"] for run in result["runs"]["tis"])]
     assert all(score["rms_logits"][0] > 0 for score in scores)
     assert result["runs"]["tis"] != result["runs"]["uncorrected"]
-    assert cli.run([*command, "--resume"]) == 0
+    assert commands.run([*command, "--resume"]) == 0
     output, progress = capsys.readouterr()
     assert not re.search("RL run|fine-tuning", progress)
     assert json.loads((tmp_path / "study.json").read_text()) == result
