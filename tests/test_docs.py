@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from fp8rl_jax.cli.main import COMMANDS
 from fp8rl_jax.config import FIELDS, all_fields
 from fp8rl_jax.quant import recipe_names
@@ -287,8 +288,9 @@ def test_results_are_complete_and_name_what_there_is():
             assert (_ROOT / path).is_file(), f"{name}: {path}"
         if command[0] == "fp8rl":
             assert command[1] in COMMANDS or " ".join(command[1:3]) in COMMANDS, name
-        study = command[:3] == ["python", "-m", "studies"]
-        assert not study or command[3] in STUDIES, name
+        beside = {"studies": STUDIES, "benchmarks": BENCHMARKS}
+        study = command[:2] == ["python", "-m"] and command[2] in beside
+        assert not study or command[3] in beside[command[2]], name
         files = [word for word in command if re.fullmatch(r"[\w/]+\.(py|sh)", word)]
         assert files or study or command[0] == "fp8rl", name
         assert all((_ROOT / file).is_file() for file in files), name

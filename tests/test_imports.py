@@ -41,6 +41,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
     "bench": _PROGRAM | {"train"},
+    "benchmarks": _PROGRAM | {"bench", "cli", "train"},
     "studies": _PROGRAM | {"cli", "policy", "train"},
     "api": _PROGRAM | {"drift", "policy", "train"},
     "cli": _PROGRAM | {"bench", "drift", "policy", "train"},
@@ -57,18 +58,19 @@ _MAY_ASK = {
     "fp8rl_jax.training.environment": _MACHINE,  # what a run records
     "fp8rl_jax.envs.rewards.pool": _MACHINE,  # the environment of a child
 }
-_USERS = {"bench", "studies"}  # programs that use the library
+_USERS = {"bench", "benchmarks", "studies"}  # programs that use the library
 _KERNEL_LIBRARIES = {"jax", "jaxlib", "numpy", "triton", "jax_triton"}
 _PACKAGES = set(_MAY_IMPORT) - {_PACKAGE}
 
 
 def _sources() -> dict[str, pathlib.Path]:
-    """Dotted name -> file, of every module of the library, kernels and studies included."""
+    """Dotted name -> file, of every module of the library, with kernels, studies and benchmarks."""
     found = {}
     for folder, prefix in (
         (_ROOT / "fp8rl_jax", _PACKAGE),
         (_ROOT / "kernels", "fp8rl_jax.kernels"),
         (_ROOT / "studies", "studies"),
+        (_ROOT / "benchmarks", "benchmarks"),
     ):
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
@@ -155,7 +157,7 @@ _SOURCES = _sources()
 
 # Statements of the code and fields of a configuration (docs/reference/size.md). They fall: who
 # deletes lowers them here. A feature that needs more says beforehand how many, and what it deleted.
-_MOST = {"statements": 30_543, "of those in the wheel": 28_030, "config fields": 190}
+_MOST = {"statements": 30_563, "of those in the wheel": 27_492, "config fields": 190}
 
 
 def test_code_does_not_grow():

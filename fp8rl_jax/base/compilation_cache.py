@@ -1,4 +1,4 @@
-"""Sets up JAX's persistent compilation cache, on by default except in `fp8rl bench`.
+"""Sets up JAX's persistent compilation cache, on by default except in benchmarks.
 
 Its directory is the first of these that is set:
 

@@ -26,7 +26,7 @@ def parser(
     root = Parser(
         program,
         allow_abbrev=False,
-        epilog=_EPILOG,
+        epilog=_EPILOG if program == "fp8rl" else None,
         description="Reinforcement learning of language models in FP8: rollout and learner run "
         "through one forward function.",
     )

@@ -1,4 +1,4 @@
-"""`fp8rl bench drift-cost`: the naive forms compute the same thing, and they drift."""
+"""Benchmark `drift-cost`: the naive forms compute the same thing, and they drift."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import pytest
 from marks import slow
 from tiny_run import CONFIG
 
-from fp8rl_jax import cli, kernels
-from fp8rl_jax.base import exact_jit
-from fp8rl_jax.bench.drift_cost import (
+from benchmarks import __main__ as benchmarks
+from benchmarks.drift_cost import (
     drift_cost,
     format_cost_table,
     naive_attention,
     naive_matmul,
     naively,
 )
+from fp8rl_jax import kernels
+from fp8rl_jax.base import exact_jit
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import reference
 from fp8rl_jax.models.router import router_logits
@@ -147,6 +148,6 @@ def test_exact_programs_do_not_drift_and_naive_ones_do():
     ],
 )
 def test_bad_input_is_one_sentence(arguments, said, capsys):
-    assert cli.run(["bench", "drift-cost", "--config", _TINY, *arguments]) == 2
+    assert benchmarks.run(["drift-cost", "--config", _TINY, *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1

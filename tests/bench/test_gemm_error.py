@@ -1,4 +1,4 @@
-"""`fp8rl bench gemm-error`: the errors that FP8 must have, from both sides, and what is written."""
+"""Benchmark `gemm-error`: the errors that FP8 must have, from both sides, and what is written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from oracles import quant_oracle as oracle
 
-from fp8rl_jax import cli
-from fp8rl_jax.bench.gemm_error import ARTICLE, draw, gemm_errors
-from fp8rl_jax.bench.gemm_error import format_table as format_error_table
+from benchmarks import __main__ as benchmarks
+from benchmarks.gemm_error import ARTICLE, draw, gemm_errors
+from benchmarks.gemm_error import format_table as format_error_table
 from fp8rl_jax.quant import recipe_names
 
 _SMALL = [(256, 128, 256), (320, 64, 336)]
@@ -179,11 +179,11 @@ def test_shape_of_ones_own():
 
 def test_command(tmp_path, monkeypatch, capsys):
     """The command prints the table and names the files, which are where --out says."""
-    module = sys.modules["fp8rl_jax.bench.gemm_error"]
+    module = sys.modules["benchmarks.gemm_error"]
     monkeypatch.setattr(module, "ARTICLE", {_SMALL[0]: ARTICLE[_SMALL[0]]})
     monkeypatch.chdir(tmp_path)
     out = pathlib.Path("deep", "gemm-error")
-    assert cli.run(["bench", "gemm-error", "--recipes=bf16,fp8", "--out", str(out)]) == 0
+    assert benchmarks.run(["gemm-error", "--recipes=bf16,fp8", "--out", str(out)]) == 0
     output, _ = capsys.readouterr()
     written = json.loads((out / "gemm_error.json").read_text())
     assert format_error_table(written) in output
@@ -221,8 +221,7 @@ def count_compilations():
         (["gemm-error", "--out=file"], ["--out=file", "another directory"]),
         (["gemm-error", "--out=file/below"], ["--out=file/below", "another directory"]),
         (["gemm-error", "--out="], ["--out", "directory"]),
-        (["gemm_error"], ["gemm_error", "gemm-error", "--help"]),
-        (["--recipes=fp8", "gemm-error"], ["fp8rl bench gemm-error", "options after"]),
+        (["gemm_error"], ["gemm_error", "`python -m benchmarks gemm-error`"]),
     ],
 )
 def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys, count_compilations):
@@ -230,7 +229,7 @@ def test_mistakes(arguments, words, tmp_path, monkeypatch, capsys, count_compila
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     before = len(_compiled)
-    assert cli.run(["bench", *arguments]) == 2
+    assert benchmarks.run(arguments) == 2
     output, error = capsys.readouterr()
     assert output == ""
     assert re.fullmatch(r"error: [^\n]+\n", error), error

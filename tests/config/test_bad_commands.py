@@ -81,7 +81,7 @@ _ARGUMENTS = {
     "no config": (["train"], ["--config"]),
     "no config for eval": (["eval"], ["--config"]),
     "no config for sample": (["sample", "1 + 1"], ["--config"]),
-    "no config for bench": (["bench"], ["--config"]),
+    "no subcommand": (["bench"], ["bench kernels", "bench rollout"]),
     "config without a value": (["train", "--config"], ["--config"]),
     "empty config": (["train", "--config="], ["--config"]),
     "missing file": (["train", "--config", "nope.py"], ["nope.py", "no file"]),
@@ -89,7 +89,7 @@ _ARGUMENTS = {
     "no Python file": (["train", "--config", "notes.txt"], ["notes.txt", ".py"]),
     "positional": (["train", "--config", "tiny.py", "junk"], ["junk", "--config.SECTION.FIELD"]),
     "positional for eval": (["eval", "--config", "tiny.py", "junk"], ["junk"]),
-    "positional for bench": (["bench", "--config", "tiny.py", "junk"], ["junk"]),
+    "positional for bench": (["bench", "rollout", "--config", "tiny.py", "junk"], ["junk"]),
     "value after a blank": (
         ["train", "--config", "tiny.py", "--config.run.steps", "3"],
         ["write --config.run.steps=3"],
@@ -97,10 +97,11 @@ _ARGUMENTS = {
     "unknown option": (["train", "--config", "tiny.py", "--junk=3"], ["junk", "--help"]),
     "option of another command": (["eval", "--config", "tiny.py", "--resume"], ["resume"]),
     "no question": (["sample", "--config", "tiny.py"], ["prompt"]),
-    "no repeats": (["bench", "--config", "tiny.py", "--repeats=0"], ["--repeats", "at least 1"]),
-    "repeats in words": (["bench", "--config", "tiny.py", "--repeats=x"], ["repeats"]),
-    "unknown recipe to time": (["bench", "--config", "tiny.py", "--recipes=fp9"], ["fp9", "'fp8'"]),
-    "no recipe to time": (["bench", "--config", "tiny.py", "--recipes="], ["fp8_blockwise"]),
+    "no repeats": (
+        ["bench", "rollout", "--config", "tiny.py", "--repeats=0"],
+        ["--repeats", "at least 1"],
+    ),
+    "repeats in words": (["bench", "rollout", "--config", "tiny.py", "--repeats=x"], ["repeats"]),
     "eval without a run": (["eval", "--config", "tiny.py"], ["run.dir", "train first"]),
     "sample without a run": (["sample", "--config", "tiny.py", "1 + 1"], ["run.dir", "train"]),
     "no run to report": (["report"], ["run directory"]),
@@ -138,7 +139,7 @@ def test_help_needs_no_jax():
         "assert [cli.run(a.split()) for a in sys.argv[1:]] == [0, 0, 0, 0, 2]\n"
         "assert not {'jax', 'numpy', 'flax', 'ml_collections'} & set(sys.modules)\n"
     )
-    words = ["", "--version", "train --help", "study scale --help", "trian"]
+    words = ["", "--version", "train --help", "bench rollout --help", "trian"]
     done = subprocess.run(
         [sys.executable, "-c", script, *words], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""`fp8rl bench gemm-error`: how far quantised matrix products are from the exact ones.
+"""Benchmark `gemm-error`: how far quantised matrix products are from the exact ones.
 
 Prints two tables. The first compares our figures with those of the article "Unified FP8: Moving
 Beyond Mixed Precision for Stable and Accelerated MoE RL" (InfiXAI, Ant, SGLang and Miles teams, 25

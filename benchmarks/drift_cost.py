@@ -1,4 +1,4 @@
-"""`fp8rl bench drift-cost`: what zero drift costs, by exact programs compared with naive ones.
+"""Benchmark `drift-cost`: what zero drift costs, by exact programs compared with naive ones.
 
 The naive programs are those that one would write without the promise of zero drift: each product
 (of linear layers, the output head and a router) is one dot over the full contraction (FP8 operands
@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
+from benchmarks.step_time import Subject, check
 from fp8rl_jax.base import exact_jit
 from fp8rl_jax.base.compilation_cache import without_compilation_cache
-from fp8rl_jax.bench.step_time import Subject, check
 from fp8rl_jax.bench.table import record_table
 from fp8rl_jax.kernels import K_BLOCK, dequantized, reference
 

@@ -1,4 +1,4 @@
-"""`fp8rl bench processes`: one process with N devices compared with N processes with one device.
+"""Benchmark `processes`: one process with N devices compared with N processes with one device.
 
 Both forms run the same training and take turns: a step of one, then the same step of the other.
 Figures are medians of the steps. CPU seconds are those of all processes of a form, without their
@@ -83,7 +83,7 @@ class _Form:
             texts = (errors.read_text(errors="replace").strip() for errors in self._errors)
             said = next(filter(None, texts), "").splitlines()
             raise UserError(
-                f"fp8rl bench processes: processes x devices of {self.name} ended: "
+                f"python -m benchmarks processes: processes x devices of {self.name} ended: "
                 + (said[-1] if said else "nothing was said")
             )
         self.steps.append(json.loads(line))

@@ -1,4 +1,4 @@
-"""`fp8rl bench`: time of a rollout and of a train step under several recipes, in one process.
+"""Benchmark `step`: time of a rollout and of a train step under several recipes, in one process.
 
 Every recipe runs on the same random model and the same questions of the configured task; recipes
 take turns within each repetition, so that a machine that slows down slows all of them. The figures
