@@ -173,6 +173,25 @@ def test_without_time_it_does_not_pass(check):
     assert check(_SUITE, "--seconds=-1", "-k", "measures").ret == 0
 
 
+def test_a_run_is_continued(check):
+    """What was decided is not repeated, what was not run is; a failure stays, and results of
+    another source are dropped."""
+    fails_once = "def test_fails(): assert __import__('os').path.exists('again')\n"
+    assert check(_SUITE + fails_once, "-k", "fails").ret == 1
+    assert check(_SUITE + fails_once, "--add", "--seconds=-1", "-k", "holds").ret == 1
+    pathlib.Path("again").touch()
+    for _ in range(2):
+        assert check(_SUITE + fails_once, "--add").ret == 1
+    path = pathlib.Path("out/gpu_check.json")
+    found = json.loads(path.read_text())
+    verdicts = {t["name"].split("::")[1]: t["verdict"] for t in found["tests"]}
+    assert len(found["tests"]) == 4 and verdicts["test_fails"] == "FAILED"
+    assert verdicts["test_holds"] == "holds" and verdicts["test_measures"] == "reported"
+    path.write_text(json.dumps(found | {"stack": {"source": "another"}}))
+    assert check(_SUITE + fails_once, "--add", "-k", "not drifts").ret == 0
+    assert len(json.loads(path.read_text())["tests"]) == 3
+
+
 def test_a_part_proves_nothing():
     """Only all tests that decide, none chosen and none left out, prove zero drift on a machine."""
     spec = importlib.util.spec_from_file_location("gpu_conftest", _GPU / "conftest.py")
