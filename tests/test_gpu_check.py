@@ -214,6 +214,20 @@ def test_a_part_proves_nothing():
     assert not whole([{**test, "verdict": "not run"} for test in held])
 
 
+@pytest.mark.parametrize("git", [False, True], ids=["copied without git", "git does not answer"])
+def test_commit_that_git_does_not_tell(git, tmp_path, monkeypatch):
+    shutil.copytree(_ROOT / "fp8rl_jax" / "base", tmp_path / "fp8rl_jax" / "base")
+    if git:
+        (tmp_path / ".git").write_text("damaged")
+    file = tmp_path / "fp8rl_jax" / "base" / "version.py"
+    spec = importlib.util.spec_from_file_location("copied_version", file)
+    version = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(version)
+    assert version.commit() == ""
+    monkeypatch.setenv("FP8RL_COMMIT", "1234567")
+    assert version.commit() == "1234567"
+
+
 def test_unwritable_directory(check):
     pathlib.Path("out").write_text("")
     assert "gpu_check: nothing can be written to --out=out" in str(check(_SUITE).stderr)
