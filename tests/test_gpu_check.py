@@ -67,10 +67,11 @@ def test_differing_bits():
 
 
 @pytest.mark.slow
-def test_long_rollout(monkeypatch, record_property, capsys):
+def test_long_rollout(monkeypatch, record_property, pytestconfig, capsys):
     """Both cases draw the tokens that long_tail says, and the text counts them."""
     monkeypatch.setattr(headline, "make_continuous", rollout_ways.make_static)
-    headline.test_long_rollout(record_property, _SMALL, Cell(4, 3, 16, 2), 60.0)
+    monkeypatch.setattr(headline, "SECONDS", 60.0)
+    headline.test_long_rollout(record_property, pytestconfig, _SMALL, Cell(4, 3, 16, 2))
     first, *rows = capsys.readouterr().out.splitlines()
     assert first.startswith("8 responses of 1 to 16 tokens to prompts of 3, 4 at a time")
     wanted = int(rollout_ways.long_tail(8, 16).sum())
