@@ -180,6 +180,10 @@ def test_a_run_is_continued(check):
     fails_once = "def test_fails(): assert __import__('os').path.exists('again')\n"
     assert check(_SUITE + fails_once, "-k", "fails").ret == 1
     assert check(_SUITE + fails_once, "--add", "--seconds=-1", "-k", "holds").ret == 1
+    assert check(_SUITE, "--seconds=-1", "-k", "holds").ret == 1
+    assert check(_SUITE, "--add", "-k", "measures").ret == 0
+    assert not json.loads(pathlib.Path("out/gpu_check.json").read_text())["ok"]
+    assert check(_SUITE + fails_once, "-k", "fails").ret == 1
     pathlib.Path("again").touch()
     for _ in range(2):
         assert check(_SUITE + fails_once, "--add").ret == 1
