@@ -9,25 +9,12 @@ wheels="${wheels:-$PWD/wheels}"
 
 # Installs those wheels of which no version is there into the folder $1, where Python then looks, too.
 add_wheels() {
-  local wheel lacking=()
+  local found paths
   export PYTHONPATH="$1:$PWD${PYTHONPATH:+:$PYTHONPATH}"
-  while read -r wheel; do
-    lacking+=("$wheel")
-  done < <("$python" - "$wheels"/*.whl <<'PROGRAM'
-import importlib.metadata
-import pathlib
-import sys
-
-for wheel in map(pathlib.Path, sys.argv[1:]):
-    try:
-        importlib.metadata.version(wheel.name.split("-")[0])
-    except importlib.metadata.PackageNotFoundError:
-        if wheel.exists():
-            print(wheel)
-PROGRAM
-  )
-  [ "${#lacking[@]}" -eq 0 ] ||
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$1" "${lacking[@]}"
+  found="$("$python" launch/_packages.py wheels "$wheels")" || return
+  [ -n "$found" ] || return 0
+  mapfile -t paths <<<"$found"
+  "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$1" "${paths[@]}"
 }
 
 # Prints pytest's options for several processes; none without pytest-xdist or with few cores.
