@@ -197,11 +197,31 @@ def test_a_run_is_continued(check):
     assert len(json.loads(path.read_text())["tests"]) == 3
 
 
+def _loaded(name: str, path: pathlib.Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("count", [1, 13, 67])
+@pytest.mark.parametrize("workers", [2, 14])
+def test_the_first_begin_in_processes_of_their_own(count, workers, monkeypatch):
+    """pytest-xdist sends each process an equal part of the list, smaller parts first."""
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
+    item = lambda n: types.SimpleNamespace(n=n, get_closest_marker=lambda name: False)
+    items = [item(n) for n in range(count)]
+    _loaded("gpu_conftest", _GPU / "conftest.py").pytest_collection_modifyitems(items)
+    order = [item.n for item in items]
+    assert sorted(order) == [*range(count)]
+    sizes = [count // workers + (w >= workers - count % workers) for w in range(workers)]
+    begun = [order[sum(sizes[:w])] for w in range(workers) if sizes[w]]
+    assert sorted(begun) == [*range(min(count, workers))]
+
+
 def test_a_part_proves_nothing():
     """Only all tests that decide, none chosen and none left out, prove zero drift on a machine."""
-    spec = importlib.util.spec_from_file_location("gpu_conftest", _GPU / "conftest.py")
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
+    conftest = _loaded("gpu_conftest", _GPU / "conftest.py")
     report = object.__new__(conftest.Report)
     files = {path.name for path in _GPU.glob("test_gpu_*.py")} - conftest._REPORTING
     held = [{"name": f"{name}::test", "verdict": "holds"} for name in files]
@@ -225,9 +245,7 @@ def test_commit_that_git_does_not_tell(git, tmp_path, monkeypatch):
     if git:
         (tmp_path / ".git").write_text("damaged")
     file = tmp_path / "fp8rl_jax" / "base" / "version.py"
-    spec = importlib.util.spec_from_file_location("copied_version", file)
-    version = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(version)
+    version = _loaded("copied_version", file)
     assert version.commit() == ""
     monkeypatch.setenv("FP8RL_COMMIT", "1234567")
     assert version.commit() == "1234567"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import pathlib
 import re
 import time
@@ -55,6 +56,10 @@ def pytest_collection_modifyitems(items):
         return 1 + all(item.get_closest_marker(name) for name in ("gpu", "xfail"))
 
     items.sort(key=order)  # stable
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        # pytest-xdist begins with an equal part of the list for each process: those that are first
+        # begin each in another one.
+        items[:] = [item for worker in reversed(range(workers)) for item in items[worker::workers]]
 
 
 # Files without a test that decides.
