@@ -170,7 +170,7 @@ part_a() {
   piece held 120 "${comparing[@]}" tests/gpu/test_gpu_program.py tests/gpu/test_gpu_layer.py \
     tests/gpu/test_gpu_matmul.py::test_the_same_bits_under_load tests/gpu/test_gpu_matmul.py::test_tiles \
     tests/gpu/test_gpu_matmul.py::test_mosaic tests/gpu/test_gpu_head.py \
-    tests/gpu/test_gpu_attention.py::test_pages_or_one_piece \
+    tests/gpu/test_gpu_attention.py::test_float64 tests/gpu/test_gpu_attention.py::test_pages_or_one_piece \
     tests/gpu/test_gpu_attention.py::test_alone_or_among_all
   if grep -q '"verdict": "FAILED"' "$out/gpu_check.json" 2>/dev/null; then
     stopped="a test that decides has failed, so no time counts: see gpu_check.md"
