@@ -268,3 +268,37 @@ def test_help():
     command = ["bash", str(_ROOT / "launch" / "gpu_minutes.sh"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "FP8RL_COMMIT" in done.stdout and "set -" not in done.stdout
+
+
+def _install(directory: pathlib.Path, name: str, *needs: str) -> None:
+    """Makes an empty package that requires others."""
+    folder = directory / f"{name.replace('-', '_')}-1.0.dist-info"
+    folder.mkdir()
+    lines = [f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {need}" for need in needs)]
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n")
+
+
+def _packages(directory: pathlib.Path, *words: str | pathlib.Path) -> str:
+    command = [sys.executable, _ROOT / "launch" / "_packages.py", *words]
+    environment = {**os.environ, "PYTHONPATH": str(directory)}
+    return subprocess.check_output(command, text=True, env=environment).strip()
+
+
+def test_what_is_lacking(tmp_path):
+    """Also what others require here; a GPU machine's own builds are taken as they are."""
+    _install(tmp_path, "top-most", "Middle_One>=9; python_version >= '3'", "never; extra == 'more'")
+    _install(tmp_path, "middle-one", "not-there", "not-here; sys_platform == 'win32'", "top-most")
+    _install(tmp_path, "triton", "not-needed")
+    found = _packages(tmp_path, "lacking", "top_most", "triton", "nor-this")
+    assert found == "nor-this, not-there"
+    assert _packages(tmp_path, "lacking", "triton") == ""
+
+
+def test_wheels_of_what_is_lacking(tmp_path):
+    _install(tmp_path, "middle-one")
+    for name in ("middle_one-2.0-py3-none-any.whl", "Not_There-1.0-py3-none-any.whl", "README"):
+        (tmp_path / name).touch()
+    assert _packages(tmp_path, "wheels", tmp_path).splitlines() == [
+        str(tmp_path / "Not_There-1.0-py3-none-any.whl")
+    ]
+    assert _packages(tmp_path, "wheels", tmp_path / "none") == ""
