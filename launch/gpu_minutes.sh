@@ -75,6 +75,10 @@ PROGRAM
 )" || exit 2
 commit="${commit//[^[:alnum:]._-]/}" card="${card//[\\\"]/}"
 [ -n "$commit" ] || refuse "results would name no commit: set FP8RL_COMMIT to the one of these files"
+for other in "$out"/[abc].log; do
+  [ ! -e "$other" ] || grep -q " commit $commit, " "$other" ||
+    refuse "$out has results of another commit: name another folder"
+done
 
 job="" name="" begun=0 stopped="" pieces=() written=true well=true
 export PYTHONUNBUFFERED=1 FP8RL_COMPILATION_CACHE="$work/programs"

@@ -204,6 +204,9 @@ def test_a_second_run_into_the_folder(machine):
     assert status == 2 and "has the results of part a already" in said
     assert kept == {path: path.read_text() for path in machine.out.iterdir()}
     assert machine.run("b")[0] == 0
+    machine.variables["COMMIT"] = "7654321"
+    status, said = machine.run("c")
+    assert status == 2 and "has results of another commit" in said
 
 
 def _no_gpu(machine: Machine) -> None:

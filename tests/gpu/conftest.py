@@ -111,6 +111,7 @@ class Report:
     """The two files of results in a directory: a plugin of pytest."""
 
     def __init__(self, directory: pathlib.Path, add: bool):
+        from fp8rl_jax.base.errors import UserError
         from fp8rl_jax.bench.kernels import environment
         from fp8rl_jax.models import proven
 
@@ -120,7 +121,10 @@ class Report:
         self.kept = None
         if add and (before := directory / "gpu_check.json").exists():
             found = json.loads(before.read_text())
-            self.tests += found["tests"] if found.get("stack") == self.stack else []
+            if found.get("stack") != self.stack:
+                why = f"--out={directory} has results of another source, device or versions"
+                raise UserError(f"gpu_check: {why}: name another directory, or leave --add out")
+            self.tests += found["tests"]
         self.decided = {t["name"] for t in self.tests if t["verdict"] in ("holds", "FAILED")}
         self.repeated = {t["name"] for t in self.tests} - self.decided  # if they are run again
 
