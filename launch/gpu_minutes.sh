@@ -183,19 +183,21 @@ part_a() {
   fi
   [ -z "$stopped" ] || { well=false; say "stopped: $stopped"; }
   piece decode 85 "${timing[@]}" tests/gpu/test_gpu_step.py::test_speed_of_decode
-  piece probe 105 "${timing[@]}" tests/gpu/test_gpu_device.py::test_speed_of_reading \
+  piece probe 130 "${timing[@]}" tests/gpu/test_gpu_device.py::test_speed_of_reading \
     tests/gpu/test_gpu_matmul.py::test_speed_of_few_rows \
-    tests/gpu/test_gpu_attention.py::test_speed_of_lengths \
-    "tests/gpu/test_gpu_matmul.py::test_speed_of_torch[few rows]"
+    "tests/gpu/test_gpu_matmul.py::test_speed_of_torch[few rows]" \
+    tests/gpu/test_gpu_attention.py::test_speed_of_lengths
   piece learner 70 "${timing[@]}" tests/gpu/test_gpu_step.py::test_speed_of_learner
   if command -v ncu >/dev/null; then
     counters=gpu__time_duration.sum,dram__bytes_read.sum,lts__t_bytes.sum,launch__registers_per_thread
     counters+=,sm__inst_issued.avg.pct_of_peak_sustained_active,launch__occupancy_limit_registers
     counters+=,sm__warps_active.avg.pct_of_peak_sustained_active
-    piece counters 45 ncu --clock-control none --metrics "$counters" -c 9 -k "regex:attention_kernel|matmul" \
+    # Eight launches of attention; one of a product, and four by each implementation.
+    piece counters 60 ncu --clock-control none --metrics "$counters" -c 24 \
+      -k "regex:attention_kernel|matmul" \
       "$python" -m pytest -q -m gpu -p no:cacheprovider \
-      "tests/gpu/test_gpu_matmul.py::test_speed_of_few_rows[(64, 4096, 24576)]" \
-      "tests/gpu/test_gpu_attention.py::test_speed_of_lengths[64 x 1900-int8]"
+      "tests/gpu/test_gpu_attention.py::test_speed_of_lengths[64 x 1900-int8]" \
+      "tests/gpu/test_gpu_matmul.py::test_speed_of_few_rows[(64, 4096, 24576)]"
   elif [ -z "$stopped" ]; then
     name=counters begun="$SECONDS"
     say "there is no ncu here to read a kernel's counters"

@@ -145,6 +145,13 @@ def test_a_wrong_result_stops_it(machine):
     assert [piece["name"] for piece in found["pieces"]] == ["held"]
 
 
+def test_results_that_were_not_reached_do_not_stop_it(machine):
+    """Of the tests that decide some held, and for others the time was up."""
+    machine.piece("test_gpu_program", _HOLDS.replace("VERDICT", "holds") + "; exit 1")
+    assert machine.run()[0] == 1 and machine.summary()["stopped"] == ""
+    assert machine.outcomes() == ["failed", "done", "done", "done", "done", "done"]
+
+
 def test_no_result_stops_it(machine):
     machine.piece("test_gpu_program", "echo no GPU; exit 2")
     assert machine.run()[0] == 1
