@@ -10,19 +10,16 @@
 #   bash launch/gpu_check.sh --slow tests/gpu/test_gpu_headline.py   a long rollout, FP8 and BF16
 # The results name the commit: git's, or, where the files were copied without it, FP8RL_COMMIT's.
 # Uses the Python that is there (PYTHON names another), 3.12 or later, with its JAX for CUDA, flax,
-# optax and Triton, and needs no network: what is missing of the rest is installed from wheels/, if it
-# lies there. To fill it, where there is a network:
+# optax and Triton, and needs no network: what is missing of the rest is taken from wheels/ (WHEELS
+# names another folder), without installing it. To fill it, where there is a network:
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels \
 #     jax-triton==0.4.0 pytest pytest-xdist execnet pluggy iniconfig packaging pygments
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python="${PYTHON:-python3}"
-for wheel in wheels/*.whl; do
-  [ -e "$wheel" ] || continue
-  name="$(basename "${wheel%%-*}")"
-  "$python" -c "import importlib.metadata as m; m.version('$name')" 2>/dev/null ||
-    "$python" -m pip install --quiet --no-index --no-deps "$wheel"
-done
+# shellcheck source=launch/_gpu.sh
+source "$(dirname "${BASH_SOURCE[0]}")/_gpu.sh"
+site="$(mktemp -d)"
+trap 'rm -rf "$site"' EXIT
+add_wheels "$site"
 out=runs/gpu_check tests=(tests/gpu) whole=true
 for argument in "$@"; do
   case $argument in
@@ -33,12 +30,10 @@ for argument in "$@"; do
 done
 check=("$python" -m pytest -m gpu --out="$out")
 if ! $whole; then
-  exec "${check[@]}" --seconds=500 "$@" "${tests[@]}"
+  "${check[@]}" --seconds=500 "$@" "${tests[@]}"
+  exit
 fi
-cores="$(nproc)" parallel=()
-if "$python" -c 'import xdist' 2>/dev/null && [ "$cores" -gt 2 ]; then
-  parallel=(-p xdist -n "$((cores - 2 < 14 ? cores - 2 : 14))" --dist worksteal)
-fi
+read -ra parallel <<<"$(several_processes)"
 # Of several processes none may take the GPU's memory at its start.
 status=0
 XLA_PYTHON_CLIENT_PREALLOCATE=false \

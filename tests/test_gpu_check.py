@@ -67,10 +67,11 @@ def test_differing_bits():
 
 
 @pytest.mark.slow
-def test_long_rollout(monkeypatch, record_property, capsys):
+def test_long_rollout(monkeypatch, record_property, pytestconfig, capsys):
     """Both cases draw the tokens that long_tail says, and the text counts them."""
     monkeypatch.setattr(headline, "make_continuous", rollout_ways.make_static)
-    headline.test_long_rollout(record_property, _SMALL, Cell(4, 3, 16, 2), 60.0)
+    monkeypatch.setattr(headline, "SECONDS", 60.0)
+    headline.test_long_rollout(record_property, pytestconfig, _SMALL, Cell(4, 3, 16, 2))
     first, *rows = capsys.readouterr().out.splitlines()
     assert first.startswith("8 responses of 1 to 16 tokens to prompts of 3, 4 at a time")
     wanted = int(rollout_ways.long_tail(8, 16).sum())
@@ -173,11 +174,54 @@ def test_without_time_it_does_not_pass(check):
     assert check(_SUITE, "--seconds=-1", "-k", "measures").ret == 0
 
 
+def test_a_run_is_continued(check):
+    """What was decided is not repeated, what was not run is; a failure stays, and results of
+    another source are not touched."""
+    fails_once = "def test_fails(): assert __import__('os').path.exists('again')\n"
+    assert check(_SUITE + fails_once, "-k", "fails").ret == 1
+    assert check(_SUITE + fails_once, "--add", "--seconds=-1", "-k", "holds").ret == 1
+    assert check(_SUITE, "--seconds=-1", "-k", "holds").ret == 1
+    assert check(_SUITE, "--add", "-k", "measures").ret == 0
+    assert not json.loads(pathlib.Path("out/gpu_check.json").read_text())["ok"]
+    assert check(_SUITE + fails_once, "-k", "fails").ret == 1
+    pathlib.Path("again").touch()
+    for _ in range(2):
+        assert check(_SUITE + fails_once, "--add").ret == 1
+    path = pathlib.Path("out/gpu_check.json")
+    found = json.loads(path.read_text())
+    verdicts = {t["name"].split("::")[1]: t["verdict"] for t in found["tests"]}
+    assert len(found["tests"]) == 4 and verdicts["test_fails"] == "FAILED"
+    assert verdicts["test_holds"] == "holds" and verdicts["test_measures"] == "reported"
+    path.write_text(json.dumps(found | {"stack": {"source": "another"}}))
+    assert "has results of another source" in str(check(_SUITE, "--add").stderr)
+    assert json.loads(path.read_text())["tests"] == found["tests"]
+
+
+def _loaded(name: str, path: pathlib.Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("count", [1, 13, 67])
+@pytest.mark.parametrize("workers", [2, 14])
+def test_the_first_begin_in_processes_of_their_own(count, workers, monkeypatch):
+    """pytest-xdist sends each process an equal part of the list, smaller parts first."""
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
+    item = lambda n: types.SimpleNamespace(n=n, get_closest_marker=lambda name: False)
+    items = [item(n) for n in range(count)]
+    _loaded("gpu_conftest", _GPU / "conftest.py").pytest_collection_modifyitems(items)
+    order = [item.n for item in items]
+    assert sorted(order) == [*range(count)]
+    sizes = [count // workers + (w >= workers - count % workers) for w in range(workers)]
+    begun = [order[sum(sizes[:w])] for w in range(workers) if sizes[w]]
+    assert sorted(begun) == [*range(min(count, workers))]
+
+
 def test_a_part_proves_nothing():
     """Only all tests that decide, none chosen and none left out, prove zero drift on a machine."""
-    spec = importlib.util.spec_from_file_location("gpu_conftest", _GPU / "conftest.py")
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
+    conftest = _loaded("gpu_conftest", _GPU / "conftest.py")
     report = object.__new__(conftest.Report)
     files = {path.name for path in _GPU.glob("test_gpu_*.py")} - conftest._REPORTING
     held = [{"name": f"{name}::test", "verdict": "holds"} for name in files]
@@ -193,6 +237,18 @@ def test_a_part_proves_nothing():
     assert not whole(deselect=["x"]) and not whole(ignore=["x"]) and not whole(lf=True)
     assert not whole(args=["tests/gpu/test_gpu_norm.py"]) and not whole(args=["tests/gpu", "x"])
     assert not whole([{**test, "verdict": "not run"} for test in held])
+
+
+@pytest.mark.parametrize("git", [False, True], ids=["copied without git", "git does not answer"])
+def test_commit_that_git_does_not_tell(git, tmp_path, monkeypatch):
+    shutil.copytree(_ROOT / "fp8rl_jax" / "base", tmp_path / "fp8rl_jax" / "base")
+    if git:
+        (tmp_path / ".git").write_text("damaged")
+    file = tmp_path / "fp8rl_jax" / "base" / "version.py"
+    version = _loaded("copied_version", file)
+    assert version.commit() == ""
+    monkeypatch.setenv("FP8RL_COMMIT", "1234567")
+    assert version.commit() == "1234567"
 
 
 def test_unwritable_directory(check):

@@ -1,5 +1,6 @@
 """The version, importable without the rest of the package (setup.cfg reads it)."""
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -17,19 +18,12 @@ def installed(name: str) -> str | None:
 
 
 def commit() -> str:
-    """Returns the commit of the checkout that this package is imported from. Without git it is
-    what FP8RL_COMMIT says, which who copies the files to another machine can set; else ''."""
+    """Returns the commit of the checkout that this package is imported from. Where git does not
+    tell it is what FP8RL_COMMIT says, which who copies the files elsewhere can set; else ''."""
     root = pathlib.Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return os.environ.get("FP8RL_COMMIT", "")
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=5,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
+    command, found = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], ""
+    if (root / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+            found = done.stdout.strip()
+    return found or os.environ.get("FP8RL_COMMIT", "")

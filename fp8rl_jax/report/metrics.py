@@ -237,6 +237,7 @@ _TIME = (
     Metric("tokens_per_s_learner", "tokens/s", "response tokens over time_learner", _RATES),
     Metric("tokens_per_s_device_rollout", "tokens/s", "tokens_per_s_rollout over the devices"),
     Metric("tokens_per_s_device_learner", "tokens/s", "tokens_per_s_learner over the devices"),
+    Metric("memory_peak", "GiB", "most memory that a device had in use so far", when="a GPU"),
     Metric(
         "mfu_learner",
         "share",

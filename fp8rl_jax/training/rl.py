@@ -186,6 +186,7 @@ def rl_step(
         if before:
             record["refit_changed_bytes"] = float(changed_bytes(before, served.sample))
         record["time_compile"] = compile_seconds() - compiled
+        record.add_memory()
     return StepResult(state, served, samples, logp, record)
 
 

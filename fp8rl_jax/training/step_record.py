@@ -133,6 +133,12 @@ class StepRecord(dict[str, Any]):
         if peak is not None:
             self["mfu_learner"] = flops / (self["time_learner"] * learners * peak)
 
+    def add_memory(self) -> None:
+        """Adds the most GiB that a device of this process had in use so far, if JAX counts them."""
+        counted = [device.memory_stats() or {} for device in jax.local_devices()]
+        if peak := max(found.get("peak_bytes_in_use", 0) for found in counted):
+            self["memory_peak"] = peak / 2**30
+
     def add_refit(self, lost: dict, model: ModelConfig, rollout: Recipe) -> None:
         """Adds quantisation losses of the sampler's weights (`Served.health`)."""
         if lost:

@@ -4,15 +4,21 @@
 
 writes gpu_check.md, failures first, and gpu_check.json, and begins no test after so many seconds.
 Tests that only report (`gpu_checks.reports`) run last; if another was not run, nothing passes.
+
+With --add a run continues the one whose results DIR has, of the same source, device and versions:
+what held or failed there is kept and not repeated, so several short runs make a whole one. A part
+passes if nothing has failed and all that it was to run has run.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import os
 import pathlib
 import re
 import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -20,7 +26,7 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--out", metavar="DIR", help="write gpu_check.md and gpu_check.json there")
-    parser.addoption("--add", action="store_true", help="keep the results that --out has")
+    parser.addoption("--add", action="store_true", help="continue the run whose results --out has")
     parser.addoption("--seconds", type=float, help="begin no GPU test after so many")
 
 
@@ -50,6 +56,10 @@ def pytest_collection_modifyitems(items):
         return 1 + all(item.get_closest_marker(name) for name in ("gpu", "xfail"))
 
     items.sort(key=order)  # stable
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        # pytest-xdist begins with an equal part of the list for each process: those that are first
+        # begin each in another one.
+        items[:] = [item for worker in reversed(range(workers)) for item in items[worker::workers]]
 
 
 # Files without a test that decides.
@@ -57,7 +67,17 @@ _REPORTING = {"test_gpu_device.py", "test_gpu_headline.py", "test_gpu_step.py"}
 _started = time.monotonic()
 
 
+def _decided_before(config) -> Collection[str]:
+    """Returns the tests that --add does not repeat, in the main process or in one of several."""
+    if hasattr(config, "workerinput"):
+        return config.workerinput.get("decided", ())
+    report = config.pluginmanager.get_plugin("gpu_check")
+    return report.decided if report else ()
+
+
 def pytest_runtest_setup(item):
+    if _name(item.nodeid) in _decided_before(item.config):
+        pytest.skip("decided before")
     seconds = item.config.getoption("seconds", None)
     if seconds is not None and time.monotonic() - _started > seconds:
         pytest.skip("the time was up")
@@ -79,22 +99,44 @@ def ceilings():
     return kernel_times.ceilings(kernel_times.Source())
 
 
+def _hold(tests: list[dict[str, Any]]) -> bool:
+    return all(test["verdict"] == "holds" for test in tests if test["decides"])
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.partition("tests/gpu/")[2] or nodeid
+
+
 class Report:
     """The two files of results in a directory: a plugin of pytest."""
 
     def __init__(self, directory: pathlib.Path, add: bool):
+        from fp8rl_jax.base.errors import UserError
         from fp8rl_jax.bench.kernels import environment
+        from fp8rl_jax.models import proven
 
         self.directory, self.start = directory, time.monotonic()
-        self.environment = environment()
+        self.environment, self.stack = environment(), proven.stack()
         self.tests: list[dict[str, Any]] = []
         self.kept = None
         if add and (before := directory / "gpu_check.json").exists():
-            self.tests += json.loads(before.read_text())["tests"]
+            found = json.loads(before.read_text())
+            if found.get("stack") != self.stack:
+                why = f"--out={directory} has results of another source, device or versions"
+                raise UserError(f"gpu_check: {why}: name another directory, or leave --add out")
+            self.tests += found["tests"]
+        self.decided = {t["name"] for t in self.tests if t["verdict"] in ("holds", "FAILED")}
+        self.repeated = {t["name"] for t in self.tests} - self.decided  # if they are run again
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node) -> None:
+        """Tells a process of pytest-xdist what is decided."""
+        node.workerinput["decided"] = sorted(self.decided)
 
     def pytest_runtest_logreport(self, report) -> None:
         """Adds a test that ended, or that could not begin or end."""
-        if report.when != "call" and report.outcome == "passed":
+        name = _name(report.nodeid)
+        if (report.when != "call" and report.outcome == "passed") or name in self.decided:
             return
         decides = "xfail" not in report.keywords
         if report.skipped and not hasattr(report, "wasxfail"):
@@ -107,9 +149,12 @@ class Report:
         if why is not None:
             crash = getattr(why, "reprcrash", None)
             lines.append(why[2] if isinstance(why, tuple) else crash.message if crash else str(why))
+        if name in self.repeated:
+            self.repeated.remove(name)
+            self.tests = [test for test in self.tests if test["name"] != name]
         self.tests.append(
             {
-                "name": report.nodeid.partition("tests/gpu/")[2] or report.nodeid,
+                "name": name,
                 "decides": decides,
                 "verdict": verdict,
                 "seconds": report.duration,
@@ -122,9 +167,11 @@ class Report:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session) -> None:
-        if session.exitstatus == pytest.ExitCode.OK and not self.ok:
+        mine = [test for test in self.tests if test["name"] not in self.repeated]
+        if session.exitstatus == pytest.ExitCode.OK and not _hold(mine):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if session.exitstatus == pytest.ExitCode.OK and self.is_whole(session.config):
+        succeeded = session.exitstatus == pytest.ExitCode.OK and self.ok
+        if succeeded and self.is_whole(session.config):
             from fp8rl_jax.models import proven
 
             self.kept = proven.keep_proof(self.environment)
@@ -153,7 +200,7 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether every test that decides has run and holds."""
-        return all(test["verdict"] == "holds" for test in self.tests if test["decides"])
+        return _hold(self.tests)
 
     @property
     def suggested_name(self) -> str:
@@ -188,6 +235,7 @@ class Report:
         self.directory.mkdir(parents=True, exist_ok=True)
         result = {
             "environment": self.environment,
+            "stack": self.stack,
             "ok": self.ok,
             "name": self.suggested_name,
             "seconds": time.monotonic() - self.start,

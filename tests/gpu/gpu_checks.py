@@ -127,6 +127,17 @@ def print_time(
     print(line)
 
 
+def print_kernels(what: str, moved: float, calls: list[tuple], way: Callable, directory) -> None:
+    """Prints a line: microseconds of a call in kernels, by a profile of all `calls`, without the
+    gaps between them; TB/s of `moved` bytes."""
+    jax.block_until_ready(way(*calls[0]))
+    with jax.profiler.trace(str(directory)):
+        jax.block_until_ready([way(*operands) for operands in calls])
+    us = sum(time for _, time in kernels_of(directory).values()) / len(calls)
+    speed = f"{moved / us / 1e6:.2f} TB/s" if us else "no kernel in the profile"
+    print(f"{what}: {us:.1f} us, {speed}")
+
+
 def kernels_of(directory: pathlib.Path) -> dict[str, tuple[int, float]]:
     """{kernel: (launches, microseconds)} on the GPU in a profile, the longest first."""
     found: collections.Counter[str] = collections.Counter()

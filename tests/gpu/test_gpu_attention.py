@@ -12,13 +12,15 @@ import functools
 import itertools
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from gpu_attention import Attention, float64, in_one_piece
-from gpu_checks import assert_bitwise_equal, assert_close, assert_finite, reports
+from gpu_checks import assert_bitwise_equal, assert_close, assert_finite, print_kernels, reports
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
 from fp8rl_jax.bench.kernel_times import DTYPES
+from fp8rl_jax.kernels import KV_CHUNK
 from fp8rl_jax.kernels.gpu.attention import attention
 
 pytestmark = pytest.mark.gpu
@@ -101,6 +103,44 @@ def test_pages_or_one_piece(
     operands = case.operands(source)
     run = exact_jit(lambda x: attention(**x, scale=case.scale, one_split=one_split))
     assert_bitwise_equal(str(case), run(operands), run(in_one_piece(operands)))
+
+
+def _uneven(count: int, mean: int, most: int) -> tuple[int, ...]:
+    """Lengths of a lognormal distribution, most of them short."""
+    drawn = np.random.default_rng(0).lognormal(0, 0.8, count)
+    return tuple(int(n) for n in np.clip(drawn * mean / drawn.mean(), 1, most))
+
+
+_DECODED = {  # lengths of the sequences, and slots of a row of the table
+    "64 x 1900": ((1900,) * 64, 4096),
+    "64 x 1900, uneven": (_uneven(64, 1900, 20_480), 20_480),
+    "96 x 1900": ((1900,) * 96, 4096),
+    "64 x 1900, long table": ((1900,) * 64, 20_480),
+    "64 x 3950": ((3950,) * 64, 4096),
+    "72 x 1900": ((1900,) * 72, 4096),
+    "128 x 1900": ((1900,) * 128, 4096),
+    "64 x 1900, short table": ((1900,) * 64, 2048),
+}
+
+
+@reports
+@pytest.mark.parametrize("kind", ["int8", "bf16"])
+@pytest.mark.parametrize("name", _DECODED)
+def test_speed_of_lengths(name, kind, source, tmp_path, decoded=_DECODED, **heads):
+    """A decode step's attention in a profile, in the form that is taken and with one program for
+    all keys of a sequence. A longer table has more programs, which end at once."""
+    lengths, slots = decoded[name]
+    case = Attention(kind, 1, lengths, **heads)
+    operands = case.operands(source)
+    behind = slots // KV_CHUNK - operands["table"].shape[1]
+    operands["table"] = jnp.pad(operands["table"], ((0, 0), (0, behind)))
+    vector = 2 * case.width if kind == "bf16" else case.width + 4  # with its scale
+    moved = 2 * sum(lengths) * case.kv_heads * vector
+    for number, one_split in enumerate((None, False)):
+        way = exact_jit(lambda x, form=one_split: attention(**x, scale=case.scale, one_split=form))
+        form = "one program" if number else "as taken"
+        text = f"{kind}, {name} of at most {max(lengths)} keys, {slots} slots, {form}"
+        print_kernels(text, moved, [(operands,)] * 3, way, tmp_path / str(number))
 
 
 @reports

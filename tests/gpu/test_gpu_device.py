@@ -1,4 +1,5 @@
-"""What XLA knows of the device, beside the H200 that fp8rl_jax/plan/h200.py describes.
+"""What XLA knows of the device, beside the H200 that fp8rl_jax/plan/h200.py describes, and how fast
+it reads.
 
 JAX shows a device's description only as a serialised topology. `fields` reads protobuf's wire
 format without a schema; the names are those of XLA's GpuDeviceInfoProto, told apart by compiling
@@ -14,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
-from gpu_checks import reports
+from gpu_checks import print_kernels, reports
 
 from fp8rl_jax.plan import h200
 
@@ -120,3 +122,11 @@ def test_device(record_property):
     for name, here, ours in rows:
         print(f"{name}: here {here}, in fp8rl_jax/plan/h200.py {ours}")
     assert all(here == ours for _, here, ours in rows if "-" not in (here, ours))
+
+
+@reports
+def test_speed_of_reading(tmp_path, size=2**32):
+    """The most that a kernel can hope for: numbers that are read, each once, and not written."""
+    largest = jax.jit(lambda x: jnp.max(x.reshape(-1, 2**14), axis=1))
+    calls = [(jnp.ones(size // 4, jnp.int32),)] * 3
+    print_kernels(f"reading {size / 1e9:.1f} GB", size, calls, largest, tmp_path)

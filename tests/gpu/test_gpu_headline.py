@@ -1,6 +1,7 @@
 """Tokens per second of a long rollout, FP8 against BF16: the figure that the library is for.
 
-Takes minutes and a call of its own: pytest -m gpu --slow tests/gpu/test_gpu_headline.py
+Takes minutes and a call of its own: pytest -m gpu --slow tests/gpu/test_gpu_headline.py; --seconds
+says how many, and --capture=tee-sys shows each case's line as it comes.
 
 Random weights of Qwen3-8B's shapes, random prompts, response lengths from `long_tail`, two
 sequences a slot, by continuous batching. One case after the other, so that only one has memory. A
@@ -12,6 +13,7 @@ call and nothing else: its tokens, counted, and its seconds.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ from fp8rl_jax.models.presets import preset
 pytestmark = pytest.mark.gpu
 
 CELL = Cell(batch=64, prompt=256, new=4096, group=4)
-SECONDS = 480.0  # for both cases
+SECONDS = 480.0  # for both cases, without --seconds
 QUEUE = 2  # sequences a slot
 _FEW = 64  # tokens of the responses from which the rest is planned
 # Steps of a rollout over the longest response, and the time of a step at full length over that of
@@ -47,10 +49,10 @@ def longest(short_s: float, seconds: float, most: int) -> int:
     return most
 
 
-def measure(model: ModelConfig, cell: Cell, seconds: float) -> list[dict[str, Any]]:
-    """Samples under BF16, which chooses the lengths and may take half the seconds, then FP8."""
-    start, new, count = time.monotonic(), 0, QUEUE * cell.batch
-    found: list[dict[str, Any]] = []
+def measure(model: ModelConfig, cell: Cell, seconds: float) -> Iterator[dict[str, Any]]:
+    """Samples under BF16, which chooses the lengths and may take half the seconds, then FP8. Yields
+    a row for each."""
+    start, new, count, bf16_rate = time.monotonic(), 0, QUEUE * cell.batch, 0.0
     for case in ("bf16", "fp8"):
         recipe = CASES[case]()
         params = exact_jit(lambda key: init_params(model, key))(
@@ -72,27 +74,27 @@ def measure(model: ModelConfig, cell: Cell, seconds: float) -> list[dict[str, An
         if not new:
             new = longest(call(few)[1], start + seconds / 2 - time.monotonic(), cell.new)
         tokens, took = call(long_tail(count, new))
-        row = {
+        bf16_rate = bf16_rate or tokens / took
+        yield {
             "case": case,
             "longest": new,
             "samples": count,
             "tokens": tokens,
             "seconds": took,
             "tokens_per_s": tokens / took,
+            "over_bf16": tokens / took / bf16_rate,
         }
-        row["over_bf16"] = row["tokens_per_s"] / (found or [row])[0]["tokens_per_s"]
-        found.append(row)
         del weights, sample, call
-    return found
 
 
 @reports
 @pytest.mark.slow
-def test_long_rollout(record_property, model=None, cell=CELL, seconds=SECONDS):
-    found = measure(model or preset("qwen3_8b"), cell, seconds)
-    record_property("rows", found)
-    responses = f"{found[0]['samples']} responses of 1 to {found[0]['longest']} tokens"
-    print(f"{responses} to prompts of {cell.prompt}, {cell.batch} at a time; one call each")
-    for row in found:
+def test_long_rollout(record_property, pytestconfig, model=None, cell=CELL):
+    seconds = pytestconfig.getoption("seconds", None) or SECONDS
+    for row in measure(model or preset("qwen3_8b"), cell, seconds):
+        record_property("row", row)
+        if row["case"] == "bf16":
+            responses = f"{row['samples']} responses of 1 to {row['longest']} tokens"
+            print(f"{responses} to prompts of {cell.prompt}, {cell.batch} at a time; one call each")
         rate = f"{row['tokens_per_s']:.0f} tokens/s, {row['over_bf16']:.2f} of bf16's"
         print(f"{row['case']}: {row['tokens']} tokens in {row['seconds']:.1f} s, {rate}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from gpu_checks import (
     assert_close,
     assert_finite,
     float64_product,
-    kernels_of,
+    print_kernels,
     reports,
     some,
 )
@@ -32,6 +33,7 @@ from gpu_checks import (
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench import kernel_shapes, kernel_times, kernels
 from fp8rl_jax.bench.kernel_times import DTYPES, Source, blocks
+from fp8rl_jax.kernels import IMPLEMENTATIONS, block_matmul
 from fp8rl_jax.kernels.gpu import tiles
 from fp8rl_jax.kernels.gpu.matmul import matmul
 
@@ -270,23 +272,45 @@ def test_speed_of_tiles(kind, source, tmp_path):
                 run = functools.partial(mosaic_matmul.fp8_matmul, dtype=jnp.bfloat16, tile=tile)
                 ways[f"Mosaic {tile}"] = exact_jit(run)
         for number, (name, way) in enumerate(ways.items()):
-            jax.block_until_ready(way(*calls[0]))
-            directory = tmp_path / f"{shape} {number}"
-            with jax.profiler.trace(str(directory)):
-                jax.block_until_ready([way(*operands) for operands in calls])
-            us = sum(time for _, time in kernels_of(directory).values()) / len(calls)
-            print(f"{case}, {name}: {us:.1f} us, {moved / us / 1e3:.0f} GB/s")
+            print_kernels(f"{case}, {name}", moved, calls, way, tmp_path / f"{shape} {number}")
+
+
+_FEW = _SHAPES[:4]  # of a decode step of Qwen3-8B
 
 
 @reports
-@pytest.mark.parametrize("size", [4096, 8192])
-def test_speed_of_torch(size, record_property):
+@pytest.mark.parametrize("shape", _FEW, ids=str)
+def test_speed_of_few_rows(shape, source, tmp_path):
+    """Each implementation that kernels/dispatch.py has for a GPU, in a profile, and whether it has
+    the bits of Triton's product."""
+    case = Dense("fp8", *shape, "bfloat16")
+    moved = shape[0] * shape[1] + shape[1] * shape[2]
+    calls = [case.operands(source) for _ in range(max(2, min(12, round(2e8 / moved))))]
+    names = [name for name in IMPLEMENTATIONS if name not in ("auto", "reference", "exact")]
+    want = case.product()(*calls[0])
+    for name in names:
+        way = exact_jit(functools.partial(block_matmul, implementation=name, dtype=jnp.bfloat16))
+        print_kernels(f"{case}, {name}", moved, calls, way, tmp_path / name)
+        print(f"  elements with other bits: {int(_different(way(*calls[0]), want))}")
+    if set(names) == {"gpu", "triton"}:
+        print("not timed: Mosaic with few rows, which kernels/dispatch.py does not have")
+
+
+@reports
+@pytest.mark.parametrize(
+    "shapes", [[(4096,) * 3], [(8192,) * 3], _FEW], ids=["4096", "8192", "few rows"]
+)
+def test_speed_of_torch(shapes, record_property):
     """PyTorch's blockwise product, in a process of its own."""
     program = pathlib.Path(__file__).with_name("torch_products.py")
-    command = [sys.executable, "-P", str(program), json.dumps([size] * 3)]
+    command = [sys.executable, "-P", str(program), *map(json.dumps, shapes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = json.loads(done.stdout.strip().split("\n")[-1])
-    record_property("torch", found)
-    if "error" in found:
-        pytest.fail(f"not measured: {found['error']}")
-    print(f"{found['us']:.1f} us, {2.0 * size**3 / found['us'] / 1e6:.0f} TFLOPS: {found['form']}")
+    for shape, line in zip(shapes, done.stdout.splitlines(), strict=True):
+        found = json.loads(line)
+        record_property("torch", {"shape": shape} | found)
+        if "error" in found:
+            pytest.fail(f"not measured: {found['error']}")
+        rows, depth, columns = shape
+        rates = f"{2.0 * math.prod(shape) / found['us'] / 1e6:.0f} TFLOPS"
+        rates += f", {(rows + columns) * depth / found['us'] / 1e6:.2f} TB/s"
+        print(f"{rows} x {depth} x {columns}: {found['us']:.1f} us, {rates}: {found['form']}")

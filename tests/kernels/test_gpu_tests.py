@@ -334,6 +334,36 @@ def test_speed_beside_a_library(source, interpreted, monkeypatch, capsys):
     assert len(lines) == 4 and all("us, spread" in x and ", XLA 1.00" in x for x in lines)
 
 
+def test_speed_in_a_profile(source, interpreted, monkeypatch, tmp_path, capsys):
+    """Every implementation for a GPU; both forms of attention over a table with room behind."""
+    for module in (products, attention):
+        monkeypatch.setattr(module, "print_kernels", _called)
+    products.test_speed_of_few_rows((3, 136, 40), source, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.endswith(("gpu", "triton"))] == lines[:-1:2]
+    assert lines[1] == lines[3] == "  elements with other bits: 0"
+    decoded = {"two": ((3, 70), 256)}
+    small = {"heads": 4, "kv_heads": 2, "width": 32}
+    attention.test_speed_of_lengths("two", "int8", source, tmp_path, decoded, **small)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all("two of at most 70 keys, 256 slots" in line for line in lines)
+
+
+def test_lengths_of_a_decode_step():
+    """As long as their table, and uneven ones are of one mean."""
+    for lengths, slots in attention._DECODED.values():
+        assert max(lengths) <= slots and not slots % 64
+    uneven, slots = attention._DECODED["64 x 1900, uneven"]
+    assert 1700 < np.mean(uneven) < 2000 < max(uneven)
+
+
+def _called(what, moved, calls, way, directory):
+    """In the place of `print_kernels`: runs one call."""
+    assert moved > 0
+    jax.block_until_ready(way(*calls[0]))
+    print(what)
+
+
 def _once(function, operands, programs):
     """In the place of `seconds_per_call`: runs one call."""
     assert programs >= 1 and len(operands) >= 2

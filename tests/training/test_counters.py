@@ -10,7 +10,9 @@ real steps, summed over updates, are in test_train.py.
 from __future__ import annotations
 
 import json
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -270,3 +272,15 @@ def test_rates_of_a_device():
         found.add_rates(flops=40.0, learners=8, samplers=8, peak=peak)
         rates = {"tokens_per_s_device_rollout": 10.0, "tokens_per_s_device_learner": 2.0}
         assert found == record | {"time_learner": 4.0} | rates | more
+
+
+def test_most_memory_in_use(monkeypatch):
+    """The fullest device's; nothing where JAX does not count, as on a CPU."""
+    record = StepRecord(1)
+    record.add_memory()
+    assert record == StepRecord(1)
+    counted = None, {"peak_bytes_in_use": 2**31}, {"peak_bytes_in_use": 3 * 2**30}, {"limit": 9}
+    devices = [types.SimpleNamespace(memory_stats=lambda found=found: found) for found in counted]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    record.add_memory()
+    assert record == StepRecord(1) | {"memory_peak": 3.0}
