@@ -38,7 +38,7 @@ from fp8rl_jax.kernels.gpu.matmul import matmul
 pytestmark = pytest.mark.gpu
 
 TILES = {
-    "fp8": tiles.FP8,
+    "fp8": (*tiles.FP8, *tiles.FP8_ALONE),
     "bf16": tiles.BF16,
 }  # of 'wgrad' and 'float32' there is one each: nothing to compare
 ROWS = (

@@ -28,7 +28,7 @@ _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # The quick ones: of each instruction and loop the widest tile.
 _PRODUCTS = {
-    "fp8 128x128x128 w8 s4",
+    "fp8 64x32x128 w4 s3, turns of 4",
     "fp8 grouped wgrad 64x128x128 w4 s4",
     "float32 32x64x32 w4 s2",
 }
@@ -71,14 +71,16 @@ def test_instructions_and_resources(variant):
     if variant.kind == "fp8":
         # One multiply-add an element brings a partial sum and its scale to the total.
         per_thread = tile.rows * tile.columns // (32 * tile.warps)
-        assert machine.opcodes["FFMA"] == per_thread
+        assert machine.opcodes["FFMA"] == per_thread * tile.turn
+        assert machine.opcodes["QGMMA"] == tile.depth // 32 * tile.turn  # no second loop
+        assert machine.opcodes["FADD"] == 0
     if variant.out == "bf16":
         assert "cvt.rn.bf16" in machine.ptx  # to nearest even
 
 
 def test_a_missing_fence_is_seen():
     """The compiled product without its fences, which Triton 3.6 does not write."""
-    (machine,) = (v.compile() for v in variants() if str(v) == "fp8 64x32x128 w4 s6")
+    (machine,) = (v.compile() for v in variants() if str(v) == "fp8 64x32x128 w4 s3, turns of 4")
     products = machine.ptx.count("wgmma.mma_async")
     lines = [line for line in machine.ptx.splitlines() if "fence.proxy.async" not in line]
     assert dataclasses.replace(machine, ptx="\n".join(lines)).unfenced == products > 0
