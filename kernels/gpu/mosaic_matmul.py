@@ -95,9 +95,8 @@ def tile_for(rows: int, columns: int) -> Tile:
     return min(reversed(TILES), key=time)
 
 
-def _load(scales) -> jax.Array:
-    """Loads a vector of scales from global memory without optimised (wide) loads, for which it is
-    too short."""
+def load_scales(scales) -> jax.Array:
+    """Loads a vector of scales without optimised (wide) loads, for which it is too short."""
     index: tuple = ((),) if jax.__version_info__ < (0, 11) else ()  # deprecated in 0.11
     return plgpu.load(scales, *index, optimized=False)
 
@@ -168,7 +167,7 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
                     def product(accumulator):
                         plgpu.wgmma(accumulator, x_in.at[stage, own], w_in.at[stage].T)
                         # Between start and end of the product, which hides the loads' latency.
-                        row_scale = _load(x_scale.at[step, pl.ds(row, _ROWS)])
+                        row_scale = load_scales(x_scale.at[step, pl.ds(row, _ROWS)])
                         scale = row_scale * w_scale[column_tile, step]
                         return accumulator[...], scale
 

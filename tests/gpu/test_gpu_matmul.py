@@ -258,7 +258,7 @@ _SHAPES = (
 @pytest.mark.parametrize("kind", TILES)
 def test_speed_of_tiles(kind, source, tmp_path):
     """Each tile's microseconds in a profile: without the gaps between launches."""
-    from fp8rl_jax.kernels.gpu import mosaic_matmul
+    from fp8rl_jax.kernels.gpu import mosaic_decode, mosaic_matmul
 
     for shape in _SHAPES:
         case = Dense(kind, *shape, "bfloat16")
@@ -269,6 +269,11 @@ def test_speed_of_tiles(kind, source, tmp_path):
             for tile in mosaic_matmul.TILES:
                 run = functools.partial(mosaic_matmul.fp8_matmul, dtype=jnp.bfloat16, tile=tile)
                 ways[f"Mosaic {tile}"] = exact_jit(run)
+        if kind == "fp8" and shape[0] < mosaic_matmul.FEWEST_ROWS:
+            for few in mosaic_decode.TILES:
+                if shape[2] % few.columns == 0:
+                    run = functools.partial(mosaic_decode.matmul, dtype=jnp.bfloat16, tile=few)
+                    ways[f"Mosaic {few}"] = exact_jit(run)
         for number, (name, way) in enumerate(ways.items()):
             jax.block_until_ready(way(*calls[0]))
             directory = tmp_path / f"{shape} {number}"
