@@ -94,31 +94,32 @@ VARIANTS = [Variant(tile, d) for tile in mosaic_matmul.TILES for d in ("bfloat16
 VARIANTS += DECODE
 
 
-def compile_all() -> dict[Variant | DecodeVariant, Any]:
-    """Variant -> `sass.Machine`. Registers are the most that a consumer names.
+def compile_all(variants: list = VARIANTS) -> dict[Variant | DecodeVariant, Any]:
+    """Variant of `VARIANTS` -> `sass.Machine`. Registers are the most that a consumer names.
 
     Raises:
       AssertionError: the other process failed, with what it said.
     """
     with tempfile.TemporaryDirectory() as folder:
         run = subprocess.run(
-            [sys.executable, __file__, folder],
+            [sys.executable, __file__, folder, *(str(VARIANTS.index(v)) for v in variants)],
             env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
         )
         assert run.returncode == 0, run.stderr
-        return {v: _read(pathlib.Path(folder, str(i))) for i, v in enumerate(VARIANTS)}
+        return {v: _read(pathlib.Path(folder, str(VARIANTS.index(v)))) for v in variants}
 
 
 def _read(folder: pathlib.Path):
-    from sass import Machine, read_code
+    from sass import Machine, names_of, read_code
 
     def text(pattern: str) -> str:
         (path,) = folder.glob(pattern)
         return path.read_text()
 
     code, report = text("*.sass*"), text("*.ptxas")
+    loop = _innermost_loop(code)
     spills = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", report)
     shared = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", text("*.mlir-passes.log"))
     return Machine(
@@ -128,26 +129,29 @@ def _read(folder: pathlib.Path):
         local_bytes=sum(map(int, spills)),
         shared_bytes=int(shared[0]),
         ptx=text("*.ptx"),
-        loop=_innermost_loop(code),
+        loop=len(loop),
+        of_loop=names_of(loop),
     )
 
 
-def _innermost_loop(code: str) -> int:
+def _innermost_loop(code: str) -> list[str]:
     """`sass.innermost_loop` of nvdisasm's text, which names where a branch leads by a label."""
     places: dict[str, int] = {}
-    found, lines = [], []
+    found: list[list[str]] = []
+    lines: list[str] = []
     for line in code.splitlines():
         if label := re.match(r"(\.L_x_\d+):", line):
             places[label.group(1)] = len(lines)
-        elif re.search(r"/\*[0-9a-f]{4,}\*/", line) and "NOP" not in line:
-            lines.append(line)
+        elif (found_line := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*)", line)) and "NOP" not in line:
+            lines.append(found_line.group(1))
             back = re.search(r"@!?U?P\d BRA `\((\.L_x_\d+)\)", line)  # others leave waiting loops
-            if back and any("MMA." in x for x in lines[places.get(back.group(1), len(lines)) :]):
-                found.append(len(lines) - places[back.group(1)])
-    return min(found, default=0)
+            body = lines[places.get(back.group(1), len(lines)) :] if back else []
+            if any("MMA." in inside for inside in body):
+                found.append(body)
+    return min(found, key=len, default=[])
 
 
-def _write_all(folder: pathlib.Path) -> None:
+def _write_all(folder: pathlib.Path, numbers: list[int]) -> None:
     from sass import TOOLS
 
     (folder / "bin").mkdir()
@@ -159,11 +163,11 @@ def _write_all(folder: pathlib.Path) -> None:
     def shape(*shape: int, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    for index, variant in enumerate(VARIANTS):
+    for index in numbers:
         target = folder / str(index)
         target.mkdir()
         os.environ["MOSAIC_GPU_DUMP_TO"] = str(target)
-        variant.lower(shape).compile()
+        VARIANTS[index].lower(shape).compile()
 
 
 def table() -> str:
@@ -183,6 +187,6 @@ def table() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        _write_all(pathlib.Path(sys.argv[1]))
+        _write_all(pathlib.Path(sys.argv[1]), [int(number) for number in sys.argv[2:]])
     else:
         print(table())

@@ -40,6 +40,7 @@ class Machine:
     ttir: str = ""  # Triton's own form of the kernel, before layouts
     dots: tuple[str, ...] = ()  # types of each product, and which thread holds which element
     loop: int = 0  # instructions of a turn of the innermost loop around a product
+    of_loop: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by name
 
     @property
     def unfenced(self) -> int:
@@ -65,17 +66,22 @@ def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
     return collections.Counter(opcode.findall(code)), frozenset(matrix)
 
 
-def innermost_loop(code: str) -> int:
-    """Instructions of a turn of the shortest loop with a tensor core instruction; 0 if none has."""
+def innermost_loop(code: str) -> list[str]:
+    """Instructions of the shortest loop with a tensor core instruction; none if none has."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
     places = {int(address, 16): number for number, (address, _) in enumerate(lines)}
-    found = []
+    found: list[list[str]] = []
     for end, (_, text) in enumerate(lines):
         branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         start = places.get(int(branch.group(1), 16), end) if branch else end
         if any(re.search(r"MMA\.", inside) for _, inside in lines[start:end]):
-            found.append(end + 1 - start)
-    return min(found, default=0)
+            found.append([inside for _, inside in lines[start : end + 1]])
+    return min(found, key=len, default=[])
+
+
+def names_of(lines: list[str]) -> collections.Counter:
+    """How often each name of an instruction, without what follows a point, begins a line."""
+    return collections.Counter(re.match(r"(?:@!?U?P\w+ +)?([A-Z0-9_]+)", x).group(1) for x in lines)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -99,6 +105,7 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         pathlib.Path(path).write_bytes(compiled.asm["cubin"])
         resources = _tool("cuobjdump", "--dump-resource-usage", path)
         code = _tool("cuobjdump", "-sass", path)
+    loop = innermost_loop(code)
     usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", resources)}
     return Machine(
         *read_code(code),
@@ -110,7 +117,8 @@ def compile_kernel(kernel, pointers: dict[str, str], constants: dict, warps: int
         _sums(compiled.asm["ttgir"]),
         compiled.asm["ttir"],
         _dots(compiled.asm["ttgir"]),
-        innermost_loop(code),
+        len(loop),
+        names_of(loop),
     )
 
 

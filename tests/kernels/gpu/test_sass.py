@@ -5,6 +5,7 @@ import functools
 import re
 
 import pytest
+from h200_times import INSTRUCTIONS
 from marks import quick_if
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
@@ -74,6 +75,9 @@ def test_instructions_and_resources(variant):
         assert machine.opcodes["FFMA"] == per_thread * tile.turn
         assert machine.opcodes["QGMMA"] == tile.depth // 32 * tile.turn  # no second loop
         assert machine.opcodes["FADD"] == 0
+        if tile in tiles.FP8_ALONE[:2]:  # what times are predicted from; a ragged K takes four more
+            assert machine.loop <= (INSTRUCTIONS[columns][1] + 5) * tile.turn
+            assert machine.of_loop["BAR"] == 2
     if variant.out == "bf16":
         assert "cvt.rn.bf16" in machine.ptx  # to nearest even
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from h200_times import PRODUCTS
 from marks import slow
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
@@ -95,9 +96,10 @@ def test_turns_divide_the_blocks_of_k_in_equal_memory():
 
 
 def test_long_turns_where_every_program_has_a_multiprocessor():
-    assert matmul_tile("fp8", 64, 4096) == FP8_ALONE[0]  # 128 programs of 32 columns
-    assert matmul_tile("fp8", 64, 5120) == FP8[0]  # 160
-    assert matmul_tile("fp8", 64, 6144) == FP8_ALONE[1]
+    chosen = [(matmul_tile("fp8", 64, columns), width) for columns, _, width, _ in PRODUCTS]
+    assert all(tile.columns == width for tile, width in chosen)
+    assert [tile for tile, _ in chosen] == [FP8_ALONE[1], FP8_ALONE[0], FP8[2], FP8_ALONE[0]]
+    assert matmul_tile("fp8", 64, 5120) == FP8[0]  # 160 programs of 32 columns
     assert matmul_tile("fp8", 8, 1024, 100) == FP8[2]  # of experts
 
 
