@@ -10,8 +10,8 @@
     gpu         the kernels on any backend: for compiling for a GPU on a machine without one
     triton      as gpu, without the Mosaic kernel, which FP8 products of many rows take otherwise;
                 the bits are the same (tests/gpu/test_gpu_matmul.py)
-    mosaic      as gpu, and FP8 products of few rows by Mosaic, too, with the same bits. It has run
-                on no GPU yet (tests/gpu/test_gpu_layer.py)
+    mosaic      as gpu, and FP8 products of few rows and weights' gradients by Mosaic, too, with the
+                same bits. It has run on no GPU yet (tests/gpu/test_gpu_layer.py)
 
 Kernels and reference give different bits; rollout and learner must use the same one.
 """
@@ -90,15 +90,17 @@ def _way(implementation: str) -> Way | None:
 
 def _mosaic_matmul(implementation: str, lhs, rhs, rhs_scale, dtype) -> Callable | None:
     """Returns the Mosaic kernel that an implementation takes for a product, or None for Triton."""
-    by_block = rhs_scale is not None and rhs_scale.shape[1] == -(-rhs.shape[1] // K_BLOCK)
-    if implementation == "triton" or not by_block or not takes_hopper_code():
+    if implementation == "triton" or rhs_scale is None or not takes_hopper_code():
         return None
+    by_block = rhs_scale.shape[1] == -(-rhs.shape[1] // K_BLOCK)
+    by_column = rhs_scale.shape[1] == rhs.shape[1] and implementation == "mosaic"
     from fp8rl_jax.kernels.gpu import mosaic_decode, mosaic_matmul
 
     (rows, depth), columns, dtypes = lhs.shape, rhs.shape[1], (lhs.dtype, rhs.dtype, dtype)
-    if mosaic_matmul.supports(rows, columns, depth, dtypes):
+    if (by_block or by_column) and mosaic_matmul.supports(rows, columns, depth, dtypes):
         return mosaic_matmul.fp8_matmul
-    if implementation == "mosaic" and mosaic_decode.supports(rows, depth, [columns], dtypes):
+    few = implementation == "mosaic" and by_block
+    if few and mosaic_decode.supports(rows, depth, [columns], dtypes):
         return mosaic_decode.matmul
     return None
 

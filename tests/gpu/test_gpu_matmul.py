@@ -233,6 +233,17 @@ def test_mosaic(shape, dtype, source):
 
 
 @reports
+@pytest.mark.parametrize("shape", [(300, 1024, 1152), (4096, 4096, 12_288)])
+def test_mosaic_with_a_scale_per_column(shape, source):
+    """The option `mosaic`: gradients of weights have the bits of Triton's."""
+    from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
+
+    case = Dense("fp8", *shape, by_column=True)
+    operands = case.operands(source)
+    assert_bitwise_equal(str(case), exact_jit(fp8_matmul)(*operands), case.product()(*operands))
+
+
+@reports
 @pytest.mark.parametrize("model", ["targets", *kernel_shapes.MODELS])
 def test_speed(model, source, ceilings, record_property):
     """A line for each product: the squares and experts of the targets, or a model's largest."""

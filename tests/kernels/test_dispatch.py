@@ -108,6 +108,20 @@ def test_each_name_is_one_kernel(implementation, rows, target):
     assert set(products(lower(run, *_case(rows, 512, 512)))) == {target}
 
 
+@pytest.mark.parametrize(
+    ("implementation", "target"), [("mosaic", "mosaic_gpu_v2"), ("gpu", "triton_kernel_call")]
+)
+def test_gradients_of_weights_are_one_kernel(implementation, target):
+    """Products with a scale for every column."""
+    pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
+    from hopper import lower, products
+
+    *operands, _ = _case(512, 256, 512)
+    scale = jax.ShapeDtypeStruct((4, 256), jnp.float32)
+    text = lower(functools.partial(block_matmul, implementation=implementation), *operands, scale)
+    assert set(products(text)) == {target}
+
+
 @pytest.mark.parametrize("name", ["mosaic", "gpu"])
 def test_a_layer_of_a_stack_is_multiplied_by_the_named_kernel(name):
     """Quantised rows by Mosaic, rows in bf16 by Triton whatever the name."""

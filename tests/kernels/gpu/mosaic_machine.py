@@ -34,17 +34,19 @@ class Variant:
 
     tile: mosaic_matmul.Tile
     dtype: str
+    by_column: bool = False
 
     def __str__(self) -> str:
         tile = self.tile
-        return f"{tile.rows}x128x128 {self.dtype}, {tile.consumers} consumers, {tile.stages} stages"
+        name = f"{tile.rows}x128x128 {self.dtype}, {tile.consumers} consumers, {tile.stages} stages"
+        return name + ", a scale per column" * self.by_column
 
     def lower(self, shape):
         return jax.jit(mosaic_matmul.fp8_matmul, static_argnums=(4, 5)).lower(
             shape(ROWS, DEPTH, dtype=jnp.float8_e4m3fn),
             shape(DEPTH, COLUMNS, dtype=jnp.float8_e4m3fn),
             shape(ROWS, DEPTH // 128),
-            shape(DEPTH // 128, COLUMNS // 128),
+            shape(DEPTH // 128, COLUMNS // (1 if self.by_column else 128)),
             self.dtype,
             self.tile,
         )
@@ -91,7 +93,7 @@ DECODE = [
     DecodeVariant(_TILES[2], "float32", depth=3840),  # 30 blocks: a last turn of two
 ]
 VARIANTS = [Variant(tile, d) for tile in mosaic_matmul.TILES for d in ("bfloat16", "float32")]
-VARIANTS += DECODE
+VARIANTS += [Variant(mosaic_matmul.TILES[0], "float32", by_column=True), *DECODE]
 
 
 def compile_all(variants: list = VARIANTS) -> dict[Variant | DecodeVariant, Any]:
