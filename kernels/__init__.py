@@ -10,7 +10,7 @@
     fast_attention,                  fixed order of summation, by a way of multiplying that
     attention_gradient, matmul,      probe.py has tested on this machine
     embedding, head, norm: Triton;
-    mosaic_matmul: Mosaic GPU
+    mosaic_matmul, mosaic_decode: Mosaic GPU
 
 Read first: dispatch.py, then reference/attention.py and gpu/attention.py, which compute the same.
 gpu and reference give different bits: rollout and learner must use the same one.
@@ -39,6 +39,7 @@ from fp8rl_jax.kernels.dispatch import (
     block_matmul,
     by_platform,
     gpu_kernels,
+    layer_kernels,
     matmul_at_once,
     resolve,
     triton_installed,

@@ -10,6 +10,8 @@
     gpu         the kernels on any backend: for compiling for a GPU on a machine without one
     triton      as gpu, without the Mosaic kernel, which FP8 products of many rows take otherwise;
                 the bits are the same (tests/gpu/test_gpu_matmul.py)
+    mosaic      as gpu, and FP8 products of few rows and weights' gradients by Mosaic, too, with the
+                same bits. It has run on no GPU yet (tests/gpu/test_gpu_layer.py)
 
 Kernels and reference give different bits; rollout and learner must use the same one.
 """
@@ -33,7 +35,7 @@ from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
 # Values of the argument `implementation` below.
-IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton")
+IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton", "mosaic")
 
 
 _DECODED = 8  # most queries for which a CPU reads a layer's keys in the arrays of all layers
@@ -86,14 +88,33 @@ def _way(implementation: str) -> Way | None:
     return EXACT if implementation == "exact" else None
 
 
-def _mosaic_takes(lhs, rhs, rhs_scale, dtype) -> bool:
-    if not takes_hopper_code():
-        return False
-    from fp8rl_jax.kernels.gpu.mosaic_matmul import supports
+def _mosaic_matmul(implementation: str, lhs, rhs, rhs_scale, dtype) -> Callable | None:
+    """Returns the Mosaic kernel that an implementation takes for a product, or None for Triton."""
+    if implementation == "triton" or rhs_scale is None or not takes_hopper_code():
+        return None
+    by_block = rhs_scale.shape[1] == -(-rhs.shape[1] // K_BLOCK)
+    by_column = rhs_scale.shape[1] == rhs.shape[1] and implementation == "mosaic"
+    from fp8rl_jax.kernels.gpu import mosaic_decode, mosaic_matmul
 
-    (rows, depth), columns = lhs.shape, rhs.shape[1]
-    by_block = rhs_scale is not None and rhs_scale.shape[1] == -(-columns // K_BLOCK)
-    return by_block and supports(rows, columns, depth, (lhs.dtype, rhs.dtype, dtype))
+    (rows, depth), columns, dtypes = lhs.shape, rhs.shape[1], (lhs.dtype, rhs.dtype, dtype)
+    if (by_block or by_column) and mosaic_matmul.supports(rows, columns, depth, dtypes):
+        return mosaic_matmul.fp8_matmul
+    few = implementation == "mosaic" and by_block
+    if few and mosaic_decode.supports(rows, depth, [columns], dtypes):
+        return mosaic_decode.matmul
+    return None
+
+
+def layer_kernels(implementation: str, x, stacks, layer, x_scale, scales, dtype, residual):
+    """Computes `gpu.matmul.layer_matmuls` by the kernel that an implementation takes."""
+    run = gpu_kernels().matmul.layer_matmuls
+    if implementation == "mosaic" and scales is not None and takes_hopper_code():
+        from fp8rl_jax.kernels.gpu import mosaic_decode
+
+        columns = [w.shape[2] for w in stacks]
+        if mosaic_decode.supports(*x.shape, columns, (x.dtype, stacks[0].dtype, dtype)):
+            run = mosaic_decode.layer_matmuls
+    return run(x, stacks, layer, x_scale, scales, dtype, residual)
 
 
 def block_matmul(
@@ -120,11 +141,9 @@ def block_matmul(
     """
 
     def kernel(lhs, rhs, lhs_scale, rhs_scale):
-        if implementation != "triton" and _mosaic_takes(lhs, rhs, rhs_scale, dtype):
-            from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
-
-            return fp8_matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
-        return gpu_kernels().matmul.matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
+        run = _mosaic_matmul(implementation, lhs, rhs, rhs_scale, dtype)
+        run = run or gpu_kernels().matmul.matmul
+        return run(lhs, rhs, lhs_scale, rhs_scale, dtype)
 
     def plain(*operands):
         way = _way(implementation)

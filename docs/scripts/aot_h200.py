@@ -38,13 +38,14 @@ SLOTS, PROMPT, SEQUENCES = 4096, 512, {"decode": 64, "train": 32}
 class Programs:
     """Lowered programs of a model on a mesh of H200s."""
 
-    def __init__(self, name: str, mesh, layers: int | None = None):
-        self._name, self._mesh, self._layers = name, mesh, layers
+    def __init__(self, name: str, mesh, layers: int | None = None, kernels: str = "auto"):
+        self._name, self._mesh, self._layers, self._kernels = name, mesh, layers, kernels
 
     def runtime(self, sequences: int, micro_batches: int = 1) -> Runtime:
         """A run with so many sequences, two of a prompt."""
         config = default_config()
         config.model.name = self._name
+        config.precision.kernels = self._kernels
         config.rollout.update(
             prompts_per_step=sequences // 2,
             group_size=2,

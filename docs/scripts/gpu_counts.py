@@ -18,8 +18,11 @@ host waits in continuous batching; sorts. The last line is JSON:
     strict_attention_in_backward   of a layer's backward pass with remat
     wgmma_kernels_without_fence        products, head and fast attention in which a product of the
                               tensor cores may read a copy that has not arrived; all are compiled
-    predicted_decode_default_ms, predicted_layer_ms    of an H200 by today's kernels, as the plan
-                              predicts them: 64 sequences by recipe and keys; a layer, 4,096 tokens
+    predicted_decode_default_ms   of an H200 by today's kernels, 64 sequences by recipe and keys: as
+                              the plan predicts it, but FP8 products from instructions and bytes
+                              (tests/helpers/h200_times.py), which no GPU has run yet
+    predicted_decode_ms       the same of FP8 with `precision.kernels=mosaic`
+    predicted_layer_ms        of a layer's train step of 4,096 tokens, as the plan predicts it
     predicted_of_measured     {figure: [predicted, measured]} of Qwen3-8B with the kernels of the
                               day on which an H200 was measured
     kernels                   each of a decode layer by name
@@ -123,8 +126,13 @@ def main() -> None:
         "strict_attention_in_backward": strict - 1,
         "wgmma_kernels_without_fence": unfenced,
         "predicted_decode_default_ms": {
-            f"{recipe}_{keys}": round(h200_times.decode_ms(name, recipe, keys), 2)
+            f"{recipe}_{keys}": round(h200_times.decode_ms(name, recipe, keys, "triton"), 2)
             for recipe, keys in h200_times.DECODE
+        },
+        "predicted_decode_ms": {
+            f"fp8_{keys}": round(h200_times.decode_ms(name, "fp8", keys, "mosaic"), 2)
+            for recipe, keys in h200_times.DECODE
+            if recipe == "fp8"
         },
         "predicted_layer_ms": {
             recipe: round(h200_times.layer_ms(name, recipe), 2) for recipe in h200_times.LAYER

@@ -113,7 +113,7 @@ def _check_kernels(resolved: Resolved) -> None:
             f"precision.cpu_products is 'exact', and JAX runs on {platform} here: write 'auto', or "
             "start with JAX_PLATFORMS=cpu"
         )
-    if kernels == "triton" and platform != "gpu":
+    if kernels in ("triton", "mosaic") and platform != "gpu":
         raise UserError(
             f"precision.kernels is {kernels!r}, and JAX runs on {platform} here: write 'auto' or "
             "'reference'"

@@ -153,9 +153,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "kv_margin": Field(1.05, "headroom factor of calibrated scales of the KV cache"),
         "kernels": Field(
             "auto",
-            "auto: kernels on a GPU, jnp elsewhere; reference: jnp; triton: kernels, but FP8 "
-            "products of many rows by Triton too, not by Mosaic: slower, with the same bits",
-            choices=("auto", "reference", "triton"),
+            "auto: kernels on a GPU, jnp elsewhere; reference: jnp; triton, mosaic: kernels, and "
+            "FP8 products of any number of rows by this compiler, with the same bits",
+            choices=("auto", "reference", "triton", "mosaic"),
         ),
         "cpu_products": Field(
             "auto",

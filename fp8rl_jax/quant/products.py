@@ -17,6 +17,7 @@ from fp8rl_jax.kernels import (
     block_matmul,
     by_platform,
     gpu_kernels,
+    layer_kernels,
     matmul_at_once,
     round_bf16,
     scan_in_bits,
@@ -217,7 +218,7 @@ def layer_matmuls(
         weights = [w if isinstance(w, QArray) else quantize_weight(w, recipe)[0] for w in stacks]
 
     def kernel(left, weights, layer, residual):
-        run = gpu_kernels().matmul.layer_matmuls
+        run = functools.partial(layer_kernels, recipe.kernels)
         quantised = [w for w in weights if isinstance(w, QArray)]
         if isinstance(left, QArray) and quantised and not recipe.fake:
             values, scales = [w.qvalue for w in quantised], [w.scale for w in quantised]

@@ -108,7 +108,8 @@ class Recipe:
       first_layers, last_layers: numbers of first and last layers whose linear layers run in bf16.
       bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
       kernels: implementation of products: 'auto' (kernels on a GPU, the jnp reference elsewhere),
-        'reference', 'gpu' or 'triton' (kernels/dispatch.py). Kernels and reference differ in bits.
+        'reference', 'gpu', 'triton' or 'mosaic' (kernels/dispatch.py). Kernels and reference
+        differ in bits.
 
     Raises:
       UserError: a combination that cannot work.

@@ -69,6 +69,7 @@ def matmul_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BAND: tl.constexpr,
+    TURN: tl.constexpr,  # blocks of K in a turn of the loop; divides their number
     STAGES: tl.constexpr,
 ):
     TILES_IN_GROUP: tl.constexpr = (GROUP + BM - 1) // BM
@@ -117,29 +118,30 @@ def matmul_kernel(
         w_scale_at += tl.zeros((BM,), tl.int32)
 
     acc = tl.zeros((BM, BN), tl.float32)
-    for k in tl.range(0, steps, num_stages=STAGES):
-        if K % BK == 0:
-            x_part = tl.load(x_at)
-            w_part = tl.load(w_at)
-        else:
-            inside = (depth < K - k * BK)[None, :]
-            x_part = tl.load(x_at, mask=inside, other=0.0)
-            w_part = tl.load(w_at, mask=inside, other=0.0)
-        if SCALED:
-            partial = tl.dot(x_part, w_part.T)
-            if COLUMN_SCALES:
-                partial *= tl.load(x_scale_at)[:, None]
-                scale = tl.load(w_scale_at)[None, :]
-                w_scale_at += columns
+    for turn in tl.range(0, steps // TURN, num_stages=STAGES):
+        for block in tl.static_range(TURN):
+            if K % BK == 0:
+                x_part = tl.load(x_at)
+                w_part = tl.load(w_at)
             else:
-                scale = (tl.load(x_scale_at) * tl.load(w_scale_at))[:, None]
-                w_scale_at += 1
-            acc = tl.fma(partial, tl.broadcast_to(scale, (BM, BN)), acc)
-            x_scale_at += TOTAL
-        else:
-            acc = tl.dot(x_part, w_part.T, acc, input_precision=PRECISION)
-        x_at += BK
-        w_at += BK
+                inside = (depth < K - (turn * TURN + block) * BK)[None, :]
+                x_part = tl.load(x_at, mask=inside, other=0.0)
+                w_part = tl.load(w_at, mask=inside, other=0.0)
+            if SCALED:
+                partial = tl.dot(x_part, w_part.T)
+                if COLUMN_SCALES:
+                    partial *= tl.load(x_scale_at)[:, None]
+                    scale = tl.load(w_scale_at)[None, :]
+                    w_scale_at += columns
+                else:
+                    scale = (tl.load(x_scale_at) * tl.load(w_scale_at))[:, None]
+                    w_scale_at += 1
+                acc = tl.fma(partial, tl.broadcast_to(scale, (BM, BN)), acc)
+                x_scale_at += TOTAL
+            else:
+                acc = tl.dot(x_part, w_part.T, acc, input_precision=PRECISION)
+            x_at += BK
+            w_at += BK
 
     at = tl.cast(row, tl.int64)[:, None] * columns + column[None, :]
     inside = row_ok[:, None] & column_ok[None, :]
@@ -243,6 +245,7 @@ def _rows_times(
     columns = [w.shape[1] for w in weights]
     by_column = x_scale is not None and w_scales[0].shape[2] != -(-columns[0] // K_BLOCK)
     tile = tile or matmul_tile("wgrad" if by_column else kind, group, sum(columns), total // group)
+    tile = tile.dividing(-(-depth // tile.depth))
     if x_scale is None:
         x_scale, w_scales = _unused(jnp.float32), [_unused(jnp.float32)] * len(weights)
     elif not by_column:
@@ -274,6 +277,7 @@ def _rows_times(
         GROUPED=experts is not None,
         COLUMN_SCALES=by_column,
         SCALED=kind == "fp8",
+        TURN=tile.turn,
         STAGES=tile.stages,
         **tile.constants(kind),
     )

@@ -12,7 +12,11 @@ to shared memory (TMA), some steps ahead. Each of the others, the consumers, own
 tile: while one scales and adds, another keeps the tensor core busy. Programs compute one tile after
 another, so that loading the next tile overlaps storing the last. The copy engine clips rows past M.
 
-Not done: K or N that is no multiple of 128, E5M2, a scale per column, groups of rows, few rows.
+With a scale w_scale[b, n] for every column, as weights' gradients have, a partial sum is multiplied
+by its row's scale and then, with the addition, by its column's. A consumer's thread holds 32 of
+these, so only two consumers have registers for it.
+
+Not done: K or N that is no multiple of 128, E5M2, groups of rows, few rows.
 `supports` refuses them, and the Triton kernels take them. A tile of 256 rows was tried and dropped:
 two totals and a partial sum are 192 of 232 registers, and ptxas spills.
 """
@@ -81,8 +85,9 @@ def supports(rows: int, columns: int, depth: int, dtypes: tuple) -> bool:
     )
 
 
-def tile_for(rows: int, columns: int) -> Tile:
+def tile_for(rows: int, columns: int, by_column: bool = False) -> Tile:
     """Returns the tile that finishes first if all rows take equally long; the taller one if equal.
+    With a scale per column it is the shorter one.
 
     It depends on the shape alone and decides speed, not bits: every consumer runs the same
     instructions in the same order.
@@ -92,19 +97,20 @@ def tile_for(rows: int, columns: int) -> Tile:
         tiles = -(-rows // tile.rows) * (columns // _COLUMNS)
         return -(-tiles // MULTIPROCESSORS) * tile.rows
 
-    return min(reversed(TILES), key=time)
+    return TILES[0] if by_column else min(reversed(TILES), key=time)
 
 
-def _load(scales) -> jax.Array:
-    """Loads a vector of scales from global memory without optimised (wide) loads, for which it is
-    too short."""
+def load_scales(scales) -> jax.Array:
+    """Loads a vector of scales without optimised (wide) loads, for which it is too short."""
     index: tuple = ((),) if jax.__version_info__ < (0, 11) else ()  # deprecated in 0.11
     return plgpu.load(scales, *index, optimized=False)
 
 
 def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
-    """Multiplies (M, K) by (N, K) with scales (KB, M padded to full tiles) and (N / 128, KB)."""
+    """Multiplies (M, K) by (N, K) with scales (KB, M padded to full tiles) and (N / 128, KB), or
+    (KB, N)."""
     (rows, depth), columns = x.shape, w.shape[0]
+    by_column = w_scale.shape == (depth // K_BLOCK, columns)
     row_tiles, column_tiles = -(-rows // tile.rows), columns // _COLUMNS
     programs = min(MULTIPROCESSORS, row_tiles * column_tiles)
     steps, stages = depth // K_BLOCK, tile.stages
@@ -168,13 +174,22 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
                     def product(accumulator):
                         plgpu.wgmma(accumulator, x_in.at[stage, own], w_in.at[stage].T)
                         # Between start and end of the product, which hides the loads' latency.
-                        row_scale = _load(x_scale.at[step, pl.ds(row, _ROWS)])
+                        row_scale = load_scales(x_scale.at[step, pl.ds(row, _ROWS)])
+                        if by_column:
+                            column = pl.ds(column_tile * _COLUMNS, _COLUMNS)
+                            column_scale = load_scales(w_scale.at[step, column])
+                            return accumulator[...], row_scale, column_scale
                         scale = row_scale * w_scale[column_tile, step]
-                        return accumulator[...], scale
+                        return accumulator[...], scale, None
 
-                    partial, scale = pl.run_scoped(product, plgpu.ACC((_ROWS, _COLUMNS)))
+                    found = pl.run_scoped(product, plgpu.ACC((_ROWS, _COLUMNS)))
+                    partial, scale, column_scale = found
                     plgpu.barrier_arrive(empty.at[stage])
-                    return total + partial * lax.broadcast_in_dim(scale, total.shape, (0,))
+                    scale = lax.broadcast_in_dim(scale, total.shape, (0,))
+                    if by_column:
+                        partial *= scale
+                        scale = lax.broadcast_in_dim(column_scale, total.shape, (1,))
+                    return total + partial * scale
 
                 zeros = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
                 total = lax.fori_loop(0, steps, add_block, zeros)
@@ -235,7 +250,7 @@ def fp8_matmul(
       lhs: (M, K) E4M3.
       rhs: (K, N) E4M3.
       lhs_scale: (M, K / 128) float32.
-      rhs_scale: (K / 128, N / 128) float32.
+      rhs_scale: (K / 128, N / 128) float32, or (K / 128, N).
       dtype: dtype of the result, float32 or bf16 (rounded to nearest even).
       tile: tile to use; None for `tile_for`'s choice.
 
@@ -245,16 +260,19 @@ def fp8_matmul(
     (rows, depth), columns = lhs.shape, rhs.shape[1]
     assert supports(rows, columns, depth, (lhs.dtype, rhs.dtype, dtype))
     assert lhs_scale.shape == (rows, depth // K_BLOCK) and lhs_scale.dtype == jnp.float32
-    assert rhs_scale.shape == (depth // K_BLOCK, columns // _COLUMNS), rhs_scale.shape
+    by_column = rhs_scale.shape[1] == columns
+    wide = columns if by_column else columns // _COLUMNS
+    assert rhs_scale.shape == (depth // K_BLOCK, wide), rhs_scale.shape
     assert rhs_scale.dtype == jnp.float32
-    chosen = tile or tile_for(rows, columns)
+    chosen = tile or tile_for(rows, columns, by_column)
 
     @sequential_vmap
     def run(lhs, rhs, lhs_scale, rhs_scale):
         # Scales are padded to full tiles: the copy engine takes rows of multiples of 16 bytes.
         x_scale = pad_to(lhs_scale.T, 1, chosen.rows)
         x = pad_to(lhs, 0, _GROUP)
-        y = _multiply(x, rhs.T, x_scale, rhs_scale.T, dtype, chosen)[:rows]
+        w_scale = rhs_scale if by_column else rhs_scale.T
+        y = _multiply(x, rhs.T, x_scale, w_scale, dtype, chosen)[:rows]
         return varying_as(y, lhs, rhs)  # inside a shard_map Pallas types it as equal everywhere
 
     return run(lhs, rhs, lhs_scale, rhs_scale)

@@ -13,6 +13,7 @@ rounds differently. tests/kernels/gpu/test_sass.py checks registers and shared m
 from __future__ import annotations
 
 import dataclasses
+import math
 
 MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 # Programs with which a product is about as fast as with one on every multiprocessor: larger tiles
@@ -24,13 +25,23 @@ BAND = 8  # row tiles that run side by side over the same columns, for reuse in 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Rows and columns of a program's tile of the result, K per load, warps and pipeline stages."""
+    """Rows and columns of a program's tile of the result, K per load, warps and pipeline stages.
+
+    A stage is a turn of the loop over K, of `turn` loads. Each turn waits for its loads once, and
+    adds its products in the order of K, as turns of one would.
+    """
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    turn: int = 1
+
+    def dividing(self, loads: int) -> Tile:
+        """Returns the tile for `loads` of K, with turns that divide them and equal memory."""
+        turn = math.gcd(self.turn, loads)
+        return dataclasses.replace(self, turn=turn, stages=self.stages * self.turn // turn)
 
     def programs(self, rows: int, columns: int) -> int:
         """Returns the number of tiles of a (rows, columns) result."""
@@ -49,7 +60,10 @@ class Tile:
 
 # Narrow tiles for few rows, where reading the weight takes the time. FP8 has no tile of 128 rows:
 # two programs of 64 side by side, of which one scales while the other multiplies, are 10% faster.
-FP8 = (Tile(64, 32, 128, 4, 6), Tile(64, 64, 128, 4, 5), Tile(64, 128, 128, 4, 4))
+# Their turns and stages leave room for two programs (of 32 columns: three) on a multiprocessor.
+FP8 = (Tile(64, 32, 128, 4, 3, 2), Tile(64, 64, 128, 4, 3, 2), Tile(64, 128, 128, 4, 4))
+# The same tiles if no multiprocessor gets two programs: longer turns, in all of its memory.
+FP8_ALONE = (Tile(64, 32, 128, 4, 3, 4), Tile(64, 64, 128, 4, 3, 4), Tile(64, 128, 128, 4, 3, 2))
 BF16 = (
     Tile(64, 32, 128, 4, 6),
     Tile(64, 64, 64, 4, 5),
@@ -74,12 +88,16 @@ def matmul_tile(kind: str, rows: int, columns: int, groups: int = 1) -> Tile:
       groups: number of products that run together, each with a weight of its own.
     """
     fewest, *larger = {"fp8": FP8, "bf16": BF16, "float32": FLOAT32, "wgrad": WGRAD}[kind]
+    chosen = fewest
     # The largest tile that gives enough programs and is not mostly padding; the smallest if none.
     for tile in reversed(larger):
         enough = groups * tile.programs(rows, columns) >= _ENOUGH
         if enough and tile.rows <= max(rows, fewest.rows):
-            return tile
-    return fewest
+            chosen = tile
+            break
+    if kind == "fp8" and groups * chosen.programs(rows, columns) <= MULTIPROCESSORS:
+        return FP8_ALONE[FP8.index(chosen)]
+    return chosen
 
 
 def head_tile(kind: str, rows: int) -> Tile:

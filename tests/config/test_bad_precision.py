@@ -56,6 +56,7 @@ _VALUES = {
     "attention=": ["''", "bf16", "fp8"],
     "kernels=cuda": ["'cuda'", "auto", "reference", "triton"],
     "kernels=triton": ["'triton'", "cpu", "'reference'"],
+    "kernels=mosaic": ["'mosaic'", "cpu", "'reference'"],
     "cpu_products=float64": ["'float64'", "auto", "exact"],
     "kv_margin=0.99": ["0.99", "from 1 to 100"],
     "kv_margin=nan": ["nan", "from 1 "],

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_checks import assert_bitwise_equal
+from gpu_checks import assert_bitwise_equal, reports
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.bench.kernel_times import blocks
-from fp8rl_jax.kernels.gpu import attention_inputs, embedding, matmul
+from fp8rl_jax.kernels.gpu import attention_inputs, embedding, matmul, mosaic_decode
 from fp8rl_jax.kernels.gpu.attention_inputs import Cache, Kept
 
 pytestmark = pytest.mark.gpu
@@ -111,6 +111,25 @@ def test_products_at_once(source, kind, rows, depth=4096, columns=(4096, 1024, 1
     first = None if scales is None else scales[:1]
     sums = added(x, weights[0], layer, x_scale, first, residual)
     assert_bitwise_equal("with a residual", sums, total)
+
+
+@reports
+@pytest.mark.parametrize("rows", [1, 64, 130])
+@pytest.mark.parametrize("columns", [(4096, 1024, 1024), (12_288, 12_288), (4096,)], ids=str)
+def test_mosaic_products(source, rows, columns, depth=4096):
+    """The option `mosaic`: the bits of Triton's kernel, by every tile that divides the columns."""
+    fp8 = jnp.float8_e4m3fn
+    x, layer = source.take(fp8, rows, depth), jnp.int32(1)
+    weights = [source.take(fp8, 2, n, depth).swapaxes(1, 2) for n in columns]
+    x_scale = source.scales(rows, blocks(depth))
+    scales = [source.scales(2, blocks(depth), blocks(n)) for n in columns]
+    residual = source.take(jnp.bfloat16, rows, columns[0]) if len(columns) == 1 else None
+    operands = x, weights, layer, x_scale, scales, jnp.bfloat16, residual
+    want = exact_jit(matmul.layer_matmuls, static_argnums=5)(*operands)
+    for tile in mosaic_decode.TILES:
+        if all(n % tile.columns == 0 for n in columns):
+            run = exact_jit(mosaic_decode.layer_matmuls, static_argnums=(5, 7))
+            assert_bitwise_equal(str(tile), run(*operands, tile), want)
 
 
 def test_gradient_of_the_embedding(source, tokens=4096, width=4096, count=151_936):

@@ -40,7 +40,7 @@ from fp8rl_jax.kernels.gpu.matmul import matmul
 pytestmark = pytest.mark.gpu
 
 TILES = {
-    "fp8": tiles.FP8,
+    "fp8": (*tiles.FP8, *tiles.FP8_ALONE),
     "bf16": tiles.BF16,
 }  # of 'wgrad' and 'float32' there is one each: nothing to compare
 ROWS = (
@@ -235,6 +235,17 @@ def test_mosaic(shape, dtype, source):
 
 
 @reports
+@pytest.mark.parametrize("shape", [(300, 1024, 1152), (4096, 4096, 12_288)])
+def test_mosaic_with_a_scale_per_column(shape, source):
+    """The option `mosaic`: gradients of weights have the bits of Triton's."""
+    from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
+
+    case = Dense("fp8", *shape, by_column=True)
+    operands = case.operands(source)
+    assert_bitwise_equal(str(case), exact_jit(fp8_matmul)(*operands), case.product()(*operands))
+
+
+@reports
 @pytest.mark.parametrize("model", ["targets", *kernel_shapes.MODELS])
 def test_speed(model, source, ceilings, record_property):
     """A line for each product: the squares and experts of the targets, or a model's largest."""
@@ -260,7 +271,7 @@ _SHAPES = (
 @pytest.mark.parametrize("kind", TILES)
 def test_speed_of_tiles(kind, source, tmp_path):
     """Each tile's microseconds in a profile: without the gaps between launches."""
-    from fp8rl_jax.kernels.gpu import mosaic_matmul
+    from fp8rl_jax.kernels.gpu import mosaic_decode, mosaic_matmul
 
     for shape in _SHAPES:
         case = Dense(kind, *shape, "bfloat16")
@@ -271,6 +282,11 @@ def test_speed_of_tiles(kind, source, tmp_path):
             for tile in mosaic_matmul.TILES:
                 run = functools.partial(mosaic_matmul.fp8_matmul, dtype=jnp.bfloat16, tile=tile)
                 ways[f"Mosaic {tile}"] = exact_jit(run)
+        if kind == "fp8" and shape[0] < mosaic_matmul.FEWEST_ROWS:
+            for few in mosaic_decode.TILES:
+                if shape[2] % few.columns == 0:
+                    run = functools.partial(mosaic_decode.matmul, dtype=jnp.bfloat16, tile=few)
+                    ways[f"Mosaic {few}"] = exact_jit(run)
         for number, (name, way) in enumerate(ways.items()):
             print_kernels(f"{case}, {name}", moved, calls, way, tmp_path / f"{shape} {number}")
 

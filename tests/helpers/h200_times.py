@@ -9,7 +9,7 @@ from planned import mesh_of, resolved_as
 
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.plan import times
-from fp8rl_jax.plan.gpus import GPUS
+from fp8rl_jax.plan.gpus import DECODE_MEMORY, GPUS
 from fp8rl_jax.plan.learner import Workload, plan_learner
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import get_recipe
@@ -22,11 +22,54 @@ LAYER = {"fp8": 12.68, "bf16": 14.94}
 KERNELS = {"fp8": (34, 9), "bf16": (27, 9)}
 OTHERS = 40  # outside the layers
 
+# FP8 products of 64 rows by Triton on that day (docs/kernels.md): microseconds of a step of 128 of
+# K by the columns of a program's tile, and of a launch besides. 64 x 4096 x 4096 took 10.1 us and
+# 64 x 12288 x 4096 25.0, in tiles of 32; 64 x 4096 x 6144 12.8, in tiles of 64; and what these
+# leave of a layer's 104 us is two of 64 x 4096 x 12288, in tiles of 128.
+BESIDES = 2.65
+STEP = {32: (25.0 - 10.1) / 64, 64: (12.8 - BESIDES) / 32, 128: 0.52}
+# A warp's instructions of a step, of that day's kernels and today's, both by Triton 3.9
+# (docs/scripts/product_counts.py). A scheduler has one warp of a program, which waits for itself:
+# time goes with instructions.
+INSTRUCTIONS = {32: (121, 83), 64: (141, 100), 128: (181, 181)}
+# Bytes/s of operands that a multiprocessor got on that day at most: bf16, 64 x 4096 x 4096 in tiles
+# of 32 columns, 12.2 us. Mosaic's products wait for nothing else.
+INGESTED = (64 + 32) * 128 * 2 / ((12.2 - BESIDES) / 32 * 1e-6)
+# Products of a layer of Qwen3-8B in a decode step: columns and K; columns of a tile by Triton and
+# by Mosaic, of which no multiprocessor gets two unless the product waits for the memory anyway.
+PRODUCTS = ((6144, 4096, 64, 64), (4096, 4096, 32, 32), (24_576, 4096, 128, 192))
+PRODUCTS += ((4096, 12_288, 32, 32),)
 
-def decode_ms(name: str, recipe: str, keys: int) -> float:
-    """Milliseconds predicted for a decode step of 64 sequences, by today's kernels."""
+
+def product_rate(way: str) -> float:
+    """Bytes/s at which a layer's FP8 products of 64 rows are predicted to read their weights.
+
+    A launch takes BESIDES, and then its steps or the time of its bytes at DECODE_MEMORY of the
+    memory's bandwidth.
+
+    Args:
+      way: 'triton', today's default, or 'mosaic'.
+    """
+    total = 0.0
+    for columns, depth, by_triton, by_mosaic in PRODUCTS:
+        before, now = INSTRUCTIONS[by_triton]
+        step = STEP[by_triton] * 1e-6 * now / before
+        if way == "mosaic":
+            step = ((64 + by_mosaic) * 128 + 4 * 64) / INGESTED
+        reading = columns * depth / (DECODE_MEMORY * GPUS["h200"].hbm)
+        total += BESIDES * 1e-6 + max(depth / 128 * step, reading)
+    return sum(columns * depth for columns, depth, *_ in PRODUCTS) / total
+
+
+def decode_ms(name: str, recipe: str, keys: int, products: str = "") -> float:
+    """Milliseconds predicted for a decode step of 64 sequences.
+
+    `products`: a way of `product_rate`; else FP8 products as measured, which is what a plan says.
+    """
     h200 = GPUS["h200"]
-    parts = times.decode_seconds(preset(name), get_recipe(recipe), mesh_of(), 64, keys, h200)
+    rates = {"FP8 products": product_rate(products)} if products else {}
+    with mock.patch.dict(times.DECODE_RATES, rates):
+        parts = times.decode_seconds(preset(name), get_recipe(recipe), mesh_of(), 64, keys, h200)
     return 1e3 * sum(parts.values())
 
 

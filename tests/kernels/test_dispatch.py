@@ -1,5 +1,7 @@
 """Which implementation a product takes."""
 
+import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 
@@ -11,6 +13,10 @@ import pytest
 from fp8rl_jax.kernels import block_matmul, by_platform, resolve, triton_installed
 from fp8rl_jax.kernels.dispatch import IMPLEMENTATIONS
 from fp8rl_jax.kernels.reference.matmul import block_matmul as reference
+from fp8rl_jax.quant import get_recipe
+from fp8rl_jax.quant.operands import Activation
+from fp8rl_jax.quant.products import layer_matmuls
+from fp8rl_jax.quant.qarray import QArray
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -87,6 +93,7 @@ def test_jax_triton_is_new_enough(version, runs, monkeypatch):
         ("triton", 512, "triton_kernel_call"),
         ("gpu", 512, "mosaic_gpu_v2"),
         ("gpu", 64, "triton_kernel_call"),
+        ("mosaic", 64, "mosaic_gpu_v2"),
         ("reference", 512, "dot_general"),
     ],
 )
@@ -99,3 +106,45 @@ def test_each_name_is_one_kernel(implementation, rows, target):
 
     assert implementation in IMPLEMENTATIONS
     assert set(products(lower(run, *_case(rows, 512, 512)))) == {target}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "target"), [("mosaic", "mosaic_gpu_v2"), ("gpu", "triton_kernel_call")]
+)
+def test_gradients_of_weights_are_one_kernel(implementation, target):
+    """Products with a scale for every column."""
+    pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
+    from hopper import lower, products
+
+    *operands, _ = _case(512, 256, 512)
+    scale = jax.ShapeDtypeStruct((4, 256), jnp.float32)
+    text = lower(functools.partial(block_matmul, implementation=implementation), *operands, scale)
+    assert set(products(text)) == {target}
+
+
+@pytest.mark.parametrize("name", ["mosaic", "gpu"])
+def test_a_layer_of_a_stack_is_multiplied_by_the_named_kernel(name):
+    """Quantised rows by Mosaic, rows in bf16 by Triton whatever the name."""
+    pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
+    from hopper import lower, products
+
+    recipe = dataclasses.replace(get_recipe("fp8"), kernels=name)
+    lhs, _, lhs_scale, _ = _case(64, 256, 512)
+    stack = QArray(
+        jax.ShapeDtypeStruct((3, 512, 256), E4M3),
+        jax.ShapeDtypeStruct((3, 4, 2), jnp.float32),
+        (128, 128),
+    )
+    value = jax.ShapeDtypeStruct(lhs.shape, jnp.bfloat16)
+    rows = Activation(value, QArray(lhs, lhs_scale, (1, 128)))
+
+    def run(recipe, rows, stack, layer):
+        return layer_matmuls(recipe, rows, [stack, stack], layer, jnp.bfloat16)
+
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    target = {"mosaic": "mosaic_gpu_v2", "gpu": "triton_kernel_call"}[name]
+    assert products(lower(functools.partial(run, recipe), rows, stack, layer)) == {target: 1}
+    plain = functools.partial(run, dataclasses.replace(get_recipe("bf16"), kernels=name))
+    values = jax.ShapeDtypeStruct(stack.shape, jnp.bfloat16)
+    text = lower(plain, Activation(value), values, layer)
+    assert products(text) == {"triton_kernel_call": 1}

@@ -6,6 +6,7 @@ import sys
 
 import jax
 import pytest
+from marks import slow
 
 pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_jax[dev]'")
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "docs" / "scripts"))
@@ -23,14 +24,15 @@ def _small(monkeypatch):
     monkeypatch.setattr(aot_h200, "SEQUENCES", {"decode": 8, "train": 8})
 
 
-def test_decode_step(monkeypatch):
+@pytest.mark.parametrize("kernels", ["auto", slow("mosaic")])
+def test_decode_step(monkeypatch, kernels):
     """No product but the kernels', and no copy of the weights or of the cache.
 
     A layer has 10 launches: four products, attention in two and its inputs, two norms and the gate;
     the inputs of products are quantised in passing. XLA's only one counts layers.
     """
     monkeypatch.setattr(aot_h200, "SLOTS", 2048)
-    programs = aot_h200.Programs("qwen3_0p6b", h200.h200_mesh({}), layers=2)
+    programs = aot_h200.Programs("qwen3_0p6b", h200.h200_mesh({}), layers=2, kernels=kernels)
     compiled = programs.decode().compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     cache = 2 * 2 * 8 * 2048 * 8 * (128 + 4)  # layers, K and V, sequences, slots, heads
@@ -41,6 +43,7 @@ def test_decode_step(monkeypatch):
     assert sum("DecoderLayer" in name for name in found["ours"]) == 10
     assert not h200.collectives(text)
     assert len(h200.launches(text, 2)) == 11
+    assert text.count("mosaic_gpu_v2") == (4 if kernels == "mosaic" else 0)
     assert h200.unknown_loops(text) == h200.sorts(text) == 0
     copied = [
         line

@@ -62,7 +62,8 @@ class Variant:
 
     def __str__(self) -> str:
         t = self.tile
-        return f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}"
+        turn = f", turns of {t.turn}" * (t.turn > 1)
+        return f"{self.name} {t.rows}x{t.columns}x{t.depth} w{t.warps} s{t.stages}{turn}"
 
     def compile(self) -> Machine:
         tile = self.tile
@@ -92,13 +93,14 @@ class Variant:
             "N2": 1024 * self.together,
             "RESIDUAL": self.grouped and not self.together,
             "COLUMN_SCALES": self.column_scales,
+            "TURN": tile.turn,
         }
         return compile_kernel(matmul_kernel, pointers, constants, tile.warps, tile.stages)
 
 
 def variants() -> Iterator[Variant]:
     """Every tile of the tables in every use."""
-    for tile in tiles.FP8:
+    for tile in (*tiles.FP8, *tiles.FP8_ALONE):
         yield Variant("fp8", tile, "fp8", "fp8", "fp8")
         yield Variant("fp8, gradient in E5M2", tile, "fp8", "e5m2", "fp8")
         yield Variant("fp8, ragged K", tile, "fp8", "fp8", "fp8", depth=4064)

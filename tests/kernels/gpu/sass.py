@@ -40,7 +40,7 @@ class Machine:
     ttir: str = ""  # Triton's own form of the kernel, before layouts
     dots: tuple[str, ...] = ()  # types of each product, and which thread holds which element
     loop: int = 0  # instructions of a turn of the innermost loop around a product
-    loop_spills: int = 0  # of those, loads and stores of local memory
+    of_loop: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by name
 
     @property
     def unfenced(self) -> int:
@@ -67,17 +67,21 @@ def read_code(code: str) -> tuple[collections.Counter, frozenset[str]]:
 
 
 def innermost_loop(code: str) -> list[str]:
-    """Instructions of a turn of the shortest loop with a tensor core instruction; [] if none."""
+    """Instructions of the shortest loop with a tensor core instruction; none if none has."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
     places = {int(address, 16): number for number, (address, _) in enumerate(lines)}
-    found = []
+    found: list[list[str]] = []
     for end, (_, text) in enumerate(lines):
         branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
         start = places.get(int(branch.group(1), 16), end) if branch else end
-        turn = [inside for _, inside in lines[start : end + 1]]
-        if start < end and any(re.search(r"MMA\.", inside) for inside in turn[:-1]):
-            found.append(turn)
+        if any(re.search(r"MMA\.", inside) for _, inside in lines[start:end]):
+            found.append([inside for _, inside in lines[start : end + 1]])
     return min(found, key=len, default=[])
+
+
+def names_of(lines: list[str]) -> collections.Counter:
+    """How often each name of an instruction, without what follows a point, begins a line."""
+    return collections.Counter(re.match(r"(?:@!?U?P\w+ +)?([A-Z0-9_]+)", x).group(1) for x in lines)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -122,7 +126,7 @@ def compile_kernel(
         compiled.asm["ttir"],
         _dots(compiled.asm["ttgir"]),
         len(loop),
-        sum(bool(re.search(r"\b(LDL|STL)\b", instruction)) for instruction in loop),
+        names_of(loop),
     )
 
 

@@ -26,8 +26,9 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def _shapes(rows, columns, depth, lead=()):
-    shapes = (rows, depth), (depth, columns), (rows, depth // 128), (depth // 128, columns // 128)
+def _shapes(rows, columns, depth, lead=(), by_column=False):
+    wide = columns if by_column else columns // 128
+    shapes = (rows, depth), (depth, columns), (rows, depth // 128), (depth // 128, wide)
     dtypes = E4M3, E4M3, jnp.float32, jnp.float32
     pairs = zip(shapes, dtypes, strict=True)
     return [jax.ShapeDtypeStruct((*lead, *shape), dtype) for shape, dtype in pairs]
@@ -76,9 +77,9 @@ def test_supports(rows, columns, depth, left, right, result, wanted):
 
 def test_scales_of_another_shape_or_type_are_refused():
     lhs, rhs, lhs_scale, rhs_scale = _shapes(256, 256, 384)
-    by_column = jax.ShapeDtypeStruct((3, 256), jnp.float32)
+    for_others = jax.ShapeDtypeStruct((3, 128), jnp.float32)
     sixteen = jax.ShapeDtypeStruct(lhs_scale.shape, jnp.bfloat16)
-    for scales in ((lhs_scale, by_column), (sixteen, rhs_scale)):
+    for scales in ((lhs_scale, for_others), (sixteen, rhs_scale)):
         with pytest.raises(AssertionError):
             jax.eval_shape(fp8_matmul, lhs, rhs, *scales)
 
@@ -87,14 +88,15 @@ def test_tile_with_the_fewest_idle_programs():
     assert tile_for(4096, 4096) == SHORT  # 8 rounds of 128 rows, not 6 of 192
     assert tile_for(192 * 132, 128) == TALL  # 1 round of 192 rows, not 2 of 128
     assert tile_for(384 * 64, 128 * 132) == TALL  # equally long
+    assert tile_for(384 * 64, 128 * 132, by_column=True) == SHORT
 
 
 # In the interpreter.
 
 
-def _case(rows, columns, depth, seed=0):
+def _case(rows, columns, depth, seed=0, by_column=False):
     rng = np.random.default_rng(seed)
-    lhs, rhs, lhs_scale, rhs_scale = _shapes(rows, columns, depth)
+    lhs, rhs, lhs_scale, rhs_scale = _shapes(rows, columns, depth, by_column=by_column)
     values = [rng.standard_normal(x.shape) for x in (lhs, rhs)]
     scales = [rng.random(x.shape) + 0.5 for x in (lhs_scale, rhs_scale)]
     return (
@@ -136,6 +138,17 @@ def test_equals_float64(rows, columns, depth, programs, tile):
     error = np.abs(got - left @ right) / (np.abs(left) @ np.abs(right))
     assert error.max() < 3e-7
     np.testing.assert_allclose(got, np.asarray(block_matmul(*case)), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+@needs_interpreter
+def test_a_scale_per_column():
+    """As the gradient of a weight has it; with scales of whole blocks it is the other product."""
+    lhs, rhs, lhs_scale, rhs_scale = _case(300, 256, 384, by_column=True)
+    got = _interpret(lhs, rhs, lhs_scale, rhs_scale, programs=2)
+    want = np.asarray(block_matmul(lhs, rhs, lhs_scale, rhs_scale))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert np.abs(got - want).max() < 3e-7 * np.abs(want).max()
 
 
 @needs_interpreter
@@ -209,6 +222,20 @@ def test_instructions_and_resources(machines, tile, dtype):
     assert machine.opcodes["FADD"] == 0
     if dtype == "bfloat16":
         assert "cvt.rn.bf16" in machine.ptx  # to nearest even
+
+
+@pytest.mark.slow
+def test_instructions_with_a_scale_per_column(machines):
+    """As Triton's: a partial sum by its row's scale, then one multiply-add with its column's."""
+    from mosaic_machine import Variant
+    from sass import SHARED_LIMIT
+
+    machine = machines[Variant(SHORT, "float32", by_column=True)]
+    assert machine.matrix == {"QGMMA.64x128x32.F32.E4M3.E4M3"} and machine.opcodes["QGMMA"] == 4
+    assert machine.opcodes["FFMA"] == machine.opcodes["FMUL"] == 64 * 128 // 128
+    assert machine.opcodes["FADD"] == 0
+    assert machine.registers <= SHORT.consumer_registers and machine.shared_bytes <= SHARED_LIMIT
+    assert machine.local_bytes == machine.opcodes["LDL"] == machine.opcodes["STL"] == 0
 
 
 @pytest.mark.parametrize("tile", TILES, ids=HEIGHTS)

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from h200_times import PRODUCTS
 from marks import slow
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
 
 from fp8rl_jax.kernels.gpu import matmul as kernels
-from fp8rl_jax.kernels.gpu.tiles import FP8, Tile
+from fp8rl_jax.kernels.gpu.tiles import FP8, FP8_ALONE, Tile, matmul_tile
 from fp8rl_jax.kernels.reference.matmul import block_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -79,11 +80,27 @@ def test_rows_do_not_see_each_other():
         np.testing.assert_array_equal(np.asarray(part), whole[start:stop])
 
 
-def test_no_tile_changes_a_bit():
-    case = _fp8_case(100, 160, 256)
-    results = [np.asarray(kernels.matmul(*case, tile=t)) for t in FP8]
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+@pytest.mark.parametrize("depth", [512, slow(700)])  # 4 and 6 blocks of K, the last one ragged
+def test_no_tile_changes_a_bit(depth):
+    """Nor how many blocks of K a turn of the loop takes; `SMALL` takes one."""
+    case = _fp8_case(100, 160, depth)
+    want = np.asarray(kernels.matmul(*case, tile=SMALL))
+    for tile in (*FP8, *FP8_ALONE):
+        np.testing.assert_array_equal(np.asarray(kernels.matmul(*case, tile=tile)), want)
+
+
+def test_turns_divide_the_blocks_of_k_in_equal_memory():
+    found = [FP8_ALONE[0].dividing(blocks) for blocks in (32, 30, 9)]
+    assert [(tile.turn, tile.stages) for tile in found] == [(4, 3), (2, 6), (1, 12)]
+    assert SMALL.dividing(32) == SMALL
+
+
+def test_long_turns_where_every_program_has_a_multiprocessor():
+    chosen = [(matmul_tile("fp8", 64, columns), width) for columns, _, width, _ in PRODUCTS]
+    assert all(tile.columns == width for tile, width in chosen)
+    assert [tile for tile, _ in chosen] == [FP8_ALONE[1], FP8_ALONE[0], FP8[2], FP8_ALONE[0]]
+    assert matmul_tile("fp8", 64, 5120) == FP8[0]  # 160 programs of 32 columns
+    assert matmul_tile("fp8", 8, 1024, 100) == FP8[2]  # of experts
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
