@@ -35,6 +35,11 @@ INSTRUCTIONS = {32: (121, 83), 64: (141, 100), 128: (181, 181)}
 # Bytes/s of operands that a multiprocessor got on that day at most: bf16, 64 x 4096 x 4096 in tiles
 # of 32 columns, 12.2 us. Mosaic's products wait for nothing else.
 INGESTED = (64 + 32) * 128 * 2 / ((12.2 - BESIDES) / 32 * 1e-6)
+# Programs of attention over keys in bytes that a multiprocessor ran at a time on that day, and runs
+# with 168 registers a thread (kernels/gpu/attention_operands.py). A warp waits for itself there, so
+# speed goes with them, up to the memory's. Programs for splits without keys are gone: they cost what
+# the plan leaves out of the step with 1,900 keys, which it predicts too short.
+PROGRAMS = (4, 5)
 # Products of a layer of Qwen3-8B in a decode step: columns and K; columns of a tile by Triton and
 # by Mosaic, of which no multiprocessor gets two unless the product waits for the memory anyway.
 PRODUCTS = ((6144, 4096, 64, 64), (4096, 4096, 32, 32), (24_576, 4096, 128, 192))
@@ -64,10 +69,15 @@ def product_rate(way: str) -> float:
 def decode_ms(name: str, recipe: str, keys: int, products: str = "") -> float:
     """Milliseconds predicted for a decode step of 64 sequences.
 
-    `products`: a way of `product_rate`; else FP8 products as measured, which is what a plan says.
+    `products`: a way of `product_rate`, for today's kernels; else FP8 products and attention as
+    measured, which is what a plan says.
     """
     h200 = GPUS["h200"]
-    rates = {"FP8 products": product_rate(products)} if products else {}
+    rates = {}
+    if products:
+        before, now = PROGRAMS
+        attention = times.DECODE_RATES["attention in 8 bits"] * now / before
+        rates = {"FP8 products": product_rate(products), "attention in 8 bits": attention}
     with mock.patch.dict(times.DECODE_RATES, rates):
         parts = times.decode_seconds(preset(name), get_recipe(recipe), mesh_of(), 64, keys, h200)
     return 1e3 * sum(parts.values())
