@@ -37,8 +37,8 @@ INSTRUCTIONS = {32: (121, 83), 64: (141, 100), 128: (181, 181)}
 INGESTED = (64 + 32) * 128 * 2 / ((12.2 - BESIDES) / 32 * 1e-6)
 # Programs of attention over keys in bytes that a multiprocessor ran at a time on that day, and runs
 # with 168 registers a thread (kernels/gpu/attention_operands.py). A warp waits for itself there, so
-# speed goes with them, up to the memory's. Programs for splits without keys are gone: they cost what
-# the plan leaves out of the step with 1,900 keys, which it predicts too short.
+# speed goes with them, up to the memory's. Programs for splits without keys are gone: they cost
+# what the plan leaves out of the step with 1,900 keys, which it predicts too short.
 PROGRAMS = (4, 5)
 # Products of a layer of Qwen3-8B in a decode step: columns and K; columns of a tile by Triton and
 # by Mosaic, of which no multiprocessor gets two unless the product waits for the memory anyway.
