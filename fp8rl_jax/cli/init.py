@@ -107,7 +107,7 @@ INIT = Command(
         ),
         argument(
             "--reward",
-            "exact_match, math_equal, ..., or module:function (default: auto)",
+            "as env.reward: a built-in one, or module:function (default: auto)",
             "NAME",
             default="auto",
         ),

@@ -211,7 +211,7 @@ COMMANDS = (
             argument("--task-options", "keywords of the task", "NAME=VALUE,...", default=""),
             argument("--questions", "number of held-out questions", "N", type=int),
             argument("--samples", "sampled answers per question: pass@k up to N", "N", type=int),
-            argument("--reward", "exact_match, math_equal, gsm8k, or module:function"),
+            argument("--reward", "as env.reward: a built-in one, or module:function"),
             argument("--batch-size", "questions answered at a time", "N", type=int),
             argument("--temperature", "temperature of the sampled answers", "T", type=float),
             argument(

@@ -13,11 +13,14 @@ import ml_collections
 
 from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.config.cases import CASES
+from fp8rl_jax.envs.rewards.terms import BUILT_IN
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.quant.recipe import BACKWARDS
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
 from fp8rl_jax.rl.aggregation import AGGREGATIONS
+from fp8rl_jax.rl.corrections import CORRECTIONS
 from fp8rl_jax.rl.kl import ESTIMATORS
+from fp8rl_jax.rl.losses import LOSSES
 from fp8rl_jax.rl.presets import PRESETS
 
 
@@ -207,10 +210,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "task_options": Field(_OPTIONS, "options of a task of reasoning_gym"),
         "reward": Field(
             "auto",
-            "auto: task_score for tasks of reasoning_gym that have a scorer of "
-            "their own, else exact_match; math_equal, gsm8k, gsm8k_strict, or a "
-            "function as 'module:function'; several with weights as "
-            "'exact_match, 0.5*module:function', the first of which evaluation counts",
+            f"{', '.join(BUILT_IN)}, or a function as 'module:function'; auto: task_score for tasks "
+            "of reasoning_gym that have a scorer of their own, else exact_match; several with "
+            "weights as 'exact_match, 0.5*module:function', the first of which evaluation counts",
         ),
         "reward_timeout": Field(
             30.0,
@@ -341,8 +343,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "loss": Field(
             "ppo",
-            "loss of a token: ppo, gspo, cispo, reinforce, sapo(1.0, 1.05), gmpo, none (with a "
-            "teacher), or 'module:function'",
+            f"loss of a token: {', '.join(LOSSES)} (with a teacher), with parameters as in "
+            "sapo(1.0, 1.05), or 'module:function'",
         ),
         "clip_low": Field(0.2, "the policy ratio's lower bound is 1 - clip_low"),
         "clip_high": Field(0.2, "the policy ratio's upper bound is 1 + clip_high"),
@@ -394,8 +396,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "correction": Field(
             "auto",
-            "for a rollout that differs from the learner: none, tis(2.0), seq_tis, icepop, "
-            "mask_sequence, mask_geometric, mask_k3, veto, opsm, several with commas, or "
+            "for a rollout that differs from the learner: none, "
+            f"{', '.join(CORRECTIONS)}, with parameters as in tis(2.0), several with commas, or "
             "'module:function'; auto: tis if the recipes differ and old_logprobs is not 'rollout' "
             "(where the ratio holds the difference)",
         ),

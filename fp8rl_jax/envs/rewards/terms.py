@@ -57,7 +57,7 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
     return reasoning_gym.get_score_answer_fn(task)
 
 
-_BUILT_IN: dict[str, RewardFunction] = {}
+BUILT_IN: dict[str, RewardFunction] = {}
 for _reward, _extract in (
     (exact_match, lambda response: response.strip() or None),
     (task_score, lambda response: response.strip() or None),
@@ -66,7 +66,7 @@ for _reward, _extract in (
     (gsm8k_strict, lambda response: number_text(strict_number(response))),
 ):
     vars(_reward)["extract"] = _extract
-    _BUILT_IN[_reward.__name__] = _reward
+    BUILT_IN[_reward.__name__] = _reward
 
 # These only compare texts: they can neither end a process nor run for ever.
 PLAIN = ("exact_match", "gsm8k", "gsm8k_strict")
@@ -184,11 +184,11 @@ def _load(name: str) -> tuple[RewardFunction, Form]:
     The function returns a number, or None if it does not apply to a response. Another process must
     be able to import its module.
     """
-    if name in _BUILT_IN:
-        return _BUILT_IN[name], form_of(_BUILT_IN[name], name)
+    if name in BUILT_IN:
+        return BUILT_IN[name], form_of(BUILT_IN[name], name)
     if not all(name.partition(":")):
         raise UserError(
-            f"env.reward is {name!r}; write one of auto, {', '.join(_BUILT_IN)}, or "
+            f"env.reward is {name!r}; write one of auto, {', '.join(BUILT_IN)}, or "
             "'module:function'"
         )
     module = name.partition(":")[0]
