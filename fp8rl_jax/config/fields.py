@@ -154,7 +154,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "kernels": Field(
             "auto",
             "auto: kernels on a GPU, jnp elsewhere; reference: jnp; triton, mosaic: kernels, and "
-            "FP8 products of any number of rows by this compiler, with the same bits",
+            "all FP8 products by this compiler, in one order of sums; mosaic has run on no GPU yet",
             choices=("auto", "reference", "triton", "mosaic"),
         ),
         "cpu_products": Field(
