@@ -10,8 +10,8 @@
     gpu         the kernels on any backend: for compiling for a GPU on a machine without one
     triton      as gpu, without the Mosaic kernel, which FP8 products of many rows take otherwise;
                 the bits are the same (tests/gpu/test_gpu_matmul.py)
-    mosaic      as gpu, and FP8 products of few rows and weights' gradients by Mosaic, too, with the
-                same bits. It has run on no GPU yet (tests/gpu/test_gpu_layer.py)
+    mosaic      as gpu, and FP8 products of few rows and weights' gradients by Mosaic, too, by the
+                same multiply-adds. It has run on no GPU yet (tests/gpu/test_gpu_layer.py)
 
 Kernels and reference give different bits; rollout and learner must use the same one.
 """

@@ -157,7 +157,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         "kernels": Field(
             "auto",
             "auto: kernels on a GPU, jnp elsewhere; reference: jnp; triton, mosaic: kernels, and "
-            "FP8 products of any number of rows by this compiler, with the same bits",
+            "all FP8 products by this compiler, in one order of sums; mosaic has run on no GPU yet",
             choices=("auto", "reference", "triton", "mosaic"),
         ),
         "cpu_products": Field(
@@ -210,8 +210,8 @@ FIELDS: dict[str, dict[str, Field]] = {
         "task_options": Field(_OPTIONS, "options of a task of reasoning_gym"),
         "reward": Field(
             "auto",
-            f"{', '.join(BUILT_IN)}, or a function as 'module:function'; auto: task_score for tasks "
-            "of reasoning_gym that have a scorer of their own, else exact_match; several with "
+            f"{', '.join(BUILT_IN)}, or a function as 'module:function'; auto: task_score for "
+            "tasks of reasoning_gym that have a scorer of their own, else exact_match; several with "
             "weights as 'exact_match, 0.5*module:function', the first of which evaluation counts",
         ),
         "reward_timeout": Field(

@@ -3,7 +3,7 @@
     y[m, n] = sum_b (sum_{k in b} x[m, k] w[n, k]) * (x_scale[b, m] * w_scale[n // 128, b])
 
 Order and instructions are those of matmul.py and mosaic_matmul.py: b ascending, one multiply-add an
-element and block, nothing splits K. So the bits are the same.
+element and block, nothing splits K. Machine code shows this chain; no GPU has compared bits yet.
 
 Reading the weight takes the time, if nothing else waits. A program computes 64 rows by a tile of
 columns. Its last warpgroup, the producer, only starts copies (TMA) of rows, weight and scales into
@@ -14,8 +14,9 @@ product before is scaled and added.
 Up to three weights share a launch: a program's tile lies in one of them. Weights are stacks of all
 layers, of which one is read in place. The copy engine clips rows past M.
 
-Not done: K or N that is no multiple of 128, E5M2, a scale per column, groups of rows, bf16, rows
-that mosaic_matmul.py takes. `supports` refuses them.
+Not done: K or N that is no multiple of 128, E5M2, a scale per column, groups of rows, bf16, K above
+32,768, as many rows as mosaic_matmul.py takes. `supports` refuses them.
+
 The residual is added in bf16, which gives the bits of the sum in float32, rounded: float32 has more
 than twice bf16's bits and two more (Figueroa, "When is double rounding innocuous?", 1995).
 
@@ -48,6 +49,7 @@ _LINE = 128  # most bytes of shared memory that a swizzle permutes
 _MOST_STAGES = 16
 _MEMORY = 231_424  # bytes of shared memory: the most of a program, without 1 KiB for barriers
 _SCALES = 4  # scales of a weight in 16 bytes, of which the copy engine takes multiples
+_MOST_BLOCKS = 256  # scales of a weight that one copy takes
 _PRODUCER_REGISTERS = 40
 _E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _RESULTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
@@ -93,7 +95,7 @@ def supports(rows: int, depth: int, columns: Sequence[int], dtypes: tuple) -> bo
     return (
         0 < rows < FEWEST_ROWS
         and all(n > 0 and n % K_BLOCK == 0 for n in columns)
-        and depth > 0
+        and 0 < depth <= _MOST_BLOCKS * K_BLOCK
         and depth % K_BLOCK == 0
         and left == right == _E4M3
         and result in _RESULTS

@@ -81,6 +81,7 @@ def test_a_program_can_be_carried():
         (255, 640, (128,), E4M3, E4M3, jnp.float32, True),
         (256, 640, (128,), E4M3, E4M3, jnp.float32, False),
         (0, 640, (128,), E4M3, E4M3, jnp.float32, False),
+        (64, 257 * 128, (128,), E4M3, E4M3, jnp.float32, False),
         (64, 200, (128,), E4M3, E4M3, jnp.float32, False),
         (64, 128, (128, 200), E4M3, E4M3, jnp.float32, False),
         (64, 128, (128,), E5M2, E4M3, jnp.float32, False),
@@ -103,7 +104,7 @@ def test_tiles_of_qwen3_8b():
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("blocks", [1, 32, 136])
+@pytest.mark.parametrize("blocks", [1, 32, 256])
 def test_registers_and_memory_there_are(tile, dtype, blocks):
     """Shared memory: what `test_instructions_and_resources` finds compiled, by arithmetic."""
     assert tile.consumer_registers % 8 == 0
@@ -112,7 +113,7 @@ def test_registers_and_memory_there_are(tile, dtype, blocks):
     result = 64 * tile.columns * jnp.dtype(dtype).itemsize
     scales = 4 * blocks * (64 + tile.consumers)
     assert operands + result + scales <= 232_448 - 1024
-    assert tile.stages(blocks, dtype) > 3
+    assert tile.stages(blocks, dtype) > 2  # two products run while a block is copied
 
 
 # In the interpreter.
