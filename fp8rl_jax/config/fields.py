@@ -211,8 +211,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         "reward": Field(
             "auto",
             f"{', '.join(BUILT_IN)}, or a function as 'module:function'; auto: task_score for "
-            "tasks of reasoning_gym that have a scorer of their own, else exact_match; several with "
-            "weights as 'exact_match, 0.5*module:function', the first of which evaluation counts",
+            "tasks of reasoning_gym that have a scorer of their own, else exact_match; several "
+            "with weights as 'exact_match, 0.5*module:function', the first of which evaluation "
+            "counts",
         ),
         "reward_timeout": Field(
             30.0,
