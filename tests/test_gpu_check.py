@@ -118,6 +118,7 @@ _FAILS = "def test_breaks():\n    print('row 3')\n    raise ValueError('no luck'
 def check(pytester, monkeypatch):
     """Runs pytest on a suite with the hook of tests/gpu, on what it takes for a GPU."""
     monkeypatch.setattr(kernels, "require_gpu", lambda command: None)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)  # of this test's own process
     pytester.makeconftest((_ROOT / "tests" / "gpu" / "conftest.py").read_text())
 
     def run(suite: str, *options: str):

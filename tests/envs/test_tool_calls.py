@@ -47,7 +47,7 @@ def _calls(values: st.SearchStrategy) -> st.SearchStrategy:
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(_JSON_FORMS), _calls(_VALUES), st.sampled_from(_THOUGHTS))
 def test_calls_as_templates_write_them_in_json(form, calls, thought):
-    if form == "gpt-oss, recipient first":  # its recipient begins the reply
+    if form.startswith("gpt-oss"):  # whose thoughts have a channel
         thought = ""
     found = parse_tool_calls(thought + written(form, calls))
     assert found == [ToolCall(name, arguments) for name, arguments in calls]
