@@ -565,7 +565,7 @@ def attention(
         grid=grid,
         warps=warps,
         stages=stages,
-        registers=operands.most_registers(widest, wider),
+        registers=operands.most_registers(widest, k.dtype, v.dtype),
         B=batch,
         D=features,
         DR=rope_features,

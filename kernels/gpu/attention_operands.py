@@ -40,19 +40,21 @@ def warps_and_stages(widest: int, dtype) -> tuple[int, int]:
     return (4 if widest <= 128 else 8), (3 if widest <= 256 else 2)
 
 
-# Most registers of a thread, by the bytes of a number and the widest vector, as above.
-_MOST_REGISTERS = {1: {64: 128, 128: 168, 256: 128}, 2: {64: 80}}
+# Most registers of a thread, by the bytes of a key's number and a value's, and the widest vector.
+_MOST_REGISTERS = {2: {64: 128, 128: 168, 256: 128}, 3: {128: 128}, 4: {64: 80}}
 
 
-def most_registers(widest: int, dtype) -> int | None:
-    """Returns the most registers of a thread, or None for no bound; arguments as above.
+def most_registers(widest: int, k_dtype, v_dtype) -> int | None:
+    """Returns the most registers of a thread, or None for no bound, by the widest vector of a head
+    and the dtypes of keys and values.
 
     Each of a multiprocessor's four schedulers has 16,384 registers: two warps of 169 to 255 a
     thread, three of 168, four of 128, six of 80. A bound is set where one more warp then fits, and
     shared memory has room for its program; what does not fit into registers is kept in memory
     outside the loop over keys.
     """
-    bounds = _MOST_REGISTERS.get(jnp.dtype(dtype).itemsize, {})
+    size = jnp.dtype(k_dtype).itemsize + jnp.dtype(v_dtype).itemsize
+    bounds = _MOST_REGISTERS.get(size, {})
     return next((bound for width, bound in bounds.items() if widest <= width), None)
 
 

@@ -268,8 +268,7 @@ class AttentionVariant:
     @property
     def most_registers(self) -> int | None:
         """The bound of a thread's registers that the library sets."""
-        wider = max(self.dtypes, key=lambda dtype: dtype.itemsize)
-        bound = attention_operands.most_registers(self.width, wider)
+        bound = attention_operands.most_registers(self.width, *self.dtypes)
         return None if self.use == "join" else bound
 
     def compile(self) -> Machine:
