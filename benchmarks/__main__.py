@@ -120,8 +120,8 @@ COMMANDS = {
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one benchmark's command and returns the exit status."""
-    return cli.run(arguments, commands=COMMANDS, program=_PROGRAM)
+    return cli.run(arguments, commands=COMMANDS)
 
 
 if __name__ == "__main__":
-    cli.entry(commands=COMMANDS, program=_PROGRAM)
+    cli.entry(commands=COMMANDS)

@@ -293,8 +293,8 @@ COMMANDS = {command.name: command for command in _COMMANDS}
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one study's command and returns the exit status."""
-    return cli.run(arguments, commands=COMMANDS, program=_PROGRAM)
+    return cli.run(arguments, commands=COMMANDS)
 
 
 if __name__ == "__main__":
-    cli.entry(commands=COMMANDS, program=_PROGRAM)
+    cli.entry(commands=COMMANDS)

@@ -24,23 +24,23 @@ from fp8rl_jax.cli.output import flush, is_gone, prepare_streams, silence
 _INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
-def run(arguments: Sequence[str], **program: Any) -> int:
-    """Runs one command, of `fp8rl` or of another `program` (`main.run`), and returns the exit
+def run(arguments: Sequence[str], **commands: Any) -> int:
+    """Runs one command, of `fp8rl` or of other `commands` (`main.run`), and returns the exit
     status; bugs propagate as exceptions."""
     from fp8rl_jax.cli import main
 
-    return main.run(arguments, **program)
+    return main.run(arguments, **commands)
 
 
-def entry(**program: Any) -> None:
-    """Runs the console script, or another `program` (`main.run`); handles Ctrl-C and an output that
-    cannot be written."""
+def entry(**commands: Any) -> None:
+    """Runs the console script, of `fp8rl` or of other `commands` (`main.run`); handles Ctrl-C and
+    an output that cannot be written."""
     prepare_streams()
     from fp8rl_jax.cli import main
     from fp8rl_jax.cli.arguments import note
 
     try:
-        status = main.run(sys.argv[1:], starting=note, **program)
+        status = main.run(sys.argv[1:], starting=note, **commands)
         flush(sys.stdout)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

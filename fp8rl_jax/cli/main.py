@@ -118,13 +118,12 @@ def _version() -> str:
     return f"fp8rl_jax {__version__}{at}, jax {jax}, Python {platform.python_version()}"
 
 
-def _find(
-    words: Sequence[str], commands: Mapping[str, Command], program: str
-) -> tuple[Command, Sequence[str]]:
+def _find(words: Sequence[str], commands: Mapping[str, Command]) -> tuple[Command, Sequence[str]]:
     """Returns the command that the first words name, and the remaining words."""
     for count in (2, 1):
         if command := commands.get(" ".join(words[:count])):
             return command, words[count:]
+    program = tree.program_of(commands)
     names = list(dict.fromkeys(name.split()[0] for name in commands))
     hint = did_you_mean(words[0], [*names, "--version", "--help"], "", f"`{program} {{}}`")
     advice = f"{hint} write one of {', '.join(names)}".strip()
@@ -132,7 +131,7 @@ def _find(
 
 
 def _parse(
-    command: Command, words: Sequence[str], commands: Mapping[str, Command], program: str
+    command: Command, words: Sequence[str], commands: Mapping[str, Command]
 ) -> argparse.Namespace:
     """Parses a command's words.
 
@@ -143,15 +142,13 @@ def _parse(
         below = [f"`{c.usage}`" for c in commands.values() if c.name.startswith(command.name + " ")]
         wrong = f"{words[0]!r} is not understood; " if words else ""
         raise UserError(f"{command.words}: {wrong}write {', '.join(below[:-1])} or {below[-1]}")
-    return command.parse(tree.parser(commands, program)[1][command.name], words)
+    return command.parse(tree.parser(commands)[1][command.name], words)
 
 
-def _help(
-    command: Command, words: Sequence[str], commands: Mapping[str, Command], program: str
-) -> str | None:
+def _help(command: Command, words: Sequence[str], commands: Mapping[str, Command]) -> str | None:
     """Returns the text for --help or --help-config, even if other words are wrong; else None."""
     if any(word in ("-h", "--help") for word in words):
-        return tree.parser(commands, program)[1][command.name].format_help()
+        return tree.parser(commands)[1][command.name].format_help()
     for i, word in enumerate(words):
         name, equals, section = word.replace("_", "-").partition("=")
         if command.config and name == "--help-config":
@@ -166,28 +163,26 @@ def run(
     arguments: Sequence[str],
     starting: Callable[[str], None] = lambda line: None,
     commands: Mapping[str, Command] = COMMANDS,
-    program: str = "fp8rl",
 ) -> int:
     """Runs one command and returns the exit status; bugs propagate as exceptions.
 
     Args:
       arguments: the words after the program's name.
       starting: called with a line that says what a slow command does first.
-      commands: {name: command} of the program.
-      program: its name, as it is called.
+      commands: {name: command} of the program; a group comes before its subcommands.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(tree.parser(commands, program)[0].format_help(), end="")
+        print(tree.parser(commands)[0].format_help(), end="")
         return 0
     if arguments[0] == "--version":
         print(_version())
         return 0
     try:
-        command, words = _find(arguments, commands, program)
-        if text := _help(command, words, commands, program):
+        command, words = _find(arguments, commands)
+        if text := _help(command, words, commands):
             print(text, end="")
             return 0
-        values = _parse(command, words, commands, program)
+        values = _parse(command, words, commands)
         if command.starts:
             starting(f"{command.words}: {command.starts}")
         prepare(command)
