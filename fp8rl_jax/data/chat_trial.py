@@ -17,6 +17,7 @@ import subprocess
 import sys
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.base.resource_limits import limit
 from fp8rl_jax.data.chat import sandbox
 
 _SECONDS = 3  # of computing
@@ -26,7 +27,6 @@ _PROGRAM = (
     "import json, sys; path, *template = json.load(sys.stdin); sys.path[:] = path; "
     "from fp8rl_jax.data.chat_trial import main; main(*template)"
 )
-_TOO_MUCH = 3  # exit status
 
 
 def check_template(source: str, special_tokens: dict[str, str], where: str) -> None:
@@ -64,19 +64,14 @@ def _ends(template: str) -> bool:
 
 def main(source: str, special_tokens: dict[str, str]) -> None:
     """Renders a message; ends the process with a status above 0 if memory runs out."""
-    for kind, limit in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, _SECONDS),
-        (resource.RLIMIT_DATA, _MEMORY),
-    ):
-        _, most = resource.getrlimit(kind)
-        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-        resource.setrlimit(kind, (limit, limit))
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_CPU, _SECONDS)
+    limit(resource.RLIMIT_DATA, _MEMORY)
     messages = [{"role": "user", "content": "x"}]
     try:
         template = sandbox().from_string(source)
         template.render(special_tokens, messages=messages, tools=None, add_generation_prompt=True)
     except MemoryError:
-        os._exit(_TOO_MUCH)
+        os._exit(1)
     except Exception:
         pass  # `ChatTemplate` says what it refuses

@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
+from fp8rl_jax.base.resource_limits import limit
 from fp8rl_jax.envs.rewards.call import Failure, attempt, failure_of
 from fp8rl_jax.envs.rewards.channel import Channel
 from fp8rl_jax.envs.rewards.terms import Term, load_rewards, module_file
@@ -86,9 +87,9 @@ def main(connection_number: int, life: int, dump_number: int, limits: list, toke
         os.set_inheritable(number, False)  # a reward's child processes must not hold them
     channel = Channel(socket.socket(fileno=connection_number), bytes.fromhex(token))
     seconds, memory = limits
-    _limit(resource.RLIMIT_CORE, 0)  # a crash writes no core file
+    limit(resource.RLIMIT_CORE, 0)  # a crash writes no core file
     if memory:
-        _limit(resource.RLIMIT_DATA, memory)
+        limit(resource.RLIMIT_DATA, memory)
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which children inherit
     dump = os.fdopen(dump_number, "w")
@@ -104,12 +105,6 @@ def main(connection_number: int, life: int, dump_number: int, limits: list, toke
                     return  # see WorkerProcess.answer
         except (EOFError, OSError):  # the run has ended
             return
-
-
-def _limit(what: int, value: int) -> None:
-    _, hard = resource.getrlimit(what)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(what, (value, value))
 
 
 def _watch(life: int, seconds: float, dump: IO) -> None:
