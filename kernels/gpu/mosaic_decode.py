@@ -39,20 +39,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to, varying_as
-from fp8rl_jax.kernels.gpu.mosaic_matmul import FEWEST_ROWS, load_scales
+from fp8rl_jax.kernels.gpu.mosaic_matmul import (
+    E4M3,
+    FEWEST_ROWS,
+    GROUP,
+    RESULTS,
+    load_scales,
+    swizzled,
+)
 from fp8rl_jax.kernels.gpu.tiles import MULTIPROCESSORS
 
 _ROWS = 64  # rows of a tile: one tensor core instruction
 _TURN = 4  # blocks of K of which products and sums overlap
-_GROUP = 8  # rows of a swizzle's unit; x and the results in global memory are multiples of it
-_LINE = 128  # most bytes of shared memory that a swizzle permutes
 _MOST_STAGES = 16
 _MEMORY = 231_424  # bytes of shared memory: the most of a program, without 1 KiB for barriers
 _SCALES = 4  # scales of a weight in 16 bytes, of which the copy engine takes multiples
 _MOST_BLOCKS = 256  # scales of a weight that one copy takes
 _PRODUCER_REGISTERS = 40
-_E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-_RESULTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +100,8 @@ def supports(rows: int, depth: int, columns: Sequence[int], dtypes: tuple) -> bo
         and all(n > 0 and n % K_BLOCK == 0 for n in columns)
         and 0 < depth <= _MOST_BLOCKS * K_BLOCK
         and depth % K_BLOCK == 0
-        and left == right == _E4M3
-        and result in _RESULTS
+        and left == right == E4M3
+        and result in RESULTS
     )
 
 
@@ -234,23 +237,18 @@ def _multiply(x, weights, x_scale, w_scales, layer, residual, dtype, tile: Tile)
 
         lax.cond(warpgroup == tile.consumers, produce, consume)
 
-    def buffer(*shape: int, dtype):
-        line = min(_LINE, shape[-1] * jnp.dtype(dtype).itemsize)
-        tiling = plgpu.TilingTransform((_GROUP, line // jnp.dtype(dtype).itemsize))
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(line)))
-
     adds = residual is not None
     consumers = tile.consumers
     run = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((rows, n), dtype) for n in columns],
         scratch_types=[
-            buffer(stages, _ROWS, K_BLOCK, dtype=_E4M3),
-            buffer(stages, tile.columns, K_BLOCK, dtype=_E4M3),
+            swizzled(stages, _ROWS, K_BLOCK, dtype=E4M3),
+            swizzled(stages, tile.columns, K_BLOCK, dtype=E4M3),
             # Filled once: a fence would have to stand between reading scales and copying others.
             plgpu.SMEM((steps, _ROWS), jnp.float32),
             plgpu.SMEM((consumers, w_scales[0].shape[2]), jnp.float32),
-            buffer(consumers, _ROWS, width, dtype=dtype),
+            swizzled(consumers, _ROWS, width, dtype=dtype),
             plgpu.Barrier(num_arrivals=3, num_barriers=stages),  # copies of w, x and its scales
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers * (1 + adds)),
@@ -303,12 +301,12 @@ def layer_matmuls(
         assert scale.shape[1:] == (depth // K_BLOCK, n // K_BLOCK), scale.shape
         assert scale.dtype == jnp.float32
     found = _multiply(
-        pad_to(x, 0, _GROUP),
+        pad_to(x, 0, GROUP),
         [w.swapaxes(1, 2) for w in stacks],
-        pad_to(x_scale.T, 1, _GROUP),
+        pad_to(x_scale.T, 1, GROUP),
         [pad_to(scale.swapaxes(1, 2), 2, _SCALES) for scale in scales],
         layer.reshape(1),
-        None if residual is None else pad_to(residual, 0, _GROUP),
+        None if residual is None else pad_to(residual, 0, GROUP),
         jnp.dtype(dtype),
         tile or tile_for(rows, columns),
     )

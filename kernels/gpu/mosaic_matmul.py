@@ -39,11 +39,13 @@ FEWEST_ROWS = 256  # at least one full tile of any height; the break-even point 
 
 _ROWS = 64  # rows of a consumer: one tensor core instruction
 _COLUMNS = K_BLOCK  # columns of a tile: one scale of w per step
-_GROUP = 8  # rows of a swizzle's unit; x and the result in global memory are multiples of it
-_LINE = 128  # bytes of shared memory that a swizzle permutes: a row of an operand, or of a store
+GROUP = 8  # rows of a swizzle's unit; x and the result in global memory are multiples of it
+_LINE = (
+    128  # most bytes of shared memory that a swizzle permutes: a row of an operand, or of a store
+)
 _STORES = 2  # pieces of the result that a consumer stores at a time
-_E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-_RESULTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+RESULTS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +82,8 @@ def supports(rows: int, columns: int, depth: int, dtypes: tuple) -> bool:
         and columns % _COLUMNS == 0
         and depth % K_BLOCK == 0
         and min(columns, depth) > 0
-        and left == right == _E4M3
-        and result in _RESULTS
+        and left == right == E4M3
+        and result in RESULTS
     )
 
 
@@ -104,6 +106,13 @@ def load_scales(scales) -> jax.Array:
     """Loads a vector of scales without optimised (wide) loads, for which it is too short."""
     index: tuple = ((),) if jax.__version_info__ < (0, 11) else ()  # deprecated in 0.11
     return plgpu.load(scales, *index, optimized=False)
+
+
+def swizzled(*shape: int, dtype):
+    """Returns a buffer in shared memory, as the copy engine and the tensor core share it."""
+    line = min(_LINE, shape[-1] * jnp.dtype(dtype).itemsize)
+    tiling = plgpu.TilingTransform((GROUP, line // jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(line)))
 
 
 def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
@@ -207,18 +216,13 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
 
         lax.cond(warpgroup == tile.consumers, produce, consume)
 
-    def buffer(*shape: int, dtype):
-        line = _LINE // jnp.dtype(dtype).itemsize
-        transforms = (plgpu.TilingTransform((_GROUP, line)), plgpu.SwizzleTransform(_LINE))
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
         scratch_types=[
-            buffer(stages, tile.rows, K_BLOCK, dtype=_E4M3),
-            buffer(stages, _COLUMNS, K_BLOCK, dtype=_E4M3),
-            buffer(tile.consumers, _STORES, _ROWS, piece, dtype=dtype),
+            swizzled(stages, tile.rows, K_BLOCK, dtype=E4M3),
+            swizzled(stages, _COLUMNS, K_BLOCK, dtype=E4M3),
+            swizzled(tile.consumers, _STORES, _ROWS, piece, dtype=dtype),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # one copy of x, one of w
             plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=stages),
         ],
@@ -270,7 +274,7 @@ def fp8_matmul(
     def run(lhs, rhs, lhs_scale, rhs_scale):
         # Scales are padded to full tiles: the copy engine takes rows of multiples of 16 bytes.
         x_scale = pad_to(lhs_scale.T, 1, chosen.rows)
-        x = pad_to(lhs, 0, _GROUP)
+        x = pad_to(lhs, 0, GROUP)
         w_scale = rhs_scale if by_column else rhs_scale.T
         y = _multiply(x, rhs.T, x_scale, w_scale, dtype, chosen)[:rows]
         return varying_as(y, lhs, rhs)  # inside a shard_map Pallas types it as equal everywhere
