@@ -81,11 +81,13 @@ def _splits_seen(
     """Returns, for SEQUENCES sequences from `start` on, their numbers, first splits with keys that
     are seen, and numbers of such splits."""
     sequence = start + tl.arange(0, SEQUENCES)
-    last = tl.minimum(tl.load(latest + sequence, mask=sequence < B, other=-1), S - 1)
-    begin = sequence * 0
+    there = sequence < B
+    last = tl.minimum(tl.load(latest + sequence, mask=there, other=-1), S - 1)
+    first = last
     if WINDOWED:
-        oldest = tl.load(earliest + sequence, mask=sequence < B, other=0) - tl.load(window) + 1
-        begin = tl.maximum(oldest, 0) // SPLIT
+        first = tl.load(earliest + sequence, mask=there, other=0)
+    oldest, _ = first_seen(window, first, there, WINDOWED)
+    begin = oldest // SPLIT
     return sequence, begin, tl.where(last >= 0, last // SPLIT + 1 - begin, 0)
 
 
