@@ -90,7 +90,7 @@ def load(
     if fields.values["model_type"] == IMAGES:
         source.entries = _of_text(source.entries)
     fp8 = method == "fp8"
-    return config, load_from(source, config, name, shardings, fp8, further_layers, check_finite)
+    return config, _loaded(source, config, name, shardings, fp8, further_layers, check_finite)
 
 
 def _of_text(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -114,14 +114,14 @@ def read_model_config(path: str | pathlib.Path) -> ModelConfig:
     return read_config(read_fields(pathlib.Path(path)))
 
 
-def load_from(
+def _loaded(
     source: Source,
     config: ModelConfig,
     dtype: str,
-    shardings: Any = None,
-    fp8: bool = False,
-    further_layers: int = 0,
-    check_finite: bool = True,
+    shardings: Any,
+    fp8: bool,
+    further_layers: int,
+    check_finite: bool,
 ) -> Any:
     """Loads parameters from a source of tensors.
 
