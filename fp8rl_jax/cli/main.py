@@ -123,7 +123,7 @@ def _find(words: Sequence[str], commands: Mapping[str, Command]) -> tuple[Comman
     for count in (2, 1):
         if command := commands.get(" ".join(words[:count])):
             return command, words[count:]
-    program = tree.program_of(commands)
+    program = tree.parser(commands)[0].prog
     names = list(dict.fromkeys(name.split()[0] for name in commands))
     hint = did_you_mean(words[0], [*names, "--version", "--help"], "", f"`{program} {{}}`")
     advice = f"{hint} write one of {', '.join(names)}".strip()

@@ -14,18 +14,13 @@ _EPILOG = (
 )
 
 
-def program_of(commands: Mapping[str, Command]) -> str:
-    """Returns what is written before the name of each of these commands."""
-    return next(iter(commands.values())).program
-
-
 def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
     """Returns the parser of a program, and {name of a command: its parser}.
 
     Args:
       commands: {name: command} of the program; a group comes before its subcommands.
     """
-    program = program_of(commands)
+    program = next(iter(commands.values())).program
     root = Parser(
         program,
         allow_abbrev=False,
