@@ -32,11 +32,10 @@ from fp8rl_jax.config import default_config
 from fp8rl_jax.data import Stream
 from fp8rl_jax.quant import Operand, Recipe, get_recipe
 from fp8rl_jax.quant.qarray import E4M3, E5M2, INT8
+from fp8rl_jax.training.learn import weighed
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.rl import weighed
 from fp8rl_jax.training.runtime import Runtime, make_runtime
-from fp8rl_jax.training.sample_step import sample_step
-from fp8rl_jax.training.step_record import StepRecord
+from fp8rl_jax.training.sample_step import Version, sample_step
 from studies import writing
 from studies.cells import Cell, described, rounded
 from studies.frame import Found, Numbers, Plan, Result, Size, Study, Verdict
@@ -133,7 +132,8 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
     config = runtime.config
     engine, optimizer = runtime.engine, optimizer_of_phase(config, "rl")[0]
     state = engine.new_state(jax.device_put(subject.params), optimizer)
-    served, key = engine.refit(state), engine.keys["rollout"]
+    served = engine.refit(state)
+    version = Version(served.weights, int(served.version), np.asarray(state.rng))
     stream = Stream(runtime.questions["train"], config.rollout.prompts_per_step, config.run.seed)
     settings = {
         "parallel": runtime.layout.parallel,
@@ -148,11 +148,9 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
     progress = Part("batches", batches, note)
     used = 0
     for number in range(_TRIES * batches):
-        record = StepRecord(number + 1)
-        given = served.weights, int(served.version)
-        keys = functools.partial(jax.random.fold_in, key)
-        samples, _ = sample_step(runtime, *given, stream, keys, record, lambda _: None)
-        batch = weighed(runtime, samples, engine.batch(samples.rollout, samples.prompts), record)
+        sampled = sample_step(runtime, version, stream, number, lambda progress: None)
+        batch = engine.batch(sampled.samples.rollout, sampled.samples.prompts)
+        batch, _ = weighed(runtime.algorithm, sampled.samples, batch, config.algo.num_minibatches)
         if not np.any(batch.advantages):
             continue
         given = runtime.layout.by_rows(batch)

@@ -31,7 +31,6 @@ from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import RunLogs, read_jsonl
 from fp8rl_jax.training.sft import cache_directory
-from fp8rl_jax.training.step_record import StepRecord
 
 # Relative differences that other CPUs and versions make. Sampled tokens differ after a while.
 _GOLDEN = {"loss": 2e-2, "entropy": 5e-2, "reward_mean": 0.25, "grad_norm": 0.3}
@@ -154,7 +153,7 @@ def test_processes_agree_on_drift(monkeypatch):
     """What one of them sees, all have seen, so that all end; without a promise nothing is asked."""
     said: list[str] = []
     run = types.SimpleNamespace(drifted=False, display=types.SimpleNamespace(note=said.append))
-    record = StepRecord(3) | {"train_rollout_logprob_abs_diff_max": 0.0}
+    record = {"step": 3, "train_rollout_logprob_abs_diff_max": 0.0}
     monkeypatch.setattr(rl.processes, "exchange", lambda value: [value, 1e-3])
     for promised, drift in ((False, 0.0), (True, 1e-3), (True, 1e-3)):
         run.runtime = types.SimpleNamespace(

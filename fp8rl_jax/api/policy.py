@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import reprlib
+import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -43,11 +44,11 @@ from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout import Rollout, is_fresh
 from fp8rl_jax.sharding import batch_divisor
-from fp8rl_jax.training import rl, sample_step
+from fp8rl_jax.training import sample_step
 from fp8rl_jax.training.engine import Prompts
-from fp8rl_jax.training.optimizer import updates_made
+from fp8rl_jax.training.learn import NonFiniteUpdate, learn, scored, weighed
 from fp8rl_jax.training.runtime import Runtime, make_runtime
-from fp8rl_jax.training.step_record import StepRecord
+from fp8rl_jax.training.step_metrics import update_metrics
 
 # Static batches of one reply, and one update on all samples of a call.
 _RESET = (
@@ -393,40 +394,41 @@ def train_step(
     if not jax.tree.leaves(state.opt_state):
         begun = engine.new_state(state.params, optimizer, state.scaling_state)
         state = dataclasses.replace(state, opt_state=begun.opt_state)
-    record = StepRecord(step + 1)
-    record["lr"] = float(schedule(updates_made(state.opt_state)))
     hold_settings()
     rows = len(batch.mask)
     groups = sample_step.Samples(
-        [],
-        samples.rollout,
-        np.where(samples.mask, step, -1),
-        samples.asked,
-        values.reshape(shape),
-        {},
-        np.ones(shape[0], bool),
+        questions=[],
+        rollout=samples.rollout,
+        versions=np.where(samples.mask, step, -1),
+        prompts=samples.asked,
+        rewards=values.reshape(shape),
+        by_name={},
+        counts=np.ones(shape[0], bool),
     )
     before = None if reference is None else reference.state
-    batch = rl.scored(sized, state, before, _with_rows(sized, batch, shape[1]), False)
+    own = not sized.takes_rollout_logprobs(False)
+    batch = scored(engine, state, before, _with_rows(sized, batch, shape[1]), own)
     of_rows = jax.tree.map(lambda x: x[:rows], batch)
-    weighed = _with_rows(sized, rl.weighed(sized, groups, of_rows, record), shape[1])
-    with record.timed("learner"):
-        update = policy.programs.update(sized)
-        state, logp, metrics = engine.update(state, weighed, update)
-    if not metrics["good"]:
+    of_rows, metrics = weighed(sized.algorithm, groups, of_rows, 1)
+    batch = _with_rows(sized, of_rows, shape[1])
+    one_update = functools.partial(engine.update, step=policy.programs.update(sized))
+    begin = time.perf_counter()
+    try:
+        state, update = learn(one_update, schedule, state, batch)
+    except NonFiniteUpdate as error:
         raise NonFiniteError(
-            f"train_step: loss {float(metrics['loss'])}, gradient norm "
-            f"{float(metrics['grad_norm'])}; the policy is as it was"
-        )
-    counts = {"counts": weighed.weights != 0}
-    record.add_updates(
-        [metrics | counts], float(of_rows.mask.sum()), sized.model, sized.learner_recipe
-    )
-    record |= mismatch_metrics(logp[:rows], samples.logprobs, samples.mask)
+            f"train_step: loss {float(error.metrics['loss'])}, gradient norm "
+            f"{float(error.metrics['grad_norm'])}; the policy is as it was"
+        ) from None
+    record = {"step": step + 1, "lr": update.learning_rate, **metrics}
+    record["time_learner"] = time.perf_counter() - begin
+    record |= update_metrics(update.updates, sized.model, sized.learner_recipe)
+    record["tokens_per_s_learner"] = float(of_rows.mask.sum()) / record["time_learner"]
+    record |= mismatch_metrics(update.logp[:rows], samples.logprobs, samples.mask)
     record["reward_mean"] = float(np.nanmean(values))
-    state = engine.calibrate(state, weighed)
+    state = engine.calibrate(state, batch)
     state = engine.advance(state, step + 1, int(state.data_state))
-    return dataclasses.replace(policy, state=state), dict(record)
+    return dataclasses.replace(policy, state=state), record
 
 
 def _asked(prompts: Any, where: str) -> list[Prompt]:

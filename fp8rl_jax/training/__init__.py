@@ -7,13 +7,13 @@
                        +-> text     tokens of questions, text of responses
                        |
     preflight -> run   +-> sft -> rl      phases; each evaluates (evaluate) and saves (checkpoint)
-                                  rl_step: ahead, sample_step, conversations, rewards, step_record,
-                                  counters
+                                  step (rl_step): ahead, sample_step, conversations, rewards,
+                                  learn; step_metrics, counters
                        |
     run directory      +-> logs (JSON lines, sinks), checkpoints, environment.json, lock
 
-Read first: rl.py, whose docstring draws a step; engine.py (`Engine`); runtime.py. `train` runs the
-phases in order.
+Read first: step.py, whose docstring draws a step; engine.py (`Engine`); runtime.py. `train` runs
+the phases in order.
 
 Not done: several engines in a run, though one process can hold two.
 """

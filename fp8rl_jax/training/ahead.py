@@ -24,13 +24,11 @@ Not done: processes that only sample, or only learn.
 
 from __future__ import annotations
 
-import base64
 import collections
 import concurrent.futures
 import dataclasses
-import io
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,11 +36,11 @@ import numpy as np
 from fp8rl_jax.base import processes
 from fp8rl_jax.data import Stream
 from fp8rl_jax.rollout import Progress, Rollout
+from fp8rl_jax.training.checkpoint import Beside
 from fp8rl_jax.training.engine import Prompts, Served
 from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.sample_step import Samples, sample_step
-from fp8rl_jax.training.step_record import StepRecord
+from fp8rl_jax.training.sample_step import Samples, Version, sample_step
 
 Weights = Any  # what the sampler takes
 
@@ -51,20 +49,7 @@ class _Stopped(Exception):
     """The run ends, and with it a rollout."""
 
 
-class _Given(NamedTuple):
-    """What a rollout draws with: weights, their version, and the state's random numbers."""
-
-    weights: Weights
-    version: int
-    rng: np.ndarray
-
-
 Show = Callable[[int, Progress], None]  # shows the progress of a step's rollout
-
-
-def step_key(rng: Any, step: int) -> jax.Array:
-    """Returns the random key of a step's rollout; `rng`: `TrainState.rng`, on the host."""
-    return jax.random.fold_in(jax.random.wrap_key_data(rng, impl="threefry2x32"), step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +58,13 @@ class Drawn:
 
     Attributes:
       samples: the responses and their rewards.
-      record: the metrics of the rollout.
+      metrics: the metrics of the rollout.
       position: position of the stream of questions after it.
       later: responses of later steps that were begun.
     """
 
     samples: Samples
-    record: StepRecord
+    metrics: dict[str, Any]
     position: int
     later: list[Responses]
 
@@ -106,7 +91,7 @@ class Rollouts:
         self._learnt: list[Responses] = []  # `later` of the rollout before the oldest
         self._later: list[Responses] = []  # of the newest
         self._failure: Exception | None = None  # of a rollout, and so of those behind it
-        self._given: dict[int, _Given] = {}  # by step, until it is drawn
+        self._versions: dict[int, Version] = {}  # that draw, by step, until it is drawn
         self._stopping = False
         self._thread: concurrent.futures.Executor | None = None
         if self._ahead and (runtime.mesh.size == 1 or runtime.rollout_mesh is not None):
@@ -122,10 +107,10 @@ class Rollouts:
         weights = self._runtime.for_sampling(served.weights) if wanted else None
         for number in wanted:
             # Numbers of the host: the update gives away the state's arrays.
-            self._begin(number, _Given(weights, int(served.version), rng))
+            self._begin(number, Version(weights, int(served.version), rng))
 
-    def _begin(self, step: int, given: _Given) -> None:
-        self._given[step] = given
+    def _begin(self, step: int, version: Version) -> None:
+        self._versions[step] = version
         if self._thread is not None:
             self._begun.append(self._thread.submit(self._draw, step))
         else:
@@ -150,7 +135,7 @@ class Rollouts:
 
     def stop(self) -> None:
         """Ends the rollout that runs in a thread where it looks next, in one process, and begins no
-        other; `unfinished` has what they draw with. One of the static sampler looks nowhere."""
+        other; `beside` has what they draw with. One of the static sampler looks nowhere."""
         if self._thread is not None and processes.count() == 1:
             self._stopping = True
             self._thread.shutdown(cancel_futures=True)
@@ -168,12 +153,7 @@ class Rollouts:
     def _draw(self, step: int) -> Drawn:
         if self._failure is not None:
             raise self._failure
-        weights, version, rng = self._given[step]
-        record, sampling = StepRecord(step + 1), self._runtime.sampling
-
-        def key_of(step: int) -> jax.Array:
-            with jax.default_device(sampling.mesh.local_devices[0]):  # the learner's are busy
-                return step_key(rng, step)
+        sampling = self._runtime.sampling
 
         def show(progress: Progress) -> None:
             if self._stopping:
@@ -181,38 +161,47 @@ class Rollouts:
             if not self._ahead:
                 self._show(step + 1, progress)
 
-        given = weights, version, self.questions, key_of, record, show, self._later
         try:
-            samples, self._later = sample_step(sampling, *given)
+            sampled = sample_step(
+                sampling, self._versions[step], self.questions, step, show, self._later
+            )
         except Exception as error:
             self._failure = error
             raise
-        record |= sampling.engine.metrics()
-        del self._given[step]
-        return Drawn(samples, record, self.questions.position, self._later)
+        self._later = sampled.later
+        del self._versions[step]
+        metrics = sampled.metrics | sampling.engine.metrics()
+        return Drawn(sampled.samples, metrics, self.questions.position, self._later)
 
     # For a checkpoint.
 
-    def kept(self) -> dict[str, Any]:
-        """Waits for the rollouts; returns those before the first that fails, and the responses that
-        the last of them has begun, as a checkpoint's metadata. Its error is raised where it is
-        read; a resumed run draws it with newer weights.
+    def beside(self) -> Beside:
+        """Waits for the rollouts; returns what a checkpoint keeps of them: those before the first
+        that fails, the responses that the last of them has begun, and the weights that those draw
+        with which `stop` has ended. The error is raised where it is read; a resumed run draws that
+        rollout with newer weights.
         """
         if not self._ahead and not self._learnt:
-            return {}
+            return Beside()
         places = {id(q): i for i, q in enumerate(self._runtime.questions["train"])}
-        found, later = [], self._learnt
-        for drawn in self._finished():
-            about = {"record": dict(drawn.record), "position": drawn.position}
-            found.append(about | {"arrays": _as_text(drawn.samples, places)})
+        later, arrays = self._learnt, dict[str, np.ndarray]()
+        rollouts = []
+        for index, drawn in enumerate(self._finished()):
+            names = [*drawn.samples.by_name]
+            rollouts.append(
+                {"metrics": drawn.metrics, "position": drawn.position, "rewards": names}
+            )
+            arrays |= _arrays(f"rollouts/{index}", drawn.samples, places)
             later = drawn.later
-        again = [{"version": g.version, "rng": g.rng.tolist()} for g in self._unfinished()]
-        begun = [_as_text(begun, places) for begun in later]
-        return {"rollouts": found, "begun": begun, "unfinished": again}
-
-    def unfinished(self) -> dict[str, Weights]:
-        """Returns the weights of the rollouts that `stop` has ended, by the names for `restore`."""
-        return {_of_version(g.version): g.weights for g in self._unfinished()}
+        for index, responses in enumerate(later):
+            arrays |= _arrays(f"begun/{index}", responses, places)
+        unfinished = self._unfinished()
+        meta = {
+            "rollouts": rollouts,
+            "begun": len(later),
+            "unfinished": [{"version": v.number, "rng": v.rng.tolist()} for v in unfinished],
+        }
+        return Beside(meta, arrays, {_of_version(v.number): v.weights for v in unfinished})
 
     def _finished(self) -> list[Drawn]:
         """Waits for the rollouts; returns those before the first that failed or was ended."""
@@ -223,33 +212,41 @@ class Rollouts:
             found.append(future.result())
         return found
 
-    def _unfinished(self) -> list[_Given]:
-        """Returns what the rollouts behind the finished ones draw with, if `stop` ended them."""
+    def _unfinished(self) -> list[Version]:
+        """Returns the versions that draw the rollouts behind the finished ones, if `stop` ended
+        them."""
         finished = len(self._finished())
         begun = list(self._begun)[finished:]
         if not begun or not (begun[0].cancelled() or isinstance(begun[0].exception(), _Stopped)):
             return []
         first = self._first + finished
-        return [self._given[step] for step in range(first, first + len(begun))]
+        return [self._versions[step] for step in range(first, first + len(begun))]
 
     def restore(
-        self, step: int, meta: Mapping[str, Any], weights_of: Callable[[str], Weights]
+        self,
+        step: int,
+        meta: Mapping[str, Any],
+        arrays: Mapping[str, np.ndarray],
+        weights_of: Callable[[str], Weights],
     ) -> None:
-        """Takes over what `kept` returned at the checkpoint of `step`, and begins again what was
-        not finished, with `weights_of` its names."""
+        """Takes over what `beside` returned at the checkpoint of `step`, and begins again what was
+        not finished. `weights_of`: returns a tree of `Beside.trees` by its name."""
         self._first, runtime = step, self._runtime
-        self._learnt = [Responses(**_of_text(text, runtime)) for text in meta.get("begun", [])]
+        self._learnt = [
+            Responses(**_fields(f"begun/{index}", arrays, runtime))
+            for index in range(meta["begun"])
+        ]
         self._later = self._learnt
-        for saved in meta.get("rollouts", []):
-            record = StepRecord(step + len(self._begun) + 1)
-            record |= saved["record"]
+        for index, saved in enumerate(meta["rollouts"]):
+            fields = _fields(f"rollouts/{index}", arrays, runtime)
+            fields["by_name"] = dict(zip(saved["rewards"], fields["by_name"], strict=True))
             self.questions.position = saved["position"]
-            samples = Samples(**_of_text(saved["arrays"], runtime))
-            self._begun.append(_done(Drawn(samples, record, saved["position"], self._later)))
-        for saved in meta.get("unfinished", []):
+            drawn = Drawn(Samples(**fields), saved["metrics"], saved["position"], self._later)
+            self._begun.append(_done(drawn))
+        for saved in meta["unfinished"]:
             rng = np.asarray(saved["rng"], np.uint32)
             weights = weights_of(_of_version(saved["version"]))
-            self._begin(step + len(self._begun), _Given(weights, saved["version"], rng))
+            self._begin(step + len(self._begun), Version(weights, saved["version"], rng))
 
 
 def _of_version(version: int) -> str:
@@ -257,41 +254,38 @@ def _of_version(version: int) -> str:
 
 
 _PROMPTS = ("tokens", "lengths", "temperature", "first_ids")  # of Prompts
-_OWN = ("versions", "rewards", "counts", "turns", "learner_logprobs")  # of Samples
+_SAMPLES = ("versions", "rewards", "counts", "turns", "learner_logprobs")  # of Samples
 
 
-def _as_text(begun: Responses, places: dict[int, int]) -> str:
-    """Returns the arrays of `Samples` or of responses that were begun; `places`: numbers of the
-    questions by `id`."""
-    arrays = {"questions": np.array([places[id(question)] for question in begun.questions])}
-    arrays |= {f"rollout/{name}": np.asarray(x) for name, x in begun.rollout.rows.items()}
-    for part, source, names in (("prompts", begun.prompts, _PROMPTS), ("own", begun, _OWN)):
-        values = {f"{part}/{name}": getattr(source, name, None) for name in names}
-        arrays |= {name: np.asarray(x) for name, x in values.items() if x is not None}
-    if isinstance(begun, Samples):
-        arrays |= {f"by_name/{name}": value for name, value in begun.by_name.items()}
-    arrays["key"] = np.asarray(jax.random.key_data(begun.prompts.key))
-    content = io.BytesIO()
-    np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
-    return base64.b64encode(content.getvalue()).decode()
+def _arrays(prefix: str, responses: Responses, places: Mapping[int, int]) -> dict[str, np.ndarray]:
+    """Returns the arrays of `Samples`, or of responses that were begun, by names that begin with
+    `prefix`; `places`: numbers of the questions by `id`."""
+    prompts = responses.prompts
+    arrays = {f"rollout/{name}": x for name, x in responses.rollout.rows.items()}
+    arrays |= {f"prompts/{name}": getattr(prompts, name) for name in _PROMPTS}
+    for name in _SAMPLES:
+        array = getattr(responses, name, None)
+        if array is not None:
+            arrays[name] = array
+    if isinstance(responses, Samples):
+        arrays["by_name"] = np.stack([*responses.by_name.values()])
+    arrays["questions"] = np.array([places[id(question)] for question in responses.questions])
+    arrays["key"] = jax.random.key_data(prompts.key)
+    return {f"{prefix}/{name}": np.asarray(array) for name, array in arrays.items()}
 
 
-def _of_text(text: str, runtime: Runtime) -> dict[str, Any]:
-    """Returns the fields of what `_as_text` was given."""
+def _fields(prefix: str, arrays: Mapping[str, np.ndarray], runtime: Runtime) -> dict[str, Any]:
+    """Returns the fields of the `Samples` or `Responses` whose arrays these are."""
+
+    def part(start: str) -> dict[str, np.ndarray]:
+        return {n.removeprefix(start): x for n, x in arrays.items() if n.startswith(start)}
+
+    fields: dict[str, Any] = {name: x for name, x in part(f"{prefix}/").items() if "/" not in name}
+    key = jax.random.wrap_key_data(fields.pop("key"), impl="threefry2x32")
     questions = runtime.questions["train"]
-    with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as found:
-        arrays = dict(found)
-
-    def part(prefix: str) -> dict[str, np.ndarray]:
-        whole = f"{prefix}/"
-        return {n.removeprefix(whole): x for n, x in arrays.items() if n.startswith(whole)}
-
-    key = jax.random.wrap_key_data(arrays["key"], impl="threefry2x32")
-    own = part("own")
-    return {
-        "questions": [questions[index] for index in arrays["questions"]],
-        "rollout": Rollout(**part("rollout"), taps={}, truncation=runtime.truncation),
-        "prompts": Prompts(key=key, **part("prompts")),
-        **own,
-        **({"by_name": part("by_name")} if "rewards" in own else {}),
+    rollout = part(f"{prefix}/rollout/")
+    return fields | {
+        "questions": [questions[index] for index in fields["questions"]],
+        "rollout": Rollout(**rollout, taps={}, truncation=runtime.truncation),
+        "prompts": Prompts(key=key, **part(f"{prefix}/prompts/")),
     }

@@ -12,6 +12,7 @@ would write a checkpoint that nothing can read. They get a path by the directory
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -26,7 +27,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ from fp8rl_jax.training.run_directory import STORE_ERRORS
 _MISREAD = re.compile(r"[*?\[\]\\:]")
 _PART_BYTES = 2**28  # largest size of arrays that are read back together
 _LONGEST_WRITE = 7 * 24 * 3600  # seconds that a checkpoint may take
+_ARRAYS = "arrays"  # the item of a checkpoint that has `Beside.arrays`
 _OTHER_WRITES = 3.0  # seconds to wait for writes in flight after one has failed
 
 
@@ -62,6 +63,24 @@ class _OtherState(ValueError):
 
 class _Damage(ValueError):
     """Damage that this module has found; its text says which."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What a checkpoint keeps beside the state.
+
+    Attributes:
+      meta: values of its JSON.
+      arrays: arrays on the host by name, `A/B/C`, for `read_arrays`.
+      trees: trees of arrays on the devices by name, for `read_other`.
+    """
+
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    trees: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+NOTHING = Beside()
 
 
 class Checkpoints:
@@ -110,15 +129,10 @@ class Checkpoints:
         return sorted(self._manager.all_steps())[-count:]
 
     def save(
-        self,
-        number: int,
-        state: Any,
-        meta: dict[str, Any],
-        others: Mapping[str, Any] = MappingProxyType({}),
+        self, number: int, state: Any, meta: Mapping[str, Any], beside: Beside = NOTHING
     ) -> None:
         """Starts to write a checkpoint, unless one of that number exists; `finish` waits for it.
-        The frozen base under adapters is left out: it is what the run began with. `others` are
-        trees of arrays by name, for `read_other`.
+        The frozen base under adapters is left out: it is what the run began with.
 
         The state may be donated to a program at once: its arrays are in host memory on return, or
         JAX keeps those that are there from being overwritten. A directory's first checkpoint is
@@ -133,17 +147,21 @@ class Checkpoints:
         if number in there:
             return
         sums = _array_checksums(state)
-        meta = {
+        content = {
             **meta,
+            **beside.meta,
             "checksum": state_checksum(state, sums),
             "arrays": dict(zip(_names(state), sums, strict=True)),
             "structure": _structure(state),
-            "others": {name: _array_checksums(tree) for name, tree in others.items()},
+            "others": {name: _array_checksums(tree) for name, tree in beside.trees.items()},
+            "on_host": {name: _described(array) for name, array in beside.arrays.items()},
         }
-        meta["digest"] = _digest(meta)
-        trees = {"state": state} | {name: _as_bytes(tree) for name, tree in others.items()}
+        content["digest"] = _digest(content)
+        trees = {"state": state} | {name: _as_bytes(tree) for name, tree in beside.trees.items()}
+        if beside.arrays:
+            trees[_ARRAYS] = traverse_util.unflatten_dict(dict(beside.arrays), sep="/")
         saves = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        args = ocp.args.Composite(meta=ocp.args.JsonSave(meta), **saves)
+        args = ocp.args.Composite(meta=ocp.args.JsonSave(content), **saves)
         with _one_error():
             self._manager.save(number, args=args, force=True)
         if not there:
@@ -214,7 +232,7 @@ class Checkpoints:
             raise self._unreadable(number, error) from None
 
     def read_other(self, number: int, name: str, like: Any) -> Any:
-        """Returns one of the `others` of a checkpoint, shaped and sharded as `like`.
+        """Returns one of the `Beside.trees` of a checkpoint, shaped and sharded as `like`.
 
         Raises:
           UserError: as for `restore`.
@@ -229,6 +247,31 @@ class Checkpoints:
             if _array_checksums(tree) != meta.get("others", {}).get(name):
                 raise _Damage(f"the bytes of {name} do not match their checksums")
             return tree
+        except Exception as error:  # see read_meta
+            raise self._unreadable(number, error) from None
+
+    def read_arrays(self, number: int) -> dict[str, np.ndarray]:
+        """Returns the arrays on the host that a checkpoint has beside its state, by name.
+
+        Raises:
+          UserError: as for `restore`.
+        """
+        described = self.read_meta(number).get("on_host")
+        if described is None:
+            raise self._unreadable(number, _OtherState())
+        if not described:
+            return {}
+        try:
+            like = {name: np.empty(shape, dtype) for name, (dtype, shape, _) in described.items()}
+            tree = ocp.args.StandardRestore(traverse_util.unflatten_dict(like, sep="/"))
+            with _one_error(0.0):
+                args = ocp.args.Composite(**{_ARRAYS: tree})
+                found = self._manager.restore(number, args=args)[_ARRAYS]
+            arrays = traverse_util.flatten_dict(found, sep="/")
+            for name, array in arrays.items():
+                if _described(array) != described[name]:
+                    raise _Damage(f"the bytes of {name} do not match their digest")
+            return arrays
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
 
@@ -330,6 +373,12 @@ def _of_bytes(arrays: Mapping[str, jax.Array], like: Any) -> Any:
         for index, x in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, found)
+
+
+def _described(array: np.ndarray) -> list[Any]:
+    """Returns the dtype, the shape and a hash of the bytes of an array, as JSON has them."""
+    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+    return [str(array.dtype), [*array.shape], digest]
 
 
 def _nameless(directory: pathlib.Path, descriptor: int) -> pathlib.Path:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 from fp8rl_jax.base import processes
@@ -13,7 +12,7 @@ from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.models.lora import base_of
-from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum
+from fp8rl_jax.training.checkpoint import NOTHING, Beside, Checkpoints, state_checksum
 from fp8rl_jax.training.compile_times import CompileTimes
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
@@ -80,11 +79,9 @@ class Run:
         """Returns the number of the checkpoint of a state."""
         return int(state.step) + (self.runtime.config.sft.steps if self.phase == "rl" else 0)
 
-    def save(
-        self, state: TrainState, others: Mapping[str, Any] = MappingProxyType({}), **more: Any
-    ) -> None:
-        """Writes a checkpoint while the run goes on, with trees of arrays beside the state, and
-        `more` in its metadata."""
+    def save(self, state: TrainState, beside: Beside = NOTHING, **more: Any) -> None:
+        """Writes a checkpoint while the run goes on, with what goes beside the state, and `more` in
+        its metadata."""
         meta = {
             "phase": self.phase,
             "step": int(state.step),
@@ -96,20 +93,18 @@ class Run:
             self._base = self._base or state_checksum(base)
             meta["base"] = self._base
         self._lock.check()
-        self.checkpoints.save(self.number(state), state, meta, others)
+        self.checkpoints.save(self.number(state), state, meta, beside)
 
-    def save_for_reward(self, state: TrainState, **more: Any) -> None:
+    def save_for_reward(self, state: TrainState, beside: Beside, **more: Any) -> None:
         """Writes a checkpoint before a run stops because of its reward, and shows a note."""
-        self.save(state, **more)
+        self.save(state, beside, **more)
         self.checkpoints.finish()
         at = f"{self.phase} step {int(state.step)}"
         self.display.note(f"the state after {at} is saved; --resume goes on from there")
 
-    def evaluate(
-        self, state: TrainState, weights, kept: Callable[[], dict[str, Any]] = dict
-    ) -> None:
-        """Evaluates the weights of a state, and logs the results. `kept`: further metadata of a
-        checkpoint, if one is saved.
+    def evaluate(self, state: TrainState, weights, beside: Callable[[], Beside] = Beside) -> None:
+        """Evaluates the weights of a state, and logs the results. `beside`: returns what goes
+        beside the state in a checkpoint, if one is saved.
 
         Raises:
           RewardError: every call of the reward failed; the resumed run evaluates again.
@@ -118,7 +113,7 @@ class Run:
         try:
             evaluations = evaluate(self.runtime, weights, self.phase, int(state.step))
         except RewardError:
-            self.save_for_reward(state, evaluation_failed=True, **kept())
+            self.save_for_reward(state, beside(), evaluation_failed=True)
             raise
         self.logs.write_evaluations(evaluations)
         self.display.evaluations([evaluation.record for evaluation in evaluations])

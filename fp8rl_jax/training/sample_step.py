@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,15 @@ import numpy as np
 
 from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Tally
-from fp8rl_jax.rl import informative_groups
+from fp8rl_jax.rl import informative_groups, reply_numbers
 from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training import partial
+from fp8rl_jax.training.conversations import Conversed
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.step_record import StepRecord
+from fp8rl_jax.training.step_metrics import Times, response_metrics, reward_metrics, version_metrics
 
 
 @dataclasses.dataclass
@@ -72,77 +73,128 @@ class Samples(Responses):
         )
 
 
+class Version(NamedTuple):
+    """A version of the policy, as a rollout draws with it.
+
+    Attributes:
+      weights: the sampler's weights.
+      number: the step of the state that they were made from.
+      rng: the state's random numbers (`TrainState.rng`), on the host.
+    """
+
+    weights: Any
+    number: int
+    rng: np.ndarray
+
+    def key(self, step: int) -> jax.Array:
+        """Returns the random key of a step's rollout."""
+        key = jax.random.wrap_key_data(jnp.asarray(self.rng), impl="threefry2x32")
+        return jax.random.fold_in(key, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """The result of `sample_step`.
+
+    Attributes:
+      samples: the step's responses and their rewards.
+      later: responses of later steps that were begun.
+      metrics: metrics of both, and the times of the parts.
+    """
+
+    samples: Samples
+    later: list[Responses]
+    metrics: dict[str, Any]
+
+
 def sample_step(
     runtime: Runtime,
-    weights: Any,
-    version: int,
+    version: Version,
     stream: Stream,
-    keys: Callable[[int], jax.Array],
-    record: StepRecord,
+    step: int,
     show: Callable[[Progress], None],
     begun: Sequence[Responses] = (),
-) -> tuple[Samples, list[Responses]]:
-    """Samples and rewards `rollout.prompts_per_step` groups; returns them, and the responses of
-    later steps that were begun.
+) -> Sampled:
+    """Samples and rewards `rollout.prompts_per_step` groups.
 
     Args:
       runtime: result of `make_runtime`.
-      weights, version: the sampler's weights, and the step of their state (`Served`).
+      version: the version of the policy that draws.
       stream: stream of questions; each round takes a batch.
-      keys: function from a step to its random key.
-      record: record that gets times and metrics of the samples.
+      step: number of RL steps before this one.
       show: function called with the progress of a continuous rollout.
       begun: responses of this and later steps that were begun before; see partial.py.
 
     Raises:
       RewardError: every call of a reward failed, or no response was scored.
     """
-    config, step = runtime.config, record["step"] - 1
-    tally = Tally(f"RL step {record['step']}")
+    config = runtime.config
+    several = config.rollout.most_versions > 1
     wanted = config.rollout.prompts_per_step
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     last = max(step + 1, min(step + config.rollout.most_versions, config.run.steps))
-    begun, known = list(begun), sum(b.drawn for b in begun)
-    for number in range(step + len(begun), last):
-        begun.append(Responses.new(runtime, stream.next(), keys(number)))
-    given = runtime, weights, version
-    samples, later = _round(*given, begun, record, show, tally)
-    rounds = [samples]
-    while len(rounds) < limit and sum(r.counts.sum() for r in rounds) < wanted:
-        first = len(rounds) * len(samples.versions)
-        another = Responses.new(runtime, stream.next(), keys(step), first)
-        rounds.append(_round(*given, [another], record, show, tally)[0])
+    tally = Tally(f"RL step {step + 1}")
+    times = Times()
+    drawn_before = sum(responses.drawn for responses in begun)
+    begun = list(begun)
+    with jax.default_device(runtime.mesh.local_devices[0]):  # the learner's may be busy
+        keys = [version.key(number) for number in range(step, last)]
+    for key in keys[len(begun) :]:
+        begun.append(Responses.new(runtime, stream.next(), key))
+    rounds = [_round(runtime, version, begun, times, show, tally)]
+    while len(rounds) < limit and sum(r.samples.counts.sum() for r in rounds) < wanted:
+        first = len(rounds) * len(rounds[0].samples.versions)
+        another = Responses.new(runtime, stream.next(), keys[0], first)
+        rounds.append(_round(runtime, version, [another], times, show, tally))
     tally.check()
-    everything = _joined(rounds)
-    if np.isnan(everything.rewards).all():
+    samples = _joined([r.samples for r in rounds])
+    if np.isnan(samples.rewards).all():
         raise tally.nothing_scored("no response")
-    record.add_rollout(everything.rollout, everything.rewards, everything.by_name)
-    if config.rollout.most_versions > 1:
-        record.add_versions(samples.versions, samples.drawn + sum(b.drawn for b in later) - known)
+    later = rounds[0].later
+    metrics = times | {"reward_errors": tally.errors}
+    metrics |= reward_metrics(samples.rewards, samples.by_name)
+    metrics |= response_metrics(samples.rollout.mask, samples.rollout.finished)
+    drawn = samples.drawn
+    if several:
+        metrics |= version_metrics(samples.versions)
+        drawn += sum(responses.drawn for responses in later) - drawn_before
+    metrics["tokens_per_s_rollout"] = drawn / times["time_rollout"]
     if runtime.step is not None:
-        record.add_turns(everything.rollout.mask)
-    if not config.algo.dynamic_sampling:
-        return everything, later
-    # Groups that count come first, each kind in the order of sampling.
-    order = np.argsort(~everything.counts, kind="stable")[:wanted]
-    chosen = everything.groups(order)
-    record["dynamic_rounds"] = len(rounds)
-    record["dynamic_discarded_groups"] = len(everything.counts) - wanted
-    record["dynamic_filled_groups"] = int(wanted - chosen.counts.sum())
-    return chosen, later
+        replies = reply_numbers(samples.rollout.mask)
+        metrics["turns_mean"] = float(replies[:, -1].mean() + 1)
+        metrics["env_errors"] = sum(r.conversed.errors for r in rounds if r.conversed)
+        metrics["observations_cut"] = sum(r.conversed.cut for r in rounds if r.conversed)
+    if config.algo.dynamic_sampling:
+        # Groups that count come first, each kind in the order of sampling.
+        order = np.argsort(~samples.counts, kind="stable")[:wanted]
+        metrics["dynamic_rounds"] = len(rounds)
+        metrics["dynamic_discarded_groups"] = len(samples.counts) - wanted
+        samples = samples.groups(order)
+        metrics["dynamic_filled_groups"] = int(wanted - samples.counts.sum())
+    return Sampled(samples, later, metrics)
+
+
+class _Round(NamedTuple):
+    samples: Samples
+    later: list[Responses]
+    conversed: Conversed | None
 
 
 def _round(
-    runtime: Runtime, weights, version: int, begun: Sequence[Responses], record, show, tally
-) -> tuple[Samples, list[Responses]]:
-    """Completes and rewards the first of `begun`; returns it, and the others."""
+    runtime: Runtime,
+    version: Version,
+    begun: Sequence[Responses],
+    times: Times,
+    show: Callable[[Progress], None],
+    tally: Tally,
+) -> _Round:
+    """Completes and rewards the first of `begun`; the others go on."""
     config, first = runtime.config, begun[0]
-    group, several = config.rollout.group_size, config.rollout.most_versions > 1
+    group = config.rollout.group_size
     rows = len(first.versions)
     own = partial.own_rows(runtime, rows)
     of_rows = [q for q in first.questions for _ in range(group)]
     rewards = Rewards(runtime.text.decode, of_rows, runtime.rewards, own)
-
     conversations = runtime.conversations(of_rows, own, tally)
 
     def watch(progress: Progress) -> None:
@@ -150,32 +202,37 @@ def _round(
             rewards.add(progress.rollout, np.asarray(progress.done))
         show(progress)
 
-    later, turns = list[Responses](), None
-    with record.timed("rollout"):
-        if several:
-            first, *later = partial.complete(runtime, weights, version, begun, watch)
-            rollout = first.rollout
+    later = list[Responses]()
+    with times.of("rollout"):
+        if config.rollout.most_versions > 1:
+            first, *later = partial.complete(runtime, version.weights, version.number, begun, watch)
         else:
-            rollout = runtime.engine.sample(weights, first.prompts, watch, conversations)
-    with record.timed("reward"):
+            rollout = runtime.engine.sample(version.weights, first.prompts, watch, conversations)
+            first = first.goes_on(rollout, version.number)
+    conversed = None
+    with times.of("reward"):
         if conversations is None:
-            rewards.add(rollout, np.ones(rows, bool))
+            rewards.add(first.rollout, np.ones(rows, bool))
             scores, by_name = rewards.result(tally)
         else:
-            rollout, conversed = conversations.result(rollout)
+            rollout, conversed = conversations.result(first.rollout)
+            first = dataclasses.replace(first, rollout=rollout)
             scores, by_name = conversed.scored(rewards, tally)
-            turns = conversed.rewards
-            record.add_conversations(conversed)
-    record["reward_errors"] = tally.errors
     values = scores.reshape(-1, group)
     counts = np.ones(len(first.questions), bool)
     if config.algo.dynamic_sampling:
         counts = informative_groups(values)
-    by_name = {name: x.reshape(-1, group) for name, x in by_name.items()}
-    if not several:
-        first = first.goes_on(rollout, version)
-    samples = Samples(**vars(first), rewards=values, by_name=by_name, counts=counts, turns=turns)
-    return samples, later
+    samples = Samples(
+        questions=first.questions,
+        rollout=first.rollout,
+        versions=first.versions,
+        prompts=first.prompts,
+        rewards=values,
+        by_name={name: x.reshape(-1, group) for name, x in by_name.items()},
+        counts=counts,
+        turns=None if conversed is None else conversed.rewards,
+    )
+    return _Round(samples, later, conversed)
 
 
 def _joined(rounds: list[Samples]) -> Samples:

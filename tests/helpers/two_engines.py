@@ -8,7 +8,6 @@ import dataclasses
 import json
 import pathlib
 import sys
-import types
 
 import jax
 import numpy as np
@@ -19,8 +18,8 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.data import Stream
 from fp8rl_jax.training.ahead import Rollouts
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.rl import rl_step
 from fp8rl_jax.training.runtime import Runtime, make_runtime
+from fp8rl_jax.training.step import metrics_of, rl_step
 
 _STEPS = 2
 
@@ -54,14 +53,13 @@ def _steps(runtime: Runtime, params) -> dict:
     served, logprobs, rewards, drift = engine.refit(state), [], [], []
     stream = Stream(runtime.questions["train"], config.rollout.prompts_per_step, config.run.seed)
     rollouts = Rollouts(runtime, stream, lambda step, progress: None)
-    run = types.SimpleNamespace(runtime=runtime, doubted=False, drifted=False)
-    monitor = types.SimpleNamespace(keep=lambda state, drifted: None)
     for _ in range(_STEPS):
-        result = rl_step(run, state, served, None, rollouts, monitor)
+        result = rl_step(runtime, state, served, None, rollouts)
+        record = metrics_of(runtime, result)
         state, served = result.state, result.served
-        logprobs.append(result.samples.rollout.logprobs)
-        rewards.append(result.record["reward_mean"])
-        drift.append(result.record["train_rollout_logprob_abs_diff_max"])
+        logprobs.append(result.drawn.samples.rollout.logprobs)
+        rewards.append(record["reward_mean"])
+        drift.append(record["train_rollout_logprob_abs_diff_max"])
     leaves = [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))]
     places = {str(x.devices()) for x in jax.tree.leaves(served.weights)}
     return {

@@ -24,7 +24,7 @@ from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.data import ByteTokenizer, Turns
 from fp8rl_jax.envs import Question, Tally, load_step
 from fp8rl_jax.rollout import Progress, Replies, Rollout
-from fp8rl_jax.training import rl
+from fp8rl_jax.training import step
 from fp8rl_jax.training.conversations import Conversations
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import read_jsonl
@@ -252,7 +252,7 @@ def test_what_nobody_drew_is_compared():
         rollout=types.SimpleNamespace(mask=versions >= 0), versions=versions
     )
     batch = types.SimpleNamespace(mask=np.float32([[1, 1, 1, 0]]))
-    assert rl._comparable(batch, samples, step=2).tolist() == [[False, True, True, False]]
+    assert step._comparable(batch, samples, step=2).tolist() == [[False, True, True, False]]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from fp8rl_jax.quant import (
     update_site,
 )
 from fp8rl_jax.training.counters import age_metrics, loss_metrics
-from fp8rl_jax.training.step_record import StepRecord
+from fp8rl_jax.training.step_metrics import learner_token_metrics, memory_metrics, rate_metrics
 
 KEYS = ("saturated", "underflowed", "nonfinite_blocks", "elements")
 
@@ -256,31 +256,22 @@ def test_age_of_scales_that_were_never_calibrated():
 
 
 def test_tokens_of_the_learner():
-    record = StepRecord(1)
-    record.add_learner_tokens(
-        [{"computed": 6400, "padding": 6000}, {"computed": 6400, "padding": 3600}]
-    )
-    assert record == StepRecord(1) | {"learner_tokens": 12_800, "learner_padding": 0.75}
+    updates = [{"computed": 6400, "padding": 6000}, {"computed": 6400, "padding": 3600}]
+    assert learner_token_metrics(updates) == {"learner_tokens": 12_800, "learner_padding": 0.75}
 
 
 def test_rates_of_a_device():
     """MFU only where the peak of a device is known."""
-    record = StepRecord(1) | {"tokens_per_s_rollout": 80.0, "tokens_per_s_learner": 16.0}
+    record = {"tokens_per_s_rollout": 80.0, "tokens_per_s_learner": 16.0, "time_learner": 4.0}
+    rates = {"tokens_per_s_device_rollout": 10.0, "tokens_per_s_device_learner": 2.0}
     for peak, more in ((None, {}), (5.0, {"mfu_learner": 0.25})):
-        found = StepRecord(1)
-        found |= record | {"time_learner": 4.0}
-        found.add_rates(flops=40.0, learners=8, samplers=8, peak=peak)
-        rates = {"tokens_per_s_device_rollout": 10.0, "tokens_per_s_device_learner": 2.0}
-        assert found == record | {"time_learner": 4.0} | rates | more
+        assert rate_metrics(record, 40.0, 8, 8, peak) == rates | more
 
 
 def test_most_memory_in_use(monkeypatch):
     """The fullest device's; nothing where JAX does not count, as on a CPU."""
-    record = StepRecord(1)
-    record.add_memory()
-    assert record == StepRecord(1)
+    assert memory_metrics() == {}
     counted = None, {"peak_bytes_in_use": 2**31}, {"peak_bytes_in_use": 3 * 2**30}, {"limit": 9}
     devices = [types.SimpleNamespace(memory_stats=lambda found=found: found) for found in counted]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    record.add_memory()
-    assert record == StepRecord(1) | {"memory_peak": 3.0}
+    assert memory_metrics() == {"memory_peak": 3.0}

@@ -44,11 +44,11 @@ def _rescored(monkeypatch) -> list[dict[int, tuple[int, int]]]:
     is not the one that the learner computes with the policy of that version)."""
     policies, found, step_of = {}, [], rl.rl_step
 
-    def kept_step(run, state, *others):
+    def kept_step(runtime, state, *others):
         version = int(state.step)
         policies[version] = jax.tree.map(np.array, state)
-        result = step_of(run, state, *others)
-        samples, engine, counts = result.samples, run.runtime.engine, {}
+        result = step_of(runtime, state, *others)
+        samples, engine, counts = result.drawn.samples, runtime.engine, {}
         batch = engine.batch(samples.rollout, samples.prompts)
         for version in np.unique(samples.versions[samples.rollout.mask]).tolist():
             own = samples.versions == version

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,8 +12,7 @@ from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Question, load_rewards
 from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.sharding import MESH_AXES, batch_sharding, make_mesh
-from fp8rl_jax.training.sample_step import sample_step
-from fp8rl_jax.training.step_record import StepRecord
+from fp8rl_jax.training.sample_step import Version, sample_step
 
 
 class _Engine(types.SimpleNamespace):
@@ -56,16 +54,9 @@ def test_terms_over_all_rounds():
         conversations=lambda *of_rows: None,
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
-    record = StepRecord(1)
-    samples, _ = sample_step(
-        runtime,
-        None,
-        7,
-        stream,
-        lambda step: jax.random.key(step, impl="threefry2x32"),
-        record,
-        lambda progress: None,
-    )
+    version = Version(None, 7, np.zeros(2, np.uint32))
+    sampled = sample_step(runtime, version, stream, 0, lambda progress: None)
+    record, samples = sampled.metrics, sampled.samples
     assert (record["dynamic_rounds"], record["dynamic_discarded_groups"]) == (2, 2)
     assert record["reward/gsm8k"] == 0.25
     weighted = record["reward/gsm8k"] - 0.5 * record["reward/math_equal"]

@@ -1,0 +1,141 @@
+"""The learner's half of an RL step: score, weigh, update.
+
+The RL step (step.py) and the Python API's `train_step` both call it. Nothing here knows of a run,
+its files or its clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fp8rl_jax.batch import Batch
+from fp8rl_jax.learner import TrainState
+from fp8rl_jax.rl import Algorithm, prepare
+from fp8rl_jax.training.engine import Engine
+from fp8rl_jax.training.optimizer import updates_made
+from fp8rl_jax.training.sample_step import Samples
+
+
+class NonFiniteUpdate(Exception):
+    """Loss or gradients of an update are not finite, so it was not made.
+
+    Attributes:
+      metrics: metrics of the update.
+      unchanged: the state before it if no update of the step was made; else None.
+    """
+
+    def __init__(self, metrics: dict[str, Any], unchanged: TrainState | None):
+        super().__init__(f"loss {float(metrics['loss'])}")
+        self.metrics = metrics
+        self.unchanged = unchanged
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The optimiser updates of a step.
+
+    Attributes:
+      logp: (N, R) float32, log-probabilities that the first update's forward pass computed.
+      updates: metrics of each update on the host (`Engine.update`), and its `counts` (N, R) bool,
+        which tokens its loss takes.
+      learning_rate: that of the first update.
+    """
+
+    logp: np.ndarray
+    updates: list[dict[str, Any]]
+    learning_rate: float
+
+
+def scored(
+    engine: Engine, state: TrainState, reference: TrainState | None, batch: Batch, own: bool
+) -> Batch:
+    """Returns the batch with log-probabilities before the update and under the reference policy.
+
+    Args:
+      engine: engine that scores.
+      state: state before the update.
+      reference: a state with the reference policy; None without one.
+      batch: batch with the sampler's log-probabilities.
+      own: whether the learner's log-probabilities replace the sampler's.
+    """
+    if own:
+        old = np.where(batch.mask > 0, engine.score(state, batch), 0.0)
+        batch = dataclasses.replace(batch, old_logprobs=old)
+    if reference is not None:
+        batch = dataclasses.replace(batch, ref_logprobs=engine.score_reference(reference, batch))
+    return batch
+
+
+def weighed(
+    algorithm: Algorithm, samples: Samples, batch: Batch, minibatches: int
+) -> tuple[Batch, dict[str, float]]:
+    """Returns the batch with advantages and weights of its tokens, and their metrics.
+
+    Args:
+      algorithm: gives them.
+      samples: the samples of the batch, with their rewards.
+      batch: result of `scored`.
+      minibatches: number of equal parts of the batch that get an update each.
+    """
+    rollout = samples.rollout
+    prepared = prepare(
+        algorithm,
+        samples.rewards,
+        rollout.mask,
+        rollout.finished,
+        batch.old_logprobs,
+        rollout.logprobs,
+        batch.ref_logprobs,
+        samples.counts,
+        samples.turns,
+        rollout.lengths,
+    )
+    parts = np.split(prepared.keep, minibatches)
+    batch = dataclasses.replace(
+        batch,
+        advantages=prepared.advantages,
+        rollout_weights=prepared.rollout_weights,
+        weights=np.concatenate([algorithm.token_weights(keep) for keep in parts]),
+    )
+    return batch, prepared.metrics
+
+
+def learn(
+    update: Callable[[TrainState, Batch], tuple[TrainState, np.ndarray, dict]],
+    schedule: optax.Schedule,
+    state: TrainState,
+    batch: Batch,
+    minibatches: int = 1,
+    epochs: int = 1,
+) -> tuple[TrainState, Update]:
+    """Makes all optimiser updates of a step, and returns the state after them.
+
+    Args:
+      update: `Engine.update`, which may donate the state.
+      schedule: learning rate by number of updates made.
+      state: state before the updates.
+      batch: result of `weighed`.
+      minibatches: number of equal parts of the batch that get an update each.
+      epochs: passes over the batch.
+
+    Raises:
+      NonFiniteUpdate: loss or gradients are not finite.
+    """
+    learning_rate = float(schedule(updates_made(state.opt_state)))
+    rows = len(batch.mask) // minibatches
+    logps, updates = list[np.ndarray](), list[dict]()
+    for index in range(epochs * minibatches):
+        begin = index % minibatches * rows
+        part = jax.tree.map(lambda x, begin=begin: x[begin : begin + rows], batch)
+        state, logp, metrics = update(state, part)
+        if not metrics["good"]:
+            raise NonFiniteUpdate(metrics, None if updates else state)
+        logps.append(logp)
+        updates.append(metrics | {"counts": part.weights != 0})
+    return state, Update(logps[0], updates, learning_rate)
