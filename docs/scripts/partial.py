@@ -24,7 +24,7 @@ def _lengths() -> np.ndarray:
 
 
 def _steps(slots: int, most: int) -> tuple[float, float, float, float]:
-    """Returns the share of slots that drew a token, turns of a step, tokens prefilled for each
+    """Returns the share of slots that drew a token, iterations of a step, tokens prefilled for each
     drawn, and versions of a response, over the steps after the first `most`."""
     rows, lengths = most * _ROWS, _lengths()
     settings = rollout.SamplerConfig(_NEW, 1, (), 0)
@@ -35,7 +35,7 @@ def _steps(slots: int, most: int) -> tuple[float, float, float, float]:
     prompts = np.random.default_rng(0).integers(1, 60, (rows, _PROMPT)).astype(np.int32)
     rope = tuple(map(jnp.asarray, models.rope_tables(_MODEL, _PROMPT + _NEW)))
     counts, seen = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    turns, drawn, prefilled, versions = [], [], [], []
+    iterations, drawn, prefilled, versions = [], [], [], []
     for step in range(_STEPS):
         earlier = rollout.Earlier(
             tokens=np.ones((rows, _NEW), np.int32),
@@ -60,28 +60,30 @@ def _steps(slots: int, most: int) -> tuple[float, float, float, float]:
         seen += after > counts
         if step >= most:
             progress = sample.progress
-            turns.append(int(progress.turns[0]))
+            iterations.append(int(progress.iterations[0]))
             drawn.append(int(progress.drawn[0]))
             prefilled.append(int(progress.prefilled[0]))
             versions.append(seen[:_ROWS].mean())
         new = np.zeros(_ROWS, np.int32)
         counts, seen = np.append(after[_ROWS:], new), np.append(seen[_ROWS:], new)
-    used = sum(drawn) / (sum(turns) * slots)
-    return used, float(np.mean(turns)), sum(prefilled) / sum(drawn), float(np.mean(versions))
+    used = sum(drawn) / (sum(iterations) * slots)
+    return used, float(np.mean(iterations)), sum(prefilled) / sum(drawn), float(np.mean(versions))
 
 
 def main() -> None:
     print(f"{_ROWS} responses a step, {_lengths().mean():.0f} tokens on average")
     print(
-        "| slots | rollout.most_versions | slots used | turns of a step | prefilled for each token "
-        "drawn | versions of a response |"
+        "| slots | rollout.most_versions | slots used | iterations of a step | prefilled for each "
+        "token drawn | versions of a response |"
     )
     print("|---|---|---|---|---|---|")
     for slots in (16, 32, 64):
         for most in (1, 2, 3, 4):
-            used, turns, *others = _steps(slots, most)
+            used, iterations, *others = _steps(slots, most)
             prefilled, versions = (f"{value:.2f}" for value in others)
-            print(f"| {slots} | {most} | {used:.2f} | {turns:.0f} | {prefilled} | {versions} |")
+            print(
+                f"| {slots} | {most} | {used:.2f} | {iterations:.0f} | {prefilled} | {versions} |"
+            )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Continuous batching: a rollout of any number of samples through a fixed number of slots.
 
-One jitted program, which continuous_loop.py describes. It ends after a given number of turns, so
-that the host can look at finished responses while the next turns run. A response of several replies
-pauses after each: the host puts what the environment says behind it (`Extension`), and the request
-waits for a slot again.
+One jitted program, which continuous_loop.py describes. It ends after a given number of iterations,
+so that the host can look at finished responses while the next iterations run. A response of several
+replies pauses after each: the host puts what the environment says behind it (`Extension`), and the
+request waits for a slot again.
 
 On a mesh every device has its slots, pool and queue, for its share of the prompts. Devices that
-share experts (`mesh.expert`) take every turn together, because each needs the experts of all: the
-work of all of them decides whether there is another turn, and whether it prefills and decodes.
-Other devices exchange nothing while they run.
+share experts (`mesh.expert`) run every iteration together, because each needs the experts of all:
+the work of all of them decides whether there is another iteration, and whether it prefills and
+decodes. Other devices exchange nothing while they run.
 
 Not done: moving requests between devices.
 """
@@ -45,22 +45,22 @@ from fp8rl_jax.rollout.sampler import Loop, Requests, Rollout, SamplerConfig
 
 @flax.struct.dataclass
 class Progress:
-    """The progress of a rollout after some turns.
+    """The progress of a rollout after some iterations.
 
     Attributes:
       rollout: the tokens drawn so far.
       done: (M,) bool, whether a response is complete.
       paused: (M,) bool, whether a response waits for an `Extension`.
       replies: as in `BatchState`.
-      turns, drawn, prefilled, preemptions: (D,) int32, a count per device; see `BatchState` and
-        `Schedule`.
+      iterations, drawn, prefilled, preemptions: (D,) int32, a count per device; see `BatchState`
+        and `Schedule`.
     """
 
     rollout: Rollout
     done: jax.Array
     paused: jax.Array
     replies: Replies | None
-    turns: jax.Array
+    iterations: jax.Array
     drawn: jax.Array
     prefilled: jax.Array
     preemptions: jax.Array
@@ -68,7 +68,7 @@ class Progress:
 
 Watch = Callable[[Progress], None]  # called during a rollout, see `ContinuousSampler`
 Answer = Callable[[Progress], Extension]  # likewise
-_ALL_TURNS = 2**30
+_ALL_ITERATIONS = 2**30
 
 
 def _needed(earlier: Earlier | None, rows: int) -> np.ndarray:
@@ -83,7 +83,7 @@ class ContinuousSampler:
     """The sampler of `make_sampler` with continuous batching; same arguments, same bits.
 
     Attributes:
-      progress: the last call's progress after its last turn.
+      progress: the last call's progress after its last iteration.
     """
 
     progress: Progress
@@ -103,7 +103,7 @@ class ContinuousSampler:
           model, recipe, sampler: as for `make_sampler`, without taps and cache_slots.
           batching: sizes; slots and pages are totals over all devices.
           mesh: devices that share prompts, slots and pages; None for one device.
-          part: number of turns between two calls of `watch`.
+          part: number of iterations between two calls of `watch`.
 
         Raises:
           ValueError: taps, or sizes that the devices cannot share equally.
@@ -123,25 +123,25 @@ class ContinuousSampler:
         loop = ContinuousLoop(dataclasses.replace(static, parallel=of_device), own)
         self._part, self._slots, self._most = part, batching.slots, sampler.max_new_tokens
 
-        def advance(weights, requests, turns, state):
+        def advance(weights, requests, iterations, state):
             prepared = loop.loop.prepare(weights)
-            until = state.turns[0] + turns
+            until = state.iterations[0] + iterations
 
             def more(carried) -> jax.Array:
                 unfinished, state = carried
-                return (unfinished > 0) & (state.turns[0] < until)
+                return (unfinished > 0) & (state.iterations[0] < until)
 
-            def turn(carried):
-                state = loop.turn(prepared, requests, carried[1])
+            def iterate(carried):
+                state = loop.iterate(prepared, requests, carried[1])
                 return loop.unfinished(state), state
 
-            _, state = lax.while_loop(more, turn, (loop.unfinished(state), state))
+            _, state = lax.while_loop(more, iterate, (loop.unfinished(state), state))
             return state, Progress(
                 rollout=loop.result(requests, state),
                 done=state.schedule.status == schedule.DONE,
                 paused=state.schedule.status == schedule.PAUSED,
                 replies=state.replies,
-                turns=state.turns,
+                iterations=state.iterations,
                 drawn=state.drawn,
                 prefilled=state.prefilled,
                 preemptions=state.schedule.preemptions,
@@ -193,8 +193,8 @@ class ContinuousSampler:
         """Samples responses; takes the arguments of `make_sampler`'s result, and these.
 
         Args:
-          watch: function called on the host with a `Progress` after every `part` turns, while the
-            device runs the next ones, and at the end.
+          watch: function called on the host with a `Progress` after every `part` iterations, while
+            the device runs the next ones, and at the end.
           answer: function that gives paused responses more tokens, called like `watch`, and at the
             end; it may see a response paused that it has answered, and waits if no other can go
             on. Results do not depend on when it answers. Without it a response ends with its first
@@ -207,10 +207,10 @@ class ContinuousSampler:
         state = self._begin(prompts, requests, processes.place(earlier, self._rows))
         needed = _needed(earlier, len(sample_ids))
         looks = watch is not None or answer is not None
-        turns = jnp.int32(self._part if looks else _ALL_TURNS)
-        state, progress = self._advance(weights, requests, turns, state)
+        iterations = jnp.int32(self._part if looks else _ALL_ITERATIONS)
+        state, progress = self._advance(weights, requests, iterations, state)
         while looks:
-            state, following = self._advance(weights, requests, turns, state)
+            state, following = self._advance(weights, requests, iterations, state)
             seen = processes.fetch(progress)
             if watch is not None:
                 watch(seen)
@@ -229,21 +229,20 @@ class ContinuousSampler:
         """Traces the loop's program for the arguments of a call, or for their shapes."""
         requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
         state = jax.eval_shape(self._begin, prompts, requests, None)
-        turns = jax.ShapeDtypeStruct((), jnp.int32)
-        arguments = jax.eval_shape(self._prepare, weights), requests, turns, state
+        iterations = jax.ShapeDtypeStruct((), jnp.int32)
+        arguments = jax.eval_shape(self._prepare, weights), requests, iterations, state
         return self._advance.trace(*arguments)  # type: ignore[attr-defined]
 
     def metrics(self) -> dict[str, float]:
         """Returns how the last call used its slots.
 
         Returns:
-          rollout_slots_used: share of slots that drew a token, over all turns, 0 without a turn;
-          rollout_preemptions:
-          number of times that a response lost its pages and was recomputed; rollout_prefilled:
-          number of tokens prefilled.
+          rollout_slots_used: share of slots that drew a token, over all iterations, 0 without one;
+          rollout_preemptions: number of times that a response lost its pages and was recomputed;
+          rollout_prefilled: number of tokens prefilled.
         """
         progress, slots = processes.fetch(self.progress), self._slots
-        places = max(progress.turns.max(), 1) * slots
+        places = max(progress.iterations.max(), 1) * slots
         return {
             "rollout_slots_used": float(progress.drawn.sum() / places),
             "rollout_preemptions": int(progress.preemptions.sum()),

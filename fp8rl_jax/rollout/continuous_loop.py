@@ -1,9 +1,9 @@
 """The loop of continuous batching: the functions that its program traces (continuous.py).
 
-Each iteration, a *turn*, gives idle slots to waiting requests, prefills prompts where it is worth a
-forward pass (schedule.py), and decodes one token of every slot whose prompt is cached. A slot is
-refilled as soon as its response ends, without leaving the program. On a GPU the host waits for the
-GPU where a loop's number of iterations is not known: twice in a turn that decodes alone. Keys and
+Each iteration gives idle slots to waiting requests, prefills prompts where it is worth a forward
+pass (schedule.py), and decodes one token of every slot whose prompt is cached. A slot is refilled
+as soon as its response ends, without leaving the program. On a GPU the host waits for the GPU where
+a loop's number of iterations is not known: twice in an iteration that decodes alone. Keys and
 values are stored in a pool of pages (models/kv_cache.py); schedule.py assigns slots and pages.
 
 A prompt is cached without its last token, once for all samples of its group; each sample's first
@@ -78,7 +78,7 @@ class Replies:
 
 @flax.struct.dataclass
 class BatchState:
-    """The state of a rollout: everything that a turn changes.
+    """The state of a rollout: everything that an iteration changes.
 
     Attributes:
       pool: keys and values (`PagedCache.runs`); the page tables are in `schedule`.
@@ -87,7 +87,8 @@ class BatchState:
       logprobs: (M, R) float32, of the tokens drawn.
       finished: (M,) bool, whether the last reply ended with an end-of-sequence token.
       replies: the replies of each response, or None if every response has one.
-      turns, drawn, prefilled: (1,) int32, numbers of turns, tokens drawn and tokens prefilled.
+      iterations, drawn, prefilled: (1,) int32, numbers of iterations, of tokens drawn, and of
+        tokens prefilled.
       needed: (1,) int32; the rollout ends with the first so many requests.
       keys: (M, 2) uint32 as in `Earlier`, or None if `Requests.key` is the key of all.
       kept: (M, R, C) int32 as in `Rollout`, or None.
@@ -99,7 +100,7 @@ class BatchState:
     logprobs: jax.Array
     finished: jax.Array
     replies: Replies | None
-    turns: jax.Array
+    iterations: jax.Array
     drawn: jax.Array
     prefilled: jax.Array
     needed: jax.Array
@@ -170,12 +171,12 @@ class ContinuousLoop:
 
     @property
     def _sharers(self) -> int:
-        """Number of devices that share experts and take turns together."""
+        """Number of devices that share experts and run iterations together."""
         mesh = self.loop.parallel.mesh
         return 1 if mesh is None else mesh.shape[EXPERT]
 
     def _of_group(self, counts: jax.Array) -> jax.Array:
-        """Sums int32 counts over the devices that take turns together."""
+        """Sums int32 counts over the devices that run iterations together."""
         return counts if self._sharers == 1 else lax.psum(counts, EXPERT)
 
     def _chunks(self, slots: int) -> tuple[int, int]:
@@ -188,7 +189,7 @@ class ContinuousLoop:
     def begin(
         self, prompts: jax.Array, requests: Requests, earlier: Earlier | None = None
     ) -> BatchState:
-        """Returns the state before the first turn; prompts (Q, Tp) are right-padded."""
+        """Returns the state before the first iteration; prompts (Q, Tp) are right-padded."""
         loop, batching = self.loop, self.batching
         new, group = loop.sampler.max_new_tokens, loop.sampler.group_size
         tokens = jnp.repeat(jnp.pad(prompts, ((0, 0), (0, new))), group, axis=0)
@@ -227,7 +228,7 @@ class ContinuousLoop:
             logprobs=earlier.logprobs if earlier else jnp.zeros((count, new), jnp.float32),
             finished=earlier.finished if earlier else jnp.zeros((count,), bool),
             replies=replies,
-            turns=zero,
+            iterations=zero,
             drawn=zero,
             prefilled=zero,
             needed=earlier.needed if earlier else zero + count,
@@ -239,7 +240,7 @@ class ContinuousLoop:
         """Returns the () int32 number of needed requests that wait or run."""
         return self._of_group(schedule.unfinished(state.schedule, state.needed[0]))
 
-    def turn(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
+    def iterate(self, prepared: Prepared, requests: Requests, state: BatchState) -> BatchState:
         """Admits requests, prefills, and decodes one token of every slot that can decode."""
 
         together = self._sharers * self._chunks(state.tokens.shape[1])[1]
@@ -265,7 +266,7 @@ class ContinuousLoop:
 
         state = _repeat(jnp.logical_or(*wants(state)), fill, state)
         state = self._decode(prepared, requests, state)
-        return dataclasses.replace(state, turns=state.turns + 1)
+        return dataclasses.replace(state, iterations=state.iterations + 1)
 
     def _copy(
         self, pool: tuple[Stored, ...], source: jax.Array, target: jax.Array
@@ -282,9 +283,9 @@ class ContinuousLoop:
         nowhere = pages + jnp.arange(rounds * _COPIES)
         target = jnp.where(slots < count, target.at[slots].get(mode="clip"), nowhere)
 
-        def some(turn: jax.Array, pool: tuple[Stored, ...]) -> tuple[Stored, ...]:
+        def some(part: jax.Array, pool: tuple[Stored, ...]) -> tuple[Stored, ...]:
             def of_turn(x: jax.Array) -> jax.Array:
-                return lax.dynamic_slice_in_dim(x, turn * _COPIES, _COPIES)
+                return lax.dynamic_slice_in_dim(x, part * _COPIES, _COPIES)
 
             old, new = of_turn(source), of_turn(target)
 

@@ -13,9 +13,9 @@ program; nothing here knows a model.
   an eighth as many slots decode as decode already (`wants_prefill`).
 * **Running out.** When sequences need more pages than are free, a prompt whose pages no sequence
   reads gives them up; if there is none, the running request with the highest number is preempted:
-  it waits again with its tokens, whose keys and values are recomputed later. A turn frees one
+  it waits again with its tokens, whose keys and values are recomputed later. An iteration frees one
   prompt's or request's pages; sequences that still lack one, the highest numbers first, pause until
-  a later turn. Tokens do not change, because a token's bits depend on its sequence alone. The
+  a later iteration. Tokens do not change, because a token's bits depend on its sequence alone. The
   lowest running request is never preempted, so all requests end, given `models.least_pages`.
 * **Pausing.** A request whose reply has ended may pause: it has no slot until `extend` gives it
   more tokens and it waits again. Meanwhile it keeps its pages (`Parked`), unless one that runs or
@@ -316,7 +316,7 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     Each idle slot considers one of the first waiting requests. The slot stays idle if another slot
     is filling the pages of this request's prompt, or if too few pages are free. There must be pages
     for the request's tokens, and another one for each request that runs, or was admitted before it
-    in this turn, and does not have all of its pages.
+    in this iteration, and does not have all of its pages.
 
     Returns:
       (schedule, source, target): source and target (B,) int32 are pages to copy; 0 for none.

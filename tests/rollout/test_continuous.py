@@ -108,7 +108,7 @@ def test_equals_the_static_sampler(slots, pages, preempted):
     assert (_count(sampler, "preemptions") > 0) == preempted
     metrics = sampler.metrics()
     assert metrics["rollout_preemptions"] == _count(sampler, "preemptions")
-    assert metrics["rollout_slots_used"] * slots * _count(sampler, "turns") == pytest.approx(
+    assert metrics["rollout_slots_used"] * slots * _count(sampler, "iterations") == pytest.approx(
         expected.mask.sum()
     )
 
@@ -118,8 +118,8 @@ def test_equals_the_static_sampler(slots, pages, preempted):
     [(1, 32, 16), _SLOW(4, 64, 16), _SLOW(1, 32, 128), _SLOW(8, 512, 64)],
 )
 def test_slots_are_hardly_ever_idle(group, slots, chunk):
-    """Short responses, with pages for all slots: not many more turns than full slots take. A pass
-    has two prompts, eight or sixteen."""
+    """Short responses, with pages for all slots: not many more iterations than full slots take. A
+    pass has two prompts, eight or sixteen."""
     prompt, new, prompts = 8, 24, 128 if slots < 512 else 512
     rng = np.random.default_rng(0)
     limits = rng.integers(1, new + 1, prompts * group).astype(np.int32)
@@ -137,8 +137,8 @@ def test_slots_are_hardly_ever_idle(group, slots, chunk):
         limits,
         tuple(map(jnp.asarray, models.rope_tables(TINY, prompt + new))),
     )
-    # The last responses to begin take up to `new` turns with ever fewer others beside them.
-    assert _count(sampler, "turns") <= 1.15 * limits.sum() / slots + new
+    # The last responses to begin take up to `new` iterations with ever fewer others beside them.
+    assert _count(sampler, "iterations") <= 1.15 * limits.sum() / slots + new
 
 
 _CALIBRATED = dataclasses.replace(get_recipe("fp8_blockwise"), kv="calibrated", fp8_attention=True)
@@ -180,7 +180,7 @@ def test_watching():
     assert len(told) > 5 and told[-1].done.all() and not told[0].done.all()
     for progress, following in itertools.pairwise(told):
         assert (progress.done <= following.done).all()
-        assert following.turns[0] - progress.turns[0] <= 7
+        assert following.iterations[0] - progress.iterations[0] <= 7
     for progress in told:
         for field in ("tokens", "mask", "logprobs", "finished"):
             found, wanted = getattr(progress.rollout, field), getattr(expected, field)
@@ -205,8 +205,8 @@ def test_other_requests_take_the_same_program():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
-def test_no_turn_converts_stacks_of_weights(recipe):
-    """A turn may convert the layer that it has cut out; the stack would be as much work again."""
+def test_no_iteration_converts_stacks_of_weights(recipe):
+    """One may convert the layer that it has cut out; the stack would be as much work again."""
     sampler = _continuous(4, LEAST + 1, DENSE, recipe)
     weights, prompts, *others = _arguments(DENSE, recipe)
     requests = Requests(*others)

@@ -16,7 +16,7 @@ from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.progress import Display
 
 SLOTS, STEPS = 5, 3
-# (0, None) for a response that goes to its reward, (turns, responses done) for a look at the
+# (0, None) for a response that goes to its reward, (iterations, responses done) for a look at the
 # rollout.
 _events: list[tuple[int, np.ndarray | None]] = []
 
@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
         begin(self, terms, questions, responses, *more)
 
     def look(self, step, progress):
-        _events.append((int(progress.turns.max()), progress.done))
+        _events.append((int(progress.iterations.max()), progress.done))
         looked(self, step, progress)
 
     static, continuous = (tmp_path_factory.mktemp(name) for name in ("static", "continuous"))
@@ -78,8 +78,8 @@ def test_rewards_are_computed_while_the_rest_decodes(runs):
     first = max(i for i, (_, done) in enumerate(events[:last]) if done is not None and done.all())
     step = events[first + 1 : last + 1]
     looks = [i for i, (_, done) in enumerate(step) if done is not None]
-    turns = [step[i][0] for i in looks]
-    assert len(looks) >= 4 and all(a < b for a, b in itertools.pairwise(turns))
+    iterations = [step[i][0] for i in looks]
+    assert len(looks) >= 4 and all(a < b for a, b in itertools.pairwise(iterations))
     scored = [sum(done is None for _, done in step[:i]) for i in looks]
     assert 0 < scored[-3] < scored[-1] == 16
     for i, count in zip(looks, scored, strict=True):

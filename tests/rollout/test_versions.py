@@ -144,14 +144,14 @@ def test_equals_the_static_sampler_version_by_version():
 
 
 def test_a_call_that_has_nothing_to_do():
-    """What is needed was complete before: no turn, and the responses as they were."""
+    """What is needed was complete before: no iteration, and the responses as they were."""
     settings = SamplerConfig(NEW, GROUP, ENDS, PAD)
     sampler = ContinuousSampler(DENSE, "f32", settings, Batching(4, LEAST + 1, 32))
     none = np.zeros((ROWS, NEW), np.int32)
     ended = _Rows(none + PAD, none > 0, none.astype(np.float32), none[:, 0] == 0)
     given = _arguments() | {"weights": _weights(0, DENSE, "f32")}
     out = sampler(**given, earlier=_earlier(ended, BATCH))
-    assert not out.mask.any() and out.finished.all() and int(sampler.progress.turns[0]) == 0
+    assert not out.mask.any() and out.finished.all() and int(sampler.progress.iterations[0]) == 0
     assert set(sampler.metrics().values()) == {0}
 
 

@@ -270,7 +270,7 @@ def test_continuous_batching():
     for field in ("tokens", "mask", "logprobs"):
         np.testing.assert_array_equal(getattr(found, field), getattr(wanted, field))
     assert sampler.progress.prefilled[0] >= _PROMPTS - 1 + 3 - 1
-    assert int(sampler.progress.turns[0]) > _NEW, "slots were refilled"
+    assert int(sampler.progress.iterations[0]) > _NEW, "slots were refilled"
 
 
 @pytest.mark.parametrize(
