@@ -15,7 +15,14 @@ with the table of its names; presets.py names published combinations.
 Not done: value functions, generalised advantage estimation, rewards for single tokens.
 """
 
-from fp8rl_jax.rl.algorithm import Algorithm, Prepared, algorithm_of, prepare, reply_numbers
+from fp8rl_jax.rl.algorithm import (
+    Algorithm,
+    Outcomes,
+    Prepared,
+    algorithm_of,
+    prepare,
+    reply_numbers,
+)
 from fp8rl_jax.rl.mismatch import mismatch_metrics
 from fp8rl_jax.rl.presets import PRESETS
 from fp8rl_jax.rl.shaping import informative_groups

@@ -126,24 +126,13 @@ class Prepared:
     metrics: dict[str, float]
 
 
-def prepare(
-    algorithm: Algorithm,
-    rewards: np.ndarray,
-    mask: np.ndarray,
-    finished: np.ndarray,
-    old_logprobs: np.ndarray,
-    rollout_logprobs: np.ndarray,
-    ref_logprobs: np.ndarray,
-    keep_groups: np.ndarray | None = None,
-    turns: np.ndarray | None = None,
-    lengths: np.ndarray | None = None,
-) -> Prepared:
-    """Computes advantages and weights of a step's responses.
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """Rewards and log-probabilities of a step's responses: P questions with G each, B = P * G.
 
-    Args:
-      algorithm: result of `algorithm_of`.
-      rewards: (P, G) float, rewards of P questions with G responses each; B = P * G. Responses with
-        nan were not scored: their advantage is 0, and their tokens do not count.
+    Attributes:
+      rewards: (P, G) float. Responses with nan were not scored: their advantage is 0, and their
+        tokens do not count.
       mask: (B, R) bool, response tokens that were drawn.
       finished: (B,) bool, False for responses whose last reply was cut at a length limit.
       old_logprobs, rollout_logprobs, ref_logprobs: (B, R) float32 log-probabilities of the learner
@@ -153,42 +142,49 @@ def prepare(
         None for responses of one reply.
       lengths: (B,) tokens of the responses, with those of the environment; None if all were drawn.
     """
-    raw = np.asarray(rewards, np.float64)
-    lengths = mask.sum(1) if lengths is None else lengths
+
+    rewards: np.ndarray
+    mask: np.ndarray
+    finished: np.ndarray
+    old_logprobs: np.ndarray
+    rollout_logprobs: np.ndarray
+    ref_logprobs: np.ndarray
+    keep_groups: np.ndarray | None = None
+    turns: np.ndarray | None = None
+    lengths: np.ndarray | None = None
+
+    @property
+    def scored(self) -> np.ndarray:
+        """(B, 1) bool, responses with a reward."""
+        return ~np.isnan(self.rewards).reshape(-1, 1)
+
+
+def prepare(algorithm: Algorithm, outcomes: Outcomes) -> Prepared:
+    """Computes advantages and weights of a step's responses."""
+    lengths = outcomes.mask.sum(1) if outcomes.lengths is None else outcomes.lengths
     penalty = overlong_penalty(
         lengths, algorithm.length, algorithm.overlong_buffer, algorithm.overlong_factor
     )
-    shaped = raw + penalty.reshape(raw.shape)
-    scored = ~np.isnan(raw).reshape(-1, 1)
-    scale = algorithm.scale
-    if algorithm.credit_by_turn and turns is not None:
-        of_turn, scale = (no_scale, scale) if scale is token_std else (scale, no_scale)
-        advantages = _from_turn_on(algorithm.baseline, of_turn, shaped, mask & scored, turns)
-    else:
-        advantages = algorithm.baseline(shaped).reshape(-1, 1) * np.ones(mask.shape)
-    advantages = np.where(scored, advantages, 0.0)
-    mask = mask & scored
-    divergence = np.zeros(mask.shape)
-    if algorithm.kl_in_reward and algorithm.kl_coef:
-        each = np.where(mask, old_logprobs.astype(np.float64) - ref_logprobs, 0.0)
-        divergence = algorithm.kl_coef * np.cumsum(each[:, ::-1], axis=1)[:, ::-1]  # from t on
-    if scale is token_std:  # REINFORCE++ subtracts the divergence, then normalises
-        advantages = scale(advantages - divergence, shaped, mask)
-    else:
-        advantages = scale(advantages, shaped, mask) - np.where(mask, divergence, 0.0)
+    mask = outcomes.mask & outcomes.scored
+    shaped = np.asarray(outcomes.rewards, np.float64)
+    shaped = shaped + penalty.reshape(shaped.shape)
+    advantages = _advantages(algorithm, outcomes, shaped)
 
     keep = mask.copy()
     if algorithm.mask_truncated:
-        keep &= finished[:, None]
-    if keep_groups is not None:
-        keep &= np.repeat(keep_groups, raw.shape[1])[:, None]
+        keep &= outcomes.finished[:, None]
+    if outcomes.keep_groups is not None:
+        keep &= np.repeat(outcomes.keep_groups, shaped.shape[1])[:, None]
     metrics: dict[str, float] = {}
-    log_ratio = np.where(mask, old_logprobs.astype(np.float64) - rollout_logprobs, 0.0)
-    weights, candidates = np.ones(mask.shape), keep
+    old = outcomes.old_logprobs.astype(np.float64)
+    log_ratio = np.where(mask, old - outcomes.rollout_logprobs, 0.0)
+    weights = np.ones(mask.shape)
+    candidates = keep
     for name, correction in algorithm.corrections.items():
-        own, kept = correction(log_ratio, candidates, advantages)
-        weights, keep = weights * own, keep & kept
-        metrics |= _weight_metrics(name, own, candidates, kept)
+        factors, kept = correction(log_ratio, candidates, advantages)
+        weights = weights * factors
+        keep = keep & kept
+        metrics |= _weight_metrics(name, factors, candidates, kept)
     metrics |= {
         "advantage_mean": _mean(advantages, mask),
         "advantage_std": float(advantages[mask].std()) if mask.any() else 0.0,
@@ -200,6 +196,26 @@ def prepare(
     if algorithm.overlong_buffer:
         metrics["overlong_penalty_mean"] = float(penalty.mean())
     return Prepared(advantages.astype(np.float32), weights.astype(np.float32), keep, metrics)
+
+
+def _advantages(algorithm: Algorithm, outcomes: Outcomes, rewards: np.ndarray) -> np.ndarray:
+    """Returns advantages (B, R) of tokens; `rewards` (P, G) are those with the penalty."""
+    mask = outcomes.mask & outcomes.scored
+    scale = algorithm.scale
+    if algorithm.credit_by_turn and outcomes.turns is not None:
+        of_turn, scale = (no_scale, scale) if scale is token_std else (scale, no_scale)
+        advantages = _from_turn_on(algorithm.baseline, of_turn, rewards, mask, outcomes.turns)
+    else:
+        advantages = algorithm.baseline(rewards).reshape(-1, 1) * np.ones(mask.shape)
+    advantages = np.where(outcomes.scored, advantages, 0.0)
+    divergence = np.zeros(mask.shape)
+    if algorithm.kl_in_reward and algorithm.kl_coef:
+        old = outcomes.old_logprobs.astype(np.float64)
+        each = np.where(mask, old - outcomes.ref_logprobs, 0.0)
+        divergence = algorithm.kl_coef * np.cumsum(each[:, ::-1], axis=1)[:, ::-1]  # from t on
+    if scale is token_std:  # REINFORCE++ subtracts the divergence, then normalises
+        return scale(advantages - divergence, rewards, mask)
+    return scale(advantages, rewards, mask) - np.where(mask, divergence, 0.0)
 
 
 def reply_numbers(mask: np.ndarray) -> np.ndarray:

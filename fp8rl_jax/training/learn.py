@@ -16,7 +16,7 @@ import optax
 
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.learner import TrainState
-from fp8rl_jax.rl import Algorithm, prepare
+from fp8rl_jax.rl import Algorithm, Outcomes, prepare
 from fp8rl_jax.training.engine import Engine
 from fp8rl_jax.training.optimizer import updates_made
 from fp8rl_jax.training.sample_step import Samples
@@ -84,18 +84,18 @@ def weighed(
       minibatches: number of equal parts of the batch that get an update each.
     """
     rollout = samples.rollout
-    prepared = prepare(
-        algorithm,
-        samples.rewards,
-        rollout.mask,
-        rollout.finished,
-        batch.old_logprobs,
-        rollout.logprobs,
-        batch.ref_logprobs,
-        samples.counts,
-        samples.turns,
-        rollout.lengths,
+    outcomes = Outcomes(
+        rewards=samples.rewards,
+        mask=rollout.mask,
+        finished=rollout.finished,
+        old_logprobs=batch.old_logprobs,
+        rollout_logprobs=rollout.logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        keep_groups=samples.counts,
+        turns=samples.turns,
+        lengths=rollout.lengths,
     )
+    prepared = prepare(algorithm, outcomes)
     parts = np.split(prepared.keep, minibatches)
     batch = dataclasses.replace(
         batch,

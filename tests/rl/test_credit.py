@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.config import default_config
-from fp8rl_jax.rl import algorithm_of, prepare
+from fp8rl_jax.rl import Outcomes, algorithm_of, prepare
 
 _SLOTS = 14
 
@@ -48,7 +48,7 @@ def _prepared(algorithm, mask, turns, rewards, group, **more):
     finished, lengths = np.ones(len(mask), bool), np.full(len(mask), 3)
     shaped = rewards.reshape(-1, group)
     given = shaped, mask, finished, zeros, zeros, zeros, None
-    return prepare(algorithm, *given, turns=turns, lengths=lengths, **more)
+    return prepare(algorithm, Outcomes(*given, turns=turns, lengths=lengths, **more))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.config import default_config
-from fp8rl_jax.rl import algorithm_of, prepare
+from fp8rl_jax.rl import Outcomes, algorithm_of, prepare
 from fp8rl_jax.rl.aggregation import AGGREGATIONS
 from fp8rl_jax.rl.kl import ESTIMATORS
 from fp8rl_jax.rl.mismatch import mismatch_metrics
@@ -190,12 +190,14 @@ def _ours(case: Case, batch: dict, wanted: set[str]) -> dict:
     mask = batch["mask"]
     prepared = prepare(
         algorithm,
-        batch["rewards"],
-        mask,
-        np.ones(len(mask), bool),
-        batch["old"],
-        batch["rollout"],
-        batch["reference"],
+        Outcomes(
+            batch["rewards"],
+            mask,
+            np.ones(len(mask), bool),
+            batch["old"],
+            batch["rollout"],
+            batch["reference"],
+        ),
     )
     drift = mismatch_metrics(batch["old"], batch["rollout"], mask)
     factor = case.factor(batch, prepared.keep)

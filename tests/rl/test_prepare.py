@@ -7,7 +7,7 @@ import pytest
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import default_config, load
-from fp8rl_jax.rl import PRESETS, algorithm_of, prepare
+from fp8rl_jax.rl import PRESETS, Outcomes, algorithm_of, prepare
 from fp8rl_jax.rl.presets import PRESET_FIELDS
 
 _LENGTH = 4
@@ -31,7 +31,8 @@ def _step(lengths=(4, 2, 3, 1), drift=0.0):
 def _prepare(algorithm, rewards, step, ref=None, **more):
     mask, finished, old, rollout = step
     ref = old if ref is None else ref
-    return prepare(algorithm, np.array(rewards), mask, finished, old, rollout, ref, **more)
+    outcomes = Outcomes(np.array(rewards), mask, finished, old, rollout, ref, **more)
+    return prepare(algorithm, outcomes)
 
 
 def test_defaults_are_the_group_s_mean_and_deviation_on_every_token():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp8rl_jax.config import default_config
-from fp8rl_jax.rl import informative_groups, prepare
+from fp8rl_jax.rl import Outcomes, informative_groups, prepare
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
 from fp8rl_jax.rl.algorithm import algorithm_of
 
@@ -24,7 +24,7 @@ def _prepared(rewards, mask, **fields):
     logps = np.zeros(mask.shape, np.float32)
     algorithm = algorithm_of(algo, _R, "none")
     finished = np.ones(len(mask), bool)
-    return algorithm, prepare(algorithm, rewards, mask, finished, logps, logps, logps)
+    return algorithm, prepare(algorithm, Outcomes(rewards, mask, finished, logps, logps, logps))
 
 
 def _mask(shape):

@@ -8,7 +8,7 @@ import pytest
 from study_cells import arm_config, fake_subject, pair_numbers, result_of, run_numbers
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.rl import prepare
+from fp8rl_jax.rl import Outcomes, prepare
 from studies import __main__ as commands
 from studies import frame, training
 from studies.cells import Cells
@@ -169,7 +169,8 @@ def test_arms():
         assert not resolved.takes_rollout_logprobs(drifted=False)
         weights.append(
             prepare(
-                resolved.algorithm, np.eye(2), mask, np.ones(4, bool), learner, sampler, sampler
+                resolved.algorithm,
+                Outcomes(np.eye(2), mask, np.ones(4, bool), learner, sampler, sampler),
             ).rollout_weights
         )
     assert (weights[0] == 1).all()
