@@ -24,7 +24,7 @@ from fp8rl_jax.bench.table import EMULATED, record_table
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.training.engine import Prompts
-from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 from fp8rl_jax.training.runtime import make_runtime
 
 
@@ -48,7 +48,7 @@ class Subject:
         rt = make_runtime(config)
         named = dataclasses.replace(rt.rollout_recipe, name=rt.rollout_recipe.name + form)
         self._runtime = rt = dataclasses.replace(rt, rollout_recipe=named, learner_recipe=named)
-        optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
+        optimizer = make_optimizer(learning_rates(1e-4, 1), 0.9, 0.99, 0.0, 1.0)
         engine, questions = rt.engine, rt.questions["train"][: config.rollout.prompts_per_step]
         rows = len(questions) * config.rollout.group_size
         temperature = np.full(rows, config.rollout.temperature, np.float32)

@@ -141,11 +141,11 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState,
             run.display.note(f"what was logged before is in {run.logs.moved_to}")
         if not config.sft.steps:
             return begin_rl(run, params, None), {}
-        return engine.new_state(params, optimizer_of_phase(config, "sft")[0]), {}
+        return engine.new_state(params, optimizer_of_phase(config, "sft")), {}
     meta = run.checkpoints.read_meta(number)
     run.phase, run.drifted = meta["phase"], meta.get("drifted", False)
     run.evaluation_failed = meta.get("evaluation_failed", False)
-    like = run.runtime.layout.state_shapes(optimizer_of_phase(config, run.phase)[0])
+    like = run.runtime.layout.state_shapes(optimizer_of_phase(config, run.phase))
     restored, base = run.checkpoints.restore(number, like), engine.frozen_base()
     state = with_checked_base(restored, base, meta, run.directory)
     run.open_logs(meta["offsets"])

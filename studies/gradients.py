@@ -130,7 +130,7 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
     questions have equal rewards each has no gradient, and is replaced by the next."""
     runtime = _runtime(subject)
     config = runtime.config
-    engine, optimizer = runtime.engine, optimizer_of_phase(config, "rl")[0]
+    engine, optimizer = runtime.engine, optimizer_of_phase(config, "rl")
     state = engine.new_state(jax.device_put(subject.params), optimizer)
     served = engine.refit(state)
     version = Version(served.weights, int(served.version), np.asarray(state.rng))

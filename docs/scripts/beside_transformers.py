@@ -34,7 +34,7 @@ def _ours(name: str, recipe: str) -> Callable[[], None]:
     from fp8rl_jax import learner, models
     from fp8rl_jax.batch import make_batch
     from fp8rl_jax.models.presets import preset
-    from fp8rl_jax.training.optimizer import make_optimizer
+    from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
     model, length = preset(name), _PROMPT + _RESPONSE
     rng = np.random.default_rng(0)
@@ -42,7 +42,7 @@ def _ours(name: str, recipe: str) -> Callable[[], None]:
     prompts, ones = np.full(_ROWS, _PROMPT, np.int32), np.ones(_ROWS, np.float32)
     mask = np.ones((_ROWS, _RESPONSE), bool)
     batch = make_batch(tokens, prompts, tokens[:, _PROMPT:], mask, ones, rng.standard_normal(_ROWS))
-    optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
+    optimizer = make_optimizer(learning_rates(1e-4, 1), 0.9, 0.99, 0.0, 1.0)
     params = models.init_params(model, jax.random.key(0, impl="threefry2x32"))
     state = learner.new_state(params, optimizer, np.zeros(2, np.uint32), recipe)
     step = learner.make_train_step(model, recipe, optimizer, learner.LossConfig())

@@ -178,12 +178,12 @@ def _ours(recipe: str, tail: bool, versions: int = 1):
     from fp8rl_jax.models import ModelConfig, init_params, pages_of
     from fp8rl_jax.rl.advantages import group_mean, group_std
     from fp8rl_jax.rollout import Batching, ContinuousSampler, HalvedSampler, make_refit
-    from fp8rl_jax.training.optimizer import make_optimizer
+    from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
     model, rows = ModelConfig(**SHAPE), PROMPTS * GROUP
     new = _new(tail)
     cell = bench.Cell(rows, PROMPT, new, GROUP)
-    optimizer, _ = make_optimizer(1e-4, 0, 0.9, 0.999, 0.0, 1.0)
+    optimizer = make_optimizer(learning_rates(1e-4, 0), 0.9, 0.999, 0.0, 1.0)
     key = jax.random.key(0, impl="threefry2x32")
     state = new_state(init_params(model, key), optimizer, jax.random.key_data(key), recipe)
     if tail:

@@ -42,7 +42,7 @@ class _Side:
         path = pathlib.Path(__file__).resolve().parents[2] / "configs" / "tiny_arithmetic.py"
         words = [f"--config.{name}={value}" for name, value in fields.items()]
         self.rt = make_runtime(load_config(str(path), words))
-        self.optimizer = optimizer_of_phase(self.rt.config, "rl")[0]
+        self.optimizer = optimizer_of_phase(self.rt.config, "rl")
         self.state = self.rt.engine.new_state(self.rt.engine.init_params(), self.optimizer)
         self.weights = self.rt.engine.refit(self.state).weights
         tokens = self.rt.text.prompts(self.rt.questions["train"][: _ROWS // 4])

@@ -390,7 +390,7 @@ def train_step(
             "load the policy with kl_coef=0.0"
         )
     engine, step = sized.engine, policy.step
-    state, (optimizer, schedule) = policy.state, engine.rl_optimizer
+    state, optimizer = policy.state, engine.rl_optimizer
     if not jax.tree.leaves(state.opt_state):
         begun = engine.new_state(state.params, optimizer, state.scaling_state)
         state = dataclasses.replace(state, opt_state=begun.opt_state)
@@ -414,7 +414,7 @@ def train_step(
     one_update = functools.partial(engine.update, step=policy.programs.update(sized))
     begin = time.perf_counter()
     try:
-        state, update = learn(one_update, schedule, state, batch)
+        state, update = learn(one_update, optimizer.schedule, state, batch)
     except NonFiniteUpdate as error:
         raise NonFiniteError(
             f"train_step: loss {float(error.metrics['loss'])}, gradient norm "

@@ -43,6 +43,6 @@ class Programs:
         key = "update", rollout.max_prompt_tokens, rollout.max_new_tokens
         if key not in self._made:
             parts = runtime.config.learner.gradient_accumulation_steps
-            optimizer, _ = engine.rl_optimizer
+            optimizer = engine.rl_optimizer
             self._made[key] = engine.train_step(optimizer, engine.loss, parts, donate=False)
         return self._made[key]

@@ -43,7 +43,7 @@ def analyse_drift(
         note(f"RL step {kept.step} of {checkpoint}, the largest drift that it has kept")
         return analyse_step(runtime, kept, note)
     source = "random weights"
-    optimizer, _ = optimizer_of_phase(config, "rl")
+    optimizer = optimizer_of_phase(config, "rl")
     if checkpoint is None:
         if config.model.checkpoint:
             note(f"weights of {config.model.checkpoint}")

@@ -149,7 +149,7 @@ class KeptStep:
         shape = (runtime.step_samples, runtime.config.rollout.max_new_tokens)
         types = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "logp": np.float32}
         arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in types.items()}
-        state = runtime.layout.state_shapes(optimizer_of_phase(runtime.config, "rl")[0])
+        state = runtime.layout.state_shapes(optimizer_of_phase(runtime.config, "rl"))
         with _opened(directory) as opened:
             if opened is None:
                 return None
@@ -175,7 +175,7 @@ class KeptStep:
 
     def programs(self, runtime: Runtime, groups: np.ndarray) -> Programs:
         """Returns sampler and learner before the update, on the questions at indices `groups`."""
-        optimizer, _ = optimizer_of_phase(runtime.config, "rl")
+        optimizer = optimizer_of_phase(runtime.config, "rl")
         params = with_base(self.policy["params"], runtime.engine.frozen_base())
         state = runtime.engine.new_state(params, optimizer, self.policy["scaling_state"])
         scales = self.policy["kv_scales"]

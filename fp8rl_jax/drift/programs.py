@@ -107,7 +107,7 @@ class Programs:
     def learner(self, batch: Host, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
         """Returns log-probabilities (B, R) and taps of one train step; `state` is not changed."""
         rt = self.runtime
-        optimizer, _ = optimizer_of_phase(rt.config, "rl")
+        optimizer = optimizer_of_phase(rt.config, "rl")
         state = rt.engine.new_state(self.state.params, optimizer, self.state.scaling_state)
         state = dataclasses.replace(state, kv_scales=self.state.kv_scales)
         own = rt.algorithm.loss

@@ -89,7 +89,7 @@ def self_check(runtime: Runtime) -> SelfCheck:
     """Runs sampler and train step of the cut on a few questions, and checks the run's products."""
     cut = _cut(runtime)
     config = cut.config
-    state = cut.engine.new_state(cut.engine.init_params(), optimizer_of_phase(config, "rl")[0])
+    state = cut.engine.new_state(cut.engine.init_params(), optimizer_of_phase(config, "rl"))
     questions = cut.questions["train"][: config.rollout.prompts_per_step]
     programs = Programs.calibrated(cut, state, questions)
     rollout, _, logp, _ = run_both(programs)

@@ -118,7 +118,7 @@ class Trained(NamedTuple):
     @property
     def shapes(self) -> TrainState:
         """Shapes of a checkpoint's state."""
-        optimizer = optimizer_of_phase(self.runtime.config, self.phase)[0]
+        optimizer = optimizer_of_phase(self.runtime.config, self.phase)
         return self.runtime.layout.state_shapes(optimizer)
 
     @property

@@ -82,7 +82,7 @@ def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
 
 def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     """Returns the shapes of an RL train state, a batch of `rows` rows, and the rotary tables."""
-    state = runtime.layout.state_shapes(runtime.engine.rl_optimizer[0])
+    state = runtime.layout.state_shapes(runtime.engine.rl_optimizer)
     ones = np.ones(rows, np.int32)
     targets = np.zeros((rows, runtime.config.rollout.max_new_tokens), np.int32)
     tokens = np.zeros((rows, runtime.sequence_tokens), np.int32)

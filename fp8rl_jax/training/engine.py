@@ -114,8 +114,8 @@ class Engine(Protocol):
     """The programs that `rl_step` calls; one engine for each mesh."""
 
     @property
-    def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:
-        """The optimiser that `update` applies, and its schedule (update -> learning rate)."""
+    def rl_optimizer(self) -> Optimizer:
+        """The optimiser that `update` applies."""
 
     def sample(
         self,
@@ -473,13 +473,13 @@ class JaxEngine(Engine):
         return learner.make_train_step(model, recipe, optimizer, loss, **settings)
 
     @functools.cached_property
-    def rl_optimizer(self) -> tuple[Optimizer, optax.Schedule]:
+    def rl_optimizer(self) -> Optimizer:
         return optimizer_of_phase(self.config, "rl")
 
     @functools.cached_property
     def compiled_update(self):
         parts = self.config.learner.gradient_accumulation_steps
-        return self.train_step(self.rl_optimizer[0], self.loss, parts)
+        return self.train_step(self.rl_optimizer, self.loss, parts)
 
     def update(
         self, state: TrainState, batch: Batch, step: Any = None, distil: bool = True

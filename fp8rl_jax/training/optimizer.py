@@ -26,51 +26,51 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     Attributes:
       init, update: functions of the chain. `update` takes the gradients' global norm as `norm`, and
         computes it if it is not given.
+      schedule: update -> learning rate.
       clip: ``clip(gradient, norm)`` clips one array's gradient as the chain does, given the global
         norm of all gradients.
       by_array: ``by_array(decays)`` returns AdamW for one array, with decay or without. Its state
         has the structure of the chain's second state.
     """
 
+    schedule: optax.Schedule
     clip: Callable[[jax.Array, jax.Array], jax.Array]
     by_array: Callable[[bool], optax.GradientTransformation]
 
 
-def make_optimizer(
-    learning_rate: float,
-    warmup_steps: int,
-    b1: float,
-    b2: float,
-    weight_decay: float,
-    clip_norm: float,
-    decay_steps: int = 0,
-    end_fraction: float = 1.0,
-) -> tuple[Optimizer, optax.Schedule]:
-    """Returns AdamW after clipping by global norm; linear warm-up, then constant or cosine decay.
+def learning_rates(
+    peak: float, warmup_steps: int, decay_steps: int = 0, end_fraction: float = 1.0
+) -> optax.Schedule:
+    """Returns the schedule (update -> learning rate): linear warm-up, then constant or cosine.
 
     Args:
-      learning_rate: peak learning rate.
+      peak: largest learning rate.
       warmup_steps: number of updates of linear warm-up; the first uses 1 / warmup_steps of the
         peak, the last the full peak.
-      b1, b2: decay rates of AdamW's moments (Loshchilov & Hutter, arXiv:1711.05101).
-      weight_decay: AdamW's decoupled decay of matrices.
-      clip_norm: largest global norm of the gradient.
       decay_steps: number of updates, warm-up included, after which a cosine decay ends at
         `end_fraction` of the peak; 0 for a constant rate.
       end_fraction: see decay_steps.
-
-    Returns:
-      The optimiser and its schedule (update -> learning rate).
     """
     if decay_steps:
         from_0 = optax.warmup_cosine_decay_schedule(
-            0.0, learning_rate, warmup_steps, decay_steps, learning_rate * end_fraction
+            0.0, peak, warmup_steps, decay_steps, peak * end_fraction
         )
     else:
-        from_0 = optax.linear_schedule(0.0, learning_rate, max(warmup_steps, 1))
+        from_0 = optax.linear_schedule(0.0, peak, max(warmup_steps, 1))
+    return lambda update: from_0(update + 1)  # from_0(0) is 0: it would change nothing
 
-    def schedule(update):
-        return from_0(update + 1)  # from_0(0) is 0: such an update would change nothing
+
+def make_optimizer(
+    schedule: optax.Schedule, b1: float, b2: float, weight_decay: float, clip_norm: float
+) -> Optimizer:
+    """Returns AdamW after clipping by global norm.
+
+    Args:
+      schedule: update -> learning rate, as of `learning_rates`.
+      b1, b2: decay rates of AdamW's moments (Loshchilov & Hutter, arXiv:1711.05101).
+      weight_decay: AdamW's decoupled decay of matrices.
+      clip_norm: largest global norm of the gradient.
+    """
 
     def adamw(decays: Callable[[Path], bool]) -> optax.GradientTransformation:
         def decay(updates, params):
@@ -98,8 +98,10 @@ def make_optimizer(
     clipping = optax.GradientTransformationExtraArgs(optax.init_empty_state, clip_all)
     chain = optax.chain(clipping, adamw(is_matrix))
     optimizer = Optimizer(*chain)
-    optimizer.clip, optimizer.by_array = clip, by_array
-    return optimizer, schedule
+    optimizer.schedule = schedule
+    optimizer.clip = clip
+    optimizer.by_array = by_array
+    return optimizer
 
 
 def updates_made(opt_state: optax.OptState) -> int:
@@ -109,14 +111,15 @@ def updates_made(opt_state: optax.OptState) -> int:
     return int(adam.count)
 
 
-def optimizer_of_phase(
-    config: ml_collections.ConfigDict, phase: str
-) -> tuple[Optimizer, optax.Schedule]:
-    """Returns the optimiser and the schedule of phase 'sft' or 'rl'."""
+def optimizer_of_phase(config: ml_collections.ConfigDict, phase: str) -> Optimizer:
+    """Returns the optimiser of phase 'sft' or 'rl'."""
     rl, sft = config.optimizer, config.sft
-    own, decay = (sft if phase == "sft" else rl), {}
-    if own.end_fraction < 1:
-        updates = sft.steps if phase == "sft" else rl_updates(config)
-        decay = {"decay_steps": updates, "end_fraction": own.end_fraction}
-    rates = own.learning_rate, own.warmup_steps, rl.b1, own.b2, own.weight_decay, rl.clip_norm
-    return make_optimizer(*rates, **decay)
+    chosen = sft if phase == "sft" else rl
+    updates = sft.steps if phase == "sft" else rl_updates(config)
+    schedule = learning_rates(
+        chosen.learning_rate,
+        chosen.warmup_steps,
+        updates if chosen.end_fraction < 1 else 0,
+        chosen.end_fraction,
+    )
+    return make_optimizer(schedule, rl.b1, chosen.b2, chosen.weight_decay, rl.clip_norm)

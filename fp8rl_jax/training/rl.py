@@ -47,7 +47,7 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
     """Returns the state at the start of the phase; saves it, and the reference policy if needed."""
     rt = run.runtime
     run.phase = "rl"
-    optimizer, _ = rt.engine.rl_optimizer
+    optimizer = rt.engine.rl_optimizer
     state = rt.engine.new_state(params, optimizer, scaling_state)
     if rt.layout.calibrated:  # on the prompts of the first step
         rollout = rt.config.rollout

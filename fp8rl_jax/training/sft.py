@@ -190,7 +190,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
       RewardError: every call of a reward failed in an evaluation.
     """
     runtime, config, engine = run.runtime, run.runtime.config, run.runtime.engine
-    optimizer, schedule = optimizer_of_phase(config, "sft")
+    optimizer = optimizer_of_phase(config, "sft")
     train_step = engine.train_step(optimizer, LossConfig(reinforce()), 1, engine.sft_recipe)
     stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)
@@ -201,7 +201,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
         hold_settings()
         start = time.perf_counter()
         batch = runtime.text.demonstrations(stream.next())
-        rate = float(schedule(updates_made(state.opt_state)))
+        rate = float(optimizer.schedule(updates_made(state.opt_state)))
         state, _, metrics = engine.update(state, batch, train_step, distil=False)
         if not metrics["good"]:
             run.save(state)

@@ -148,7 +148,7 @@ def rl_step(
         hold_settings()
         if not ahead:
             served.release()
-        _, schedule = engine.rl_optimizer
+        schedule = engine.rl_optimizer.schedule
         with times.of("learner"):
             state, update = learn(
                 engine.update, schedule, state, batch, algo.num_minibatches, algo.epochs

@@ -51,7 +51,7 @@ def made_run(tmp_path_factory) -> pathlib.Path:
     runtime = make_runtime(config)
     run_directory.open_run(runtime, "", environment(runtime.config))
     directory = pathlib.Path(config.run.dir)
-    optimizer, _ = optimizer_of_phase(config, "sft")
+    optimizer = optimizer_of_phase(config, "sft")
     state = runtime.engine.new_state(runtime.engine.init_params(), optimizer)
     logs = RunLogs(directory, None, config)
     checkpoints = Checkpoints(directory / "checkpoints", keep=2)

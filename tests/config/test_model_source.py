@@ -272,7 +272,7 @@ def test_an_fp8_checkpoint_is_the_base_of_adapters(checkpoint, tmp_path):
     lora = {"rank": 2, "base": "fp8"}
     runtime = make_runtime(_pretrained(tmp_path / "fp8", tmp_path, lora=lora))
     params = runtime.engine.initial_params()
-    base = runtime.engine.new_state(params, optimizer_of_phase(runtime.config, "rl")[0]).params.base
+    base = runtime.engine.new_state(params, optimizer_of_phase(runtime.config, "rl")).params.base
     _, file = models.hf.load(tmp_path / "fp8", dtype="fp8")
     is_small = lambda path: role_of(path_of(path)) in SMALL
     for path, leaf in jax.tree_util.tree_leaves_with_path(base, is_leaf=is_weight):
@@ -289,7 +289,7 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
     runtime = make_runtime(config)
     open_run(runtime, "", environment(runtime.config))
     params = jax.tree.map(lambda x: x * 1.5, runtime.engine.initial_params())
-    state = runtime.engine.new_state(params, optimizer_of_phase(config, "rl")[0])
+    state = runtime.engine.new_state(params, optimizer_of_phase(config, "rl"))
     if dtype == "fp8":
         expected = quantized(params, "fp8")  # what the sampler serves
     else:

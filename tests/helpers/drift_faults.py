@@ -232,7 +232,7 @@ def programs(fault: Fault) -> Programs:
     """Both sides of a tiny run with random weights, and the fault."""
     config = load_config(str(_CONFIG), [f"--config.{text}" for text in fault.config])
     runtime = make_runtime(config)
-    optimizer, _ = optimizer_of_phase(config, "rl")
+    optimizer = optimizer_of_phase(config, "rl")
     state = runtime.engine.new_state(runtime.engine.init_params(), optimizer)
     questions = runtime.questions["train"][: config.rollout.prompts_per_step]
     weights = runtime.engine.refit(state).weights

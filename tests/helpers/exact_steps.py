@@ -21,7 +21,7 @@ from fp8rl_jax.batch import make_batch, pack
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rl import losses
 from fp8rl_jax.rl.kl import ESTIMATORS
-from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
 
 class Step(NamedTuple):
@@ -75,7 +75,7 @@ def arguments(step: Step, kernels: str = "exact", shapes: bool = False) -> tuple
     """A jitted train step, and its arguments; with `shapes` the state's are shapes."""
     case = step.case
     recipe = dataclasses.replace(get_recipe(case.recipe), kernels=kernels)
-    optimizer, _ = make_optimizer(1e-2, 1, 0.9, 0.99, 0.1, 1.0)
+    optimizer = make_optimizer(learning_rates(1e-2, 1), 0.9, 0.99, 0.1, 1.0)
     program = learner.make_train_step(
         case.model(),
         recipe,

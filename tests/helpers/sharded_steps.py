@@ -14,7 +14,7 @@ from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.plan import h200
 from fp8rl_jax.rollout import ContinuousSampler
 from fp8rl_jax.training.engine import Prompts
-from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 from fp8rl_jax.training.runtime import make_runtime
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     overrides += [f"--config.{field}" for field in sys.argv[4:]]
     config = load_config(str(pathlib.Path(__file__).parent / "tiny_config.py"), overrides)
     rt = make_runtime(config)
-    optimizer, _ = make_optimizer(1e-3, 1, 0.9, 0.99, 0.0, 1.0)
+    optimizer = make_optimizer(learning_rates(1e-3, 1), 0.9, 0.99, 0.0, 1.0)
     state = rt.engine.new_state(rt.engine.init_params(), optimizer)
     sharded = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
     step = rt.engine.train_step(optimizer, LossConfig(), micro_batches)

@@ -49,7 +49,7 @@ def _on(runtime: Runtime, device) -> Runtime:
 
 def _steps(runtime: Runtime, params) -> dict:
     config, engine = runtime.config, runtime.engine
-    state = engine.new_state(params, optimizer_of_phase(config, "rl")[0])
+    state = engine.new_state(params, optimizer_of_phase(config, "rl"))
     served, logprobs, rewards, drift = engine.refit(state), [], [], []
     stream = Stream(runtime.questions["train"], config.rollout.prompts_per_step, config.run.seed)
     rollouts = Rollouts(runtime, stream, lambda step, progress: None)

@@ -22,7 +22,7 @@ from fp8rl_jax.models.arrays import (
 from fp8rl_jax.models.stacks import RUNS, layer_groups, path_of
 from fp8rl_jax.quant import get_recipe, missing_scales
 from fp8rl_jax.sharding import MESH_AXES
-from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
 # No two products of these are equal, so that no axis passes for another.
 _SIZES = dict(
@@ -109,7 +109,8 @@ def test_unknown_leaf_of_a_tree_is_refused():
     params = models.param_shapes(_family("dense"))
     params["layers"]["up_proj"]["bias"] = jax.ShapeDtypeStruct((3, 40), "float32")
     mesh = AbstractMesh((1, 2, 1, 1), MESH_AXES)
-    config, optimizer = _family("dense"), make_optimizer(0.1, 0, 0.9, 0.99, 0.1, 1.0)[0]
+    config = _family("dense")
+    optimizer = make_optimizer(learning_rates(0.1, 0), 0.9, 0.99, 0.1, 1.0)
     for run in (
         lambda: models.param_shardings(mesh, params),
         lambda: models.weight_specs(params, config, get_recipe("fp8"), mesh),
@@ -132,7 +133,7 @@ def test_runs_have_known_names():
 def test_what_belongs_to_a_parameter_is_stored_like_it(name):
     """A training state: moments as their masters; scaling states, KV scales, counts replicated."""
     config, recipe = _family(name), get_recipe("fp8_delayed")
-    optimizer, _ = make_optimizer(0.1, 0, 0.9, 0.99, 0.1, 1.0)
+    optimizer = make_optimizer(learning_rates(0.1, 0), 0.9, 0.99, 0.1, 1.0)
     state = jax.eval_shape(
         lambda p: learner.new_state(
             p, optimizer, jax.numpy.zeros(2, "uint32"), recipe, None, missing_scales(3)

@@ -13,7 +13,7 @@ from fp8rl_jax import models
 from fp8rl_jax.batch import make_batch
 from fp8rl_jax.learner import LossConfig, make_train_step, new_state
 from fp8rl_jax.quant import get_recipe, make_dot_general
-from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
 _MODEL = models.ModelConfig(259, 256, 768, 4, 4, 2, 64)
 _ROWS, _LENGTH = 3, 160
@@ -127,7 +127,7 @@ def test_working_memory_of_a_train_step():
     """Gradients, clipped gradients and a few layers beside the state, in bytes a parameter. Copies
     of AdamW's moments would add 8; of the weights in float16 or padded in float32, 2 or 4."""
     model = models.ModelConfig(259, 320, 768, 8, 5, 5, 64)  # 320: blocks of 128 do not divide it
-    optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
+    optimizer = make_optimizer(learning_rates(1e-4, 1), 0.9, 0.99, 0.0, 1.0)
     params = jax.eval_shape(
         lambda: models.init_params(model, jax.random.key(0, impl="threefry2x32"))
     )

@@ -18,7 +18,7 @@ from fp8rl_jax.learner import new_state
 from fp8rl_jax.plan.bytes import weight_bytes
 from fp8rl_jax.plan.learner import HEAD_TOKENS, Workload, plan_learner
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
 _DENSE = models.ModelConfig(96, 64, 128, 2, 4, 2, 16)
 _EXPERTS = dataclasses.replace(
@@ -44,7 +44,7 @@ def _plan(model=_DENSE, axes=None, recipe="fp8", fields=None, **work):
 def test_counts_are_those_of_real_arrays(model, recipe):
     """Masters, moments, states, own weights and batch of one device, byte for byte."""
     params = initial_params(model)
-    optimizer, _ = make_optimizer(1e-4, 1, 0.9, 0.99, 0.0, 1.0)
+    optimizer = make_optimizer(learning_rates(1e-4, 1), 0.9, 0.99, 0.0, 1.0)
 
     @jax.jit
     def stored(params):

@@ -22,7 +22,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.learner import TrainState, new_state
 from fp8rl_jax.training import checkpoint
 from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum
-from fp8rl_jax.training.optimizer import make_optimizer
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
 # A read that fails leaves coroutines of orbax behind, which complain when they are collected:
 # that is made to happen here.
@@ -34,7 +34,7 @@ pytestmark = [
 _META = {"phase": "rl", "step": 1, "offsets": {"metrics": 30, "eval": 40}}
 
 
-_OPTIMIZER, _ = make_optimizer(1e-2, 1, 0.9, 0.99, 0.1, 1.0)
+_OPTIMIZER = make_optimizer(learning_rates(1e-2, 1), 0.9, 0.99, 0.1, 1.0)
 _UPDATE = jax.jit(_OPTIMIZER.update)
 
 

@@ -39,7 +39,7 @@ def test_state_shapes(base, tmp_path):
     """The first state of a phase has the shapes that its programs are made for."""
     fields = {**_FIELDS, "lora.base": base}
     runtime = make_runtime(load_config(str(CONFIG), overrides(tmp_path, **fields)))
-    optimizer = optimizer_of_phase(runtime.config, "sft")[0]
+    optimizer = optimizer_of_phase(runtime.config, "sft")
     state = runtime.engine.new_state(runtime.engine.initial_params(), optimizer)
     own = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
     shapes = runtime.engine.layout.state_shapes(optimizer)
@@ -100,7 +100,7 @@ def test_run(more, tmp_path):
     assert run([*command, "--allow-import=dense_reward"]) == 0
     again = {**fields, "lora.checkpoint": str(adapter)}
     new = make_runtime(load_config(str(CONFIG), overrides(tmp_path / "new", **again)))
-    optimizer = optimizer_of_phase(new.config, "rl")[0]
+    optimizer = optimizer_of_phase(new.config, "rl")
     state = new.engine.new_state(new.engine.initial_params(), optimizer)
     adapters = (state.params.adapters, after.params.adapters)
     jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, adapters))
@@ -111,7 +111,7 @@ def test_a_kept_step_has_its_base(tmp_path):
     """`fp8rl drift` repeats a step of adapters on the base that no file of the run holds."""
     config = load_config(str(CONFIG), overrides(tmp_path, **_FIELDS))
     new = make_runtime(config)
-    optimizer = optimizer_of_phase(config, "rl")[0]
+    optimizer = optimizer_of_phase(config, "rl")
     state = new.engine.new_state(new.engine.initial_params(), optimizer)
     count, slots = config.rollout.prompts_per_step, config.rollout.max_new_tokens
     rows = np.zeros((new.step_samples, slots), np.float32)

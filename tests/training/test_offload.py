@@ -18,9 +18,9 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import make_batch
 from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum
 from fp8rl_jax.training.offload import OffloadedStep, is_on_host, with_host_moments
-from fp8rl_jax.training.optimizer import make_optimizer, updates_made
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer, updates_made
 
-_OPTIMIZER, _ = make_optimizer(1e-2, 3, 0.9, 0.95, 0.1, 0.5)
+_OPTIMIZER = make_optimizer(learning_rates(1e-2, 3), 0.9, 0.95, 0.1, 0.5)
 _MESH = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "expert": 1})
 
 

@@ -13,11 +13,11 @@ from fp8rl_jax.models.arrays import is_matrix
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.training.learn import learn
-from fp8rl_jax.training.optimizer import make_optimizer, updates_made
+from fp8rl_jax.training.optimizer import learning_rates, make_optimizer, updates_made
 
 
 def _rates(warmup_steps: int, updates: int, **more) -> np.ndarray:
-    _, schedule = make_optimizer(0.5, warmup_steps, 0.9, 0.99, 0.0, 1.0, **more)
+    schedule = learning_rates(0.5, warmup_steps, **more)
     return np.array([float(schedule(update)) for update in range(updates)])
 
 
@@ -57,7 +57,7 @@ def _updated(gradients: float, decay: float, updates: int = 3) -> dict[str, np.n
     router = {"kernel": rng.standard_normal((2, 6, 4)), "e_score_correction_bias": -np.ones((2, 4))}
     params = {"layers": {"router": router, "norm": {"weight": rng.standard_normal((2, 6))}}}
     params = jax.tree.map(lambda x: x.astype(np.float32), params)
-    optimizer, _ = make_optimizer(0.1, 0, 0.9, 0.99, decay, 1e6)
+    optimizer = make_optimizer(learning_rates(0.1, 0), 0.9, 0.99, decay, 1e6)
 
     @jax.jit
     def step(params, state):
@@ -85,7 +85,7 @@ def test_what_has_no_gradient_keeps_its_bits():
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_the_logged_rate_is_that_of_the_update(skipped):
     """Steps that made no update have not advanced the warm-up, so the next one's rate is theirs."""
-    optimizer, schedule = make_optimizer(0.1, 8, 0.9, 0.99, 0.0, 1.0)
+    optimizer = make_optimizer(learning_rates(0.1, 8), 0.9, 0.99, 0.0, 1.0)
     state = types.SimpleNamespace(opt_state=optimizer.init({}))
     counts, rates = [True] + skipped * [False] + [True], []
 
@@ -97,6 +97,6 @@ def test_the_logged_rate_is_that_of_the_update(skipped):
     ones = np.ones((2, 3), np.int32)
     batch = make_batch(ones, ones[:, 0], ones[:, :2], ones[:, :2], np.ones(2, np.float32))
     for _ in counts:
-        state, made = learn(update, schedule, state, batch)
+        state, made = learn(update, optimizer.schedule, state, batch)
         rates.append(made.learning_rate)
     np.testing.assert_allclose(rates, [0.1 / 8] + (1 + skipped) * [0.2 / 8], rtol=1e-6)
