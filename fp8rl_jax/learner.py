@@ -47,13 +47,12 @@ from fp8rl_jax.models import (
     token_logprobs,
     trainable_params,
     update_scaling,
-    with_kv_scales,
 )
 from fp8rl_jax.models.logprobs import rows_at
 from fp8rl_jax.models.lora import base_of, merged, trained, with_base, with_trained, without_base
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
-from fp8rl_jax.quant import KVScales, Recipe, get_recipe, merge_probes
+from fp8rl_jax.quant import Recipe, get_recipe, merge_probes
 from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
 from fp8rl_jax.rl.kl import Estimator
 from fp8rl_jax.rl.losses import TokenLoss, ppo
@@ -68,8 +67,8 @@ class TrainState:
     Attributes:
       params: float32 master parameters, or `Adapted`.
       opt_state: optax state of the current phase (SFT or RL).
-      scaling_state: states of stateful scaling policies, by site; {} if every scale is dynamic.
-      kv_scales: calibrated scales of q, k and v; None unless a recipe asks for them.
+      scaling_state: states of stateful scaling policies, by site, and calibrated scales of keys and
+        values (quant/kv.py); {} if every scale is dynamic.
       step: () int32, number of finished SFT updates or RL steps.
       rng: key data (uint32) of the rollout key; each step folds its number into it.
       data_state: () int32, number of batches taken from the phase's stream.
@@ -78,7 +77,6 @@ class TrainState:
     params: dict
     opt_state: optax.OptState
     scaling_state: dict
-    kv_scales: KVScales | None
     step: Array
     rng: Array
     data_state: Array
@@ -86,7 +84,7 @@ class TrainState:
 
 def policy_of(state: TrainState) -> dict[str, Any]:
     """Returns the fields of a state that its policy's log-probabilities depend on."""
-    return {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
+    return {"params": state.params, "scaling_state": state.scaling_state}
 
 
 def new_state(
@@ -95,7 +93,6 @@ def new_state(
     rng: Array,
     recipe: Recipe | str,
     scaling_state: dict | None = None,
-    kv_scales: KVScales | None = None,
 ) -> TrainState:
     """Returns the state at the start of a phase.
 
@@ -105,12 +102,11 @@ def new_state(
       rng: key data; see `TrainState`.
       recipe: recipe of the learner.
       scaling_state: states at the end of an earlier phase; None for new states.
-      kv_scales: scales for recipes with calibrated scales.
     """
     if scaling_state is None:
         scaling_state = init_scaling(params, recipe)
     zeros = (jnp.int32(0), rng, jnp.int32(0))
-    return TrainState(params, optimizer.init(trained(params)), scaling_state, kv_scales, *zeros)
+    return TrainState(params, optimizer.init(trained(params)), scaling_state, *zeros)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +129,9 @@ class LossConfig:
     teacher_coef: float = 0.0
 
 
-def _hidden(
-    params, batch: Batch, model, recipe, rope, kv_scales, parallel, **more
-) -> ForwardOutput:
+def _hidden(params, batch: Batch, model, recipe, rope, parallel, **more) -> ForwardOutput:
     """Runs `forward`, with keywords `more`, on a batch's sequences up to the output head."""
-    given = {"rope": rope, "kv_scales": kv_scales, "parallel": parallel, **batch.places, **more}
+    given = {"rope": rope, "parallel": parallel, **batch.places, **more}
     return forward(params, batch.tokens, model, recipe, output="hidden", **given)
 
 
@@ -148,7 +142,6 @@ def response_logprobs(
     recipe: Recipe,
     rope,
     remat: str,
-    kv_scales: KVScales | None,
     parallel: Parallel = ONE_DEVICE,
     collect: tuple[str, ...] = (),
     taps: tuple[str, ...] = (),
@@ -163,7 +156,7 @@ def response_logprobs(
     everywhere = jnp.ones(model.num_hidden_layers, bool)
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     more = {"remat": remat, "collect": collect, "taps": taps, "swaps": {**(swaps or {}), **routing}}
-    out = _hidden(params, batch, model, recipe, rope, kv_scales, parallel, **more)
+    out = _hidden(params, batch, model, recipe, rope, parallel, **more)
     hidden = rows_at(out.hidden, *batch.predictions)
     head = output_head(params, model, parallel)
     counts = None if batch.packing is None else batch.mask > 0
@@ -207,18 +200,17 @@ def keep_if(wanted: jax.Array, after, before):
 def make_score(
     model: ModelConfig, recipe: Recipe | str, parallel: Parallel = ONE_DEVICE
 ) -> Callable:
-    """Returns the jitted ``score(params, scaling_state, kv_scales, batch, rope) -> logp (B, R)``.
+    """Returns the jitted ``score(params, scaling_state, batch, rope) -> logp (B, R)``.
 
     It computes old and reference log-probabilities.
     """
     recipe = get_recipe(recipe)
 
-    def score(params, scaling_state, kv_scales, batch: Batch, rope):
+    def score(params, scaling_state, batch: Batch, rope):
         weights = quantize_params(params, recipe, scaling_state)
 
         def run(part: Batch):
-            more = recipe, rope, "none", kv_scales, parallel
-            return (), response_logprobs(weights, part, model, *more)[0]
+            return (), response_logprobs(weights, part, model, recipe, rope, "none", parallel)[0]
 
         if batch.packing is None:
             return run(batch)[1]
@@ -241,7 +233,7 @@ def make_hidden(
 
     def hidden(weights, batch: Batch, rope):
         def run(part: Batch):
-            out = _hidden(weights, part, model, recipe, rope, None, parallel)
+            out = _hidden(weights, part, model, recipe, rope, parallel)
             return (), rows_at(out.hidden, *part.predictions)
 
         if batch.packing is None and micro_batches == 1:
@@ -253,13 +245,7 @@ def make_hidden(
 
 
 def count_experts(
-    weights,
-    batch: Batch,
-    model: ModelConfig,
-    recipe: Recipe,
-    rope,
-    kv_scales: KVScales | None,
-    parallel: Parallel = ONE_DEVICE,
+    weights, batch: Batch, model: ModelConfig, recipe: Recipe, rope, parallel: Parallel = ONE_DEVICE
 ) -> jax.Array:
     """Returns (S, E) int32, the number of a batch's tokens that each expert gets.
 
@@ -267,12 +253,12 @@ def count_experts(
 
     Args:
       weights: `quantize_params` of the masters.
-      batch, model, recipe, rope, kv_scales, parallel: as for `response_logprobs`.
+      batch, model, recipe, rope, parallel: as for `response_logprobs`.
     """
     if (chosen := batch.routing.get(ROUTING[0])) is not None:  # (B, L, T, k)
         of_layer = functools.partial(expert_tokens, model, valid=batch.valid)
         return jax.vmap(of_layer, in_axes=1)(chosen[:, model.dense_layers :])
-    out = _hidden(weights, batch, model, recipe, rope, kv_scales, parallel)
+    out = _hidden(weights, batch, model, recipe, rope, parallel)
     return out.aux["expert_tokens"]
 
 
@@ -358,7 +344,7 @@ def make_gradients(
         paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
         more = {"collect": collect, "taps": taps, "teacher_head": head}
         logp, entropy, aux = response_logprobs(
-            paired, part, model, recipe, rope, remat, state.kv_scales, parallel, **more
+            paired, part, model, recipe, rope, remat, parallel, **more
         )
         counts = part.weights != 0
         own = {} if part.packing is None else {"sequences": part.sequences}
@@ -407,8 +393,7 @@ def make_gradients(
             parts = split(batch, parallel, micro_batches)
 
             def count(part: Batch):
-                settings = model, recipe, rope, state.kv_scales, parallel
-                return count_experts(weights, part, *settings), ()
+                return count_experts(weights, part, model, recipe, rope, parallel), ()
 
             # The balance loss of each micro-batch is weighted by an expert's share of the update's
             # tokens, which must be known before the first micro-batch.
@@ -432,7 +417,7 @@ def make_gradients(
             "grad_norm": norm,
             "good": good,
             "bad_layer": jnp.where(broken.any(), jnp.argmax(broken), -1),
-            "checksum": checksum(with_kv_scales(weights, state.kv_scales)),
+            "checksum": checksum(weights),
             "tokens": per_token,
             **{name: x for name, x in sums.items() if name != "kv_health"},
         }

@@ -36,7 +36,8 @@ from fp8rl_jax.models import (
 from fp8rl_jax.models.logprobs import inverse_temperature, rows_at
 from fp8rl_jax.models.router import selection_scores
 from fp8rl_jax.models.taps import LOGITS, ROUTING
-from fp8rl_jax.quant import KVScales, Recipe
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.quant.kv import with_kv_scales
 from fp8rl_jax.rollout import make_calibrate, make_refit
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime
@@ -138,8 +139,8 @@ def sample(
     sampler = engine.make_sampler(group, settings.top_k, settings.top_p, records_kept=True)
     size, key = settings.prompts_per_step, engine.keys["rollout"]
     parts, progress = [], Part("questions answered", len(questions), note)
-    scales = kv_scales(runtime, params, recipe, *runtime.text.prompts(list(questions)))
-    weights = make_refit(recipe)(params, init_scaling(params, recipe), scales)[0]
+    scaling = scaling_of(runtime, params, recipe, *runtime.text.prompts(list(questions)))
+    weights = make_refit(recipe)(params, scaling)[0]
     for first in range(0, len(questions), size):
         part = list(questions[first : first + size])
         temperature = np.full(len(part) * group, settings.temperature, np.float32)
@@ -152,22 +153,25 @@ def sample(
     return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def kv_scales(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> KVScales | None:
-    """Calibrates KV scales on tokens (B, T) of lengths (B,); None if the recipe has no such scales.
+def scaling_of(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> dict:
+    """Returns a scaling state of parameters; KV scales, if the recipe has any, are calibrated on
+    tokens (B, T) of lengths (B,).
 
     Rows are calibrated in parts; the result is the largest scale of the parts.
     """
+    scaling = init_scaling(params, recipe)
     if recipe.kv != "calibrated":
-        return None
+        return scaling
     calibrate = make_calibrate(
         runtime.model, recipe, runtime.layout.parallel, margin=runtime.config.precision.kv_margin
     )
-    scaling, size = init_scaling(params, recipe), _part_size(len(tokens), _ROWS)
+    size = _part_size(len(tokens), _ROWS)
     step, rope = np.int32(0), runtime.engine.rope
     parts = [slice(first, first + size) for first in range(0, len(tokens), size)]
     batches = (of_sequences(tokens[p], lengths[p]) for p in parts)
     found = [calibrate(params, scaling, batch, step, rope) for batch in batches]
-    return jax.tree.map(lambda *x: functools.reduce(jnp.maximum, x), *found)
+    largest = jax.tree.map(lambda *x: functools.reduce(jnp.maximum, x), *found)
+    return with_kv_scales(scaling, largest)
 
 
 def _part_size(count: int, most: int) -> int:
@@ -204,9 +208,8 @@ class Scorer:
         size = _part_size(total, min(most, _ROWS))
         progress = Part("sequences scored", total, self._note)
         weights = {
-            recipe: (
-                quantize(params, scaling=init_scaling(params, recipe)),
-                kv_scales(runtime, params, recipe, samples.tokens, samples.lengths),
+            recipe: quantize(
+                params, scaling=scaling_of(runtime, params, recipe, samples.tokens, samples.lengths)
             )
             for recipe, quantize in self._quantize.items()
         }
@@ -228,7 +231,7 @@ class Scorer:
                 routing = {n: jnp.moveaxis(taps[n], 0, 1) for n in ROUTING[:count]}
             given = self._runtime.layout.by_rows(dataclasses.replace(batch, routing=routing))
             found[name] = self._score[view.recipe, view.head](
-                *weights[view.recipe], given, self._runtime.engine.rope
+                weights[view.recipe], given, self._runtime.engine.rope
             )
         mask, model = batch.mask, self._runtime.model
         dense = model.dense_layers  # the first layers, whose taps are zeros
@@ -278,14 +281,14 @@ def answer_logprobs(
 def _make_score(
     runtime: Runtime, recipe: Recipe, head: Head | None, taps: tuple[str, ...]
 ) -> Callable:
-    """Returns (weights, kv_scales, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
+    """Returns (weights, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
     model, parallel = runtime.model, runtime.layout.parallel
     taps = taps if head is None else (*taps, _HIDDEN)
 
     @exact_jit
-    def score(weights, scales, batch: Batch, rope):
+    def score(weights, batch: Batch, rope):
         logp, entropy, aux = response_logprobs(
-            weights, batch, model, recipe, rope, "none", scales, parallel, taps=taps
+            weights, batch, model, recipe, rope, "none", parallel, taps=taps
         )
         found = aux["taps"]
         if head is not None:

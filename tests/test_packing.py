@@ -70,7 +70,7 @@ def _rope():
 
 
 def _score(batch: Batch, recipe: str, params) -> np.ndarray:
-    return np.asarray(learner.make_score(_MODEL, recipe)(params, {}, None, batch, _rope()))
+    return np.asarray(learner.make_score(_MODEL, recipe)(params, {}, batch, _rope()))
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

@@ -41,8 +41,9 @@ from fp8rl_jax.models.presets import PRESETS
 from fp8rl_jax.policy.load import load_trained, round_slots
 from fp8rl_jax.policy.source import directory_config, is_released
 from fp8rl_jax.quant import Recipe
+from fp8rl_jax.quant.kv import is_fresh
 from fp8rl_jax.rl import mismatch_metrics
-from fp8rl_jax.rollout import Rollout, is_fresh
+from fp8rl_jax.rollout import Rollout
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training import sample_step
 from fp8rl_jax.training.engine import Prompts
@@ -264,7 +265,7 @@ def sample(
         round_slots(max(map(len, rows))), max_tokens or rollout.max_new_tokens
     )
     state = policy.state
-    if not is_fresh(state.kv_scales, policy.step):
+    if not is_fresh(state.scaling_state, policy.step):
         raise UserError(
             "sample: this policy has no calibrated scales of its KV cache: load it with "
             "kv_cache='fp8', or from a run that has them"

@@ -109,7 +109,7 @@ class Programs:
         rt = self.runtime
         optimizer = optimizer_of_phase(rt.config, "rl")
         state = rt.engine.new_state(self.state.params, optimizer, self.state.scaling_state)
-        state = dataclasses.replace(state, kv_scales=self.state.kv_scales)
+        state = dataclasses.replace(state, scaling_state=self.state.scaling_state)
         own = rt.algorithm.loss
         # Without a gradient XLA would leave the backward pass out, and change the forward pass.
         loss = LossConfig(reinforce() if rt.config.algo.loss == "none" else own)
@@ -128,8 +128,7 @@ class Programs:
     def learner_weights(self) -> dict:
         """Returns the weights of the learner's forward pass: a refit under the learner's recipe."""
         refit = make_refit(self.runtime.learner_recipe)
-        state = self.state
-        return refit(state.params, state.scaling_state, state.kv_scales)[0]
+        return refit(self.state.params, self.state.scaling_state)[0]
 
     def swapper(self, batch: Host, taps: Taps):
         """Makes a learner that replaces some intermediate values by the rollout's.
@@ -160,7 +159,6 @@ class Programs:
                 recipe,
                 rope,
                 rt.config.learner.remat,
-                state.kv_scales,
                 rt.layout.parallel,
                 taps=names,
                 swaps=swaps,

@@ -55,7 +55,6 @@ from fp8rl_jax.models.params import (
     trainable_params,
     update_scaling,
     weight_health,
-    with_kv_scales,
 )
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.taps import Swap

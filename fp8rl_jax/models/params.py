@@ -51,7 +51,6 @@ from fp8rl_jax.models.stacks import DENSE_STACK, STACK, LayerGroup, is_whole, la
 from fp8rl_jax.models.transformer import Transformer
 from fp8rl_jax.quant import (
     BoundWeight,
-    KVScales,
     QArray,
     Recipe,
     SiteProbe,
@@ -65,6 +64,7 @@ from fp8rl_jax.quant import (
     quantize_weight,
     update_site,
 )
+from fp8rl_jax.quant.kv import KV_SCALES, of_sites, with_kv_scales
 from fp8rl_jax.quant.operands import plain_value, stacked
 from fp8rl_jax.quant.scaling import dynamic, never_saturates
 
@@ -177,16 +177,17 @@ def update_scaling(params, recipe: Recipe | str, scaling, seen) -> dict[str, Sit
             amax["weight"] = quantize_weight(leaf, site, state)[1]
         return update_site(site, state, amax)
 
-    return {name: advance(name, state) for name, state in scaling.items()}
+    states = {name: advance(name, state) for name, state in of_sites(scaling).items()}
+    return with_kv_scales(states, scaling.get(KV_SCALES))
 
 
 def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     """Quantises masters for the forward pass: QArrays for linear layers, compute dtype for tables.
 
     Where activations have a stateful policy, the weight is a BoundWeight that carries the frozen
-    state. The result depends on values, recipe and states alone, so rollout and learner hold the
-    same bytes. FP8 weights of a frozen base (models/lora.py) that have no adapter and the recipe's
-    format stay as they are.
+    state. Calibrated scales of keys and values go along, as 'kv_scales'. The result depends on
+    values, recipe and states alone, so rollout and learner hold the same bytes. FP8 weights of a
+    frozen base (models/lora.py) that have no adapter and the recipe's format stay as they are.
 
     Args:
       params: float32 masters, `Adapted`, or a frozen base.
@@ -220,7 +221,8 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
         return path_of(path) == ("lm_head" if "lm_head" in params else "embed_tokens",)
 
     cut = split_layers(params, recipe)
-    return jax.tree_util.tree_map_with_path(convert, cut, is_leaf=is_weight)
+    weights = jax.tree_util.tree_map_with_path(convert, cut, is_leaf=is_weight)
+    return with_kv_scales(weights, (scaling or {}).get(KV_SCALES))
 
 
 def _has_format(weight: QArray, site: Recipe) -> bool:
@@ -229,11 +231,6 @@ def _has_format(weight: QArray, site: Recipe) -> bool:
     if own is None or own.policy != dynamic():
         return False
     return (weight.qvalue.dtype, weight.block_shape) == (jnp.dtype(own.dtype), own.block)
-
-
-def with_kv_scales(weights, kv_scales: KVScales | None):
-    """Adds calibrated scales, unless None, to the weights as 'kv_scales', for the sampler."""
-    return weights if kv_scales is None else weights | {"kv_scales": kv_scales}
 
 
 def for_decoding(weights, recipe: Recipe, *, stacks: bool):
@@ -254,7 +251,8 @@ def for_decoding(weights, recipe: Recipe, *, stacks: bool):
         leaf = jax.tree.map(lambda x: x.widened() if is_widened(x) else x, leaf, is_leaf=is_widened)
         return keep(leaf) if stacks else leaf
 
-    return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=is_weight)
+    converted = jax.tree_util.tree_map_with_path(convert, of_sites(weights), is_leaf=is_weight)
+    return with_kv_scales(converted, weights.get(KV_SCALES))
 
 
 def kernel_formats(weights, shardings):
@@ -330,7 +328,8 @@ def trainable_params(
                 if path[0] == run.stack:
                     adapters[run.name, *path[1:]] = tuple(x[run.span] for x in arrays)
     masters = split_layers(params, get_recipe(recipe))
-    return jax.tree_util.tree_map_with_path(pair, masters, weights, is_leaf=is_weight)
+    pairs = jax.tree_util.tree_map_with_path(pair, masters, of_sites(weights), is_leaf=is_weight)
+    return with_kv_scales(pairs, weights.get(KV_SCALES))
 
 
 def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
@@ -339,7 +338,7 @@ def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, 
     params = merged(params, exact=recipe.kernels == "exact")
     values = {
         _site(path): _value(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(of_sites(weights), is_leaf=is_weight)
         if role_of(path_of(path)) == LINEAR
     }
     health = {}

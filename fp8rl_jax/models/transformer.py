@@ -38,15 +38,8 @@ from fp8rl_jax.models.stacks import (
     path_of,
 )
 from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap, watched
-from fp8rl_jax.quant import (
-    BoundWeight,
-    KVScales,
-    Recipe,
-    compute_value,
-    get_recipe,
-    is_weight,
-    take_layer,
-)
+from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, get_recipe, is_weight, take_layer
+from fp8rl_jax.quant.kv import of_sites, scales_of
 from fp8rl_jax.quant.varying import varying_vjp
 
 REMAT = ("none", "full")  # values of `remat`: keep activations; recompute each layer
@@ -99,7 +92,7 @@ class Transformer(nn.Module):
     collect: tuple[str, ...] = ()
 
     @nn.compact
-    def __call__(self, tokens, cache, kv_scales, positions, cos, sin, valid):
+    def __call__(self, tokens, cache, scales, positions, cos, sin, valid):
         config, recipe = self.config, self.recipe
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
@@ -113,7 +106,7 @@ class Transformer(nn.Module):
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             spec = layer_spec(config, run.stack)
             settings = (config, spec, run.recipe, self.collect, self.parallel)
-            scales = jax.tree.map(lambda s, run=run: s[run.layers], kv_scales)
+            run_scales = jax.tree.map(lambda s, run=run: s[run.layers], scales)
             layers = run.span.stop - run.span.start
             carried = x, run_cache(cache, index, layers)
             reach = None if windows is None else jnp.asarray(windows[run.layers])
@@ -122,12 +115,12 @@ class Transformer(nn.Module):
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
                 by_kernel = resolve(run.recipe.kernels) != "reference"
                 named = stack[run.name]
-                own = scales, reach
+                own = run_scales, reach
                 carried, aux = _scan_in_place(layer, by_kernel, named, own, carried, *others)
             else:
                 number = None if cache is None else jnp.arange(layers, dtype=jnp.int32)
                 scan = self._scan(settings, run)
-                carried, aux = scan(carried, PerLayer(number, scales, reach), *others)
+                carried, aux = scan(carried, PerLayer(number, run_scales, reach), *others)
             x, written = carried
             stored_runs.append(None if written is None else written.stored)
             auxes.append(aux)
@@ -240,7 +233,6 @@ def forward(
     starts: jax.Array | None = None,
     shared: jax.Array | None = None,
     cache: KVCache | PagedCache | None = None,
-    kv_scales: KVScales | None = None,
     parallel: Parallel = ONE_DEVICE,
     rope: tuple[jax.Array, jax.Array] | None = None,
     remat: str = "none",
@@ -265,7 +257,6 @@ def forward(
       starts, shared: (B, T) and (B, T / PAGE, 2) int32 for rows of several sequences, as for
         `packing.packed`, in place of positions and lengths, and without a cache.
       cache: keys and values so far; None attends within `tokens` alone (the learner).
-      kv_scales: scales from `calibrated_scales`, for recipes with kv='calibrated'.
       parallel: the devices that share the computation; the bits are the same on any.
       rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they
         are made here (convenient, but outside the zero-drift promise).
@@ -280,8 +271,9 @@ def forward(
       ForwardOutput.
 
     Raises:
-      ValueError: `remat`, `output` or `collect` is none of these, `kv_scales` are missing, taps or
-        swaps name sharded values, or `jax.set_mesh` set a mesh that `parallel` lacks.
+      ValueError: `remat`, `output` or `collect` is none of these, the recipe needs calibrated
+        scales that `params` lack, taps or swaps name sharded values, or `jax.set_mesh` set a mesh
+        that `parallel` lacks.
     """
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")
@@ -302,13 +294,9 @@ def forward(
             positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         where = positions
         valid = jnp.ones(tokens.shape, bool) if lengths is None else positions < lengths[:, None]
-    if recipe.kv == "calibrated" and kv_scales is None:
-        raise ValueError(
-            f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
-        )
     tables = rope or rope_tables(config, cache.slots if cache is not None else length)
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
-    scales = kv_scales.layer_scales() if kv_scales and recipe.kv == "calibrated" else None
+    scales = scales_of(params, recipe)
     by_shard_map = parallel.uses_shard_map(recipe)
     if by_shard_map and not {*taps, *(swaps or ())} <= set(ROUTING):
         raise ValueError(
@@ -330,7 +318,7 @@ def forward(
     if by_shard_map:
         apply = split_columns(apply, config, recipe, parallel)
     hidden, cache, aux, tapped = apply(
-        params, swaps or {}, tokens, cache, scales, where, cos, sin, valid
+        of_sites(params), swaps or {}, tokens, cache, scales, where, cos, sin, valid
     )
     if taps:
         aux = aux | {"taps": tapped}

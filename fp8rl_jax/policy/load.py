@@ -25,7 +25,7 @@ from fp8rl_jax.learner import TrainState
 from fp8rl_jax.models.lora import merged
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.policy.source import is_released
-from fp8rl_jax.rollout import is_fresh
+from fp8rl_jax.quant.kv import KV_SCALES, is_fresh, with_kv_scales
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints, with_checked_base
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -90,7 +90,7 @@ def load_policy(
     else:
         directory, count = pathlib.Path(config.run.dir), config.eval.average_last
         state, phase = load_trained(runtime, directory, note, count)
-    if not is_fresh(state.kv_scales, int(state.step)):
+    if not is_fresh(state.scaling_state, int(state.step)):
         few = rows[: config.eval.batch_size]
         state = runtime.engine.calibrate(state, of_sequences(*pad(runtime, few)))
     weights = runtime.engine.refit(state).weights
@@ -220,11 +220,12 @@ def load_trained(
     same = runtime.learner_recipe == saved.learner_recipe
     scaling_state = state.scaling_state if same else None
     loaded = runtime.engine.new_state(state.params, optax.identity(), scaling_state)
-    kept = {"step": state.step}
+    kept: dict[str, Any] = {"step": state.step}
     # Fine-tuning calibrates KV scales at evaluations only; between them the scales are outdated.
     same = runtime.rollout_recipe == saved.rollout_recipe and not averaged
-    if same and state.kv_scales is not None and is_fresh(state.kv_scales, int(state.step)):
-        kept["kv_scales"] = state.kv_scales
+    scales = state.scaling_state.get(KV_SCALES)
+    if same and scales is not None and is_fresh(state.scaling_state, int(state.step)):
+        kept["scaling_state"] = with_kv_scales(loaded.scaling_state, scales)
     return dataclasses.replace(loaded, **kept), found.phase
 
 

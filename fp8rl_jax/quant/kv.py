@@ -4,12 +4,15 @@ The sampler's cache and the learner's attention both go through `quantize_kv`, s
 exactly the keys that the rollout read. Under 'dynamic' a scale belongs to one (token, head): no
 calibration, nothing that can be stale, and no dependence on the rest of the batch. Under
 'calibrated' there is one scale per layer and tensor, measured after each update on that step's own
-sequences (rollout/refit.py) and frozen until the next.
+sequences (rollout/refit.py) and frozen until the next. These scales are an entry of the scaling
+state, from where `quantize_params` takes them into the weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +44,42 @@ class KVScales:
     def layer_scales(self) -> dict[str, jax.Array]:
         """Returns {'q' | 'k' | 'v': (L,)}, the form that a scan over layers takes."""
         return {"q": self.q, "k": self.k, "v": self.v}
+
+
+KV_SCALES = "kv_scales"  # the entry of weights and scaling states that has `KVScales`
+
+
+def of_sites(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns weights, or a scaling state, without the calibrated scales of keys and values."""
+    return {name: value for name, value in tree.items() if name != KV_SCALES}
+
+
+def with_kv_scales(tree: Mapping[str, Any], scales: KVScales | None) -> dict[str, Any]:
+    """Returns weights, or a scaling state, with these scales of keys and values; None for none."""
+    return of_sites(tree) | ({} if scales is None else {KV_SCALES: scales})
+
+
+def is_fresh(scaling: Mapping[str, Any], step: int) -> bool:
+    """Returns whether a scaling state has no `KVScales`, or those of the weights after RL step
+    `step`. Sampling with older scales could clip keys and values without any error."""
+    scales = scaling.get(KV_SCALES)
+    return scales is None or int(scales.step) == step
+
+
+def scales_of(weights: Mapping[str, Any], recipe: Recipe) -> dict[str, jax.Array] | None:
+    """Returns `layer_scales` of the weights' `KVScales`; None for a recipe that is not calibrated.
+
+    Raises:
+      ValueError: the recipe is calibrated, and the weights have no scales.
+    """
+    if recipe.kv != "calibrated":
+        return None
+    if KV_SCALES not in weights:
+        raise ValueError(
+            f"recipe {recipe.name!r} stores K and V with calibrated scales, which these weights "
+            "lack: refit with a scaling state that has them (make_calibrate)"
+        )
+    return weights[KV_SCALES].layer_scales()
 
 
 def missing_scales(layers: int) -> KVScales:
@@ -87,7 +126,7 @@ def quantize_kv(
         return compute_value(x, recipe), None
     if recipe.kv == "calibrated" and scale is None:
         raise ValueError(
-            f"recipe {recipe.name!r} stores K and V with calibrated scales; pass kv_scales"
+            f"recipe {recipe.name!r} stores K and V with calibrated scales: pass this layer's"
         )
 
     def plain(x, scale):

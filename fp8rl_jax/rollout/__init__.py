@@ -24,13 +24,7 @@ Not done: speculative decoding, new requests during a rollout.
 from fp8rl_jax.rollout.continuous import Answer, ContinuousSampler, Progress, Watch
 from fp8rl_jax.rollout.continuous_loop import Batching, Earlier, Extension, Replies
 from fp8rl_jax.rollout.halves import HalvedSampler
-from fp8rl_jax.rollout.refit import (
-    changed_bytes,
-    is_fresh,
-    make_calibrate,
-    make_refit,
-    sampled_bytes,
-)
+from fp8rl_jax.rollout.refit import changed_bytes, make_calibrate, make_refit, sampled_bytes
 from fp8rl_jax.rollout.sampler import (
     Loop,
     Requests,

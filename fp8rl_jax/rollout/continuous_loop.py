@@ -310,7 +310,6 @@ class ContinuousLoop:
             self.loop.recipe,
             positions=positions,
             cache=cache,
-            kv_scales=prepared.kv_scales,
             parallel=self.loop.parallel,
             rope=requests.rope,
             output="hidden",

@@ -34,17 +34,16 @@ from fp8rl_jax.models import (
     forward,
     quantize_params,
     weight_health,
-    with_kv_scales,
 )
 from fp8rl_jax.models.lora import merged
-from fp8rl_jax.quant import KVScales, Recipe, calibrated_scales, get_recipe, is_weight
+from fp8rl_jax.quant import Recipe, calibrated_scales, get_recipe, is_weight
 from fp8rl_jax.quant.scaling import find_amax
 
 
 def make_refit(
     recipe: Recipe | str, *, health: bool = False, shardings: dict | None = None
 ) -> Callable:
-    """Returns ``refit(params, scaling_state, kv_scales) -> (weights, checksum, health)``, jitted.
+    """Returns ``refit(params, scaling_state) -> (weights, checksum, health)``, jitted.
 
     `weights` is the tree that the sampler takes, with the frozen states of activation policies and
     calibrated KV scales; `checksum` is a uint32 over all its bytes. `health` is the result of
@@ -53,13 +52,12 @@ def make_refit(
 
     recipe = get_recipe(recipe)
 
-    def refit(params, scaling_state=None, kv_scales=None):
+    def refit(params, scaling_state=None):
         params = merged(
             params, keep_quantised=True, dtype=recipe.compute_dtype, exact=recipe.kernels == "exact"
         )
         weights = quantize_params(params, recipe, scaling_state)
         lost = weight_health(params, weights, recipe) if health else {}
-        weights = with_kv_scales(weights, kv_scales)
         return weights, checksum(weights), lost
 
     return exact_jit(refit, **(shardings or {}))
@@ -126,11 +124,3 @@ def make_calibrate(
         return calibrated_scales(amax, margin, step)
 
     return exact_jit(calibrate)
-
-
-def is_fresh(scales: KVScales | None, step: int) -> bool:
-    """Returns whether `scales` are None, or were calibrated on the weights after RL step `step`.
-
-    Sampling with older scales could clip keys and values without any error.
-    """
-    return scales is None or int(scales.step) == step

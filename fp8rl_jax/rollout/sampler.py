@@ -44,7 +44,7 @@ from fp8rl_jax.models import (
     scaled_logits,
 )
 from fp8rl_jax.models.taps import LOGITS, batch_axis
-from fp8rl_jax.quant import KVScales, Recipe, get_recipe
+from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.quant.recipe import FLOAT32
 from fp8rl_jax.rollout.sampling import sample_keys, sample_token
 
@@ -176,14 +176,12 @@ class Prepared:
     """Rollout weights in the form that the loop reads (`Loop.prepare`).
 
     Attributes:
-      weights: the tree, without calibrated scales; on a CPU converted by `for_decoding`.
+      weights: the tree; on a CPU converted by `for_decoding`.
       head: result of `output_head`.
-      kv_scales: calibrated scales, or None.
     """
 
     weights: Any
     head: Any
-    kv_scales: KVScales | None
 
 
 def is_end(token: jax.Array, eos_ids: tuple[int, ...]) -> jax.Array:
@@ -216,17 +214,14 @@ class Loop:
         return self.on_cpu and small and self.parallel.tensor == 1
 
     def prepare(self, weights) -> Prepared:
-        """Separates KV scales and output head from the weights, and converts the rest if
-        `converts`. Weights that are prepared already are returned unchanged.
-        """
+        """Separates the output head from the weights, and converts the rest if `converts`. Weights
+        that are prepared already are returned unchanged."""
         if isinstance(weights, Prepared):
             return weights
-        kv_scales = weights.get("kv_scales")
-        weights = {name: value for name, value in weights.items() if name != "kv_scales"}
         head = output_head(weights, self.model, self.parallel)
         if self.converts:
             weights = for_decoding(weights, self.recipe, stacks=not self.sampler.taps)
-        return Prepared(weights, head, kv_scales)
+        return Prepared(weights, head)
 
     def prepare_once(self) -> Callable[[Any], Any]:
         """Returns `prepare` as a separate program if it `converts`, else the identity.
@@ -304,7 +299,6 @@ class Loop:
             self.model,
             recipe,
             cache=cache,
-            kv_scales=prepared.kv_scales,
             parallel=self.parallel,
             rope=requests.rope,
             output="hidden",
@@ -372,7 +366,6 @@ class Loop:
             self.recipe,
             positions=(start + state.index)[:, None],
             cache=state.cache,
-            kv_scales=prepared.kv_scales,
             parallel=self.parallel,
             rope=requests.rope,
             output="hidden",

@@ -118,9 +118,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
         ),
         "train step": trace_train_step(runtime),
         "score": runtime.engine.compiled_score.trace(
-            *(state.params, state.scaling_state, state.kv_scales),
-            dataclasses.replace(batch, teacher=None),
-            rope,
+            state.params, state.scaling_state, dataclasses.replace(batch, teacher=None), rope
         ),
     }
 

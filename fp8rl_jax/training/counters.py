@@ -8,11 +8,15 @@ Padding tokens count as activations.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
-from fp8rl_jax.quant import KVScales, Recipe, SiteScaling
+from fp8rl_jax.quant import Recipe
+from fp8rl_jax.quant.kv import KV_SCALES, of_sites
 from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
 
 Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,), of experts (L, E)}}
@@ -64,21 +68,19 @@ def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, 
     return record
 
 
-def age_metrics(
-    scaling_state: dict[str, SiteScaling], kv_scales: KVScales | None, step: int
-) -> dict[str, int]:
+def age_metrics(scaling_state: Mapping[str, Any], step: int) -> dict[str, int]:
     """Returns ``scale_age/CLASS``: most optimiser steps since any scale of the class saw an amax.
 
     For the KV cache: RL steps since its calibration. Dynamic scales have no age.
     """
     ages: dict[str, int] = {}
-    for site in scaling_state.values():
+    for site in of_sites(scaling_state).values():
         for operand, name in OPERAND_CLASSES.items():
             state = getattr(site, operand)
             if state is not None:
                 ages[name] = max(ages.get(name, 0), int(np.max(state.age)))
-    if kv_scales is not None:
-        ages["kv"] = step - int(kv_scales.step)
+    if KV_SCALES in scaling_state:
+        ages["kv"] = step - int(scaling_state[KV_SCALES].step)
     return {f"scale_age/{name}": age for name, age in ages.items()}
 
 

@@ -33,6 +33,7 @@ from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.plan.bytes import device_memory
 from fp8rl_jax.plan.rollout import plan_rollout
 from fp8rl_jax.quant import Recipe
+from fp8rl_jax.quant.kv import with_kv_scales
 from fp8rl_jax.rollout import (
     Answer,
     Batching,
@@ -252,7 +253,8 @@ class JaxEngine(Engine):
         scales = self.compiled_calibrate(
             state.params, state.scaling_state, placed, state.step, self.rope
         )
-        return dataclasses.replace(state, kv_scales=processes.place(scales, self.layout.replicated))
+        scales = processes.place(scales, self.layout.replicated)
+        return dataclasses.replace(state, scaling_state=with_kv_scales(state.scaling_state, scales))
 
     # Rollout.
 
@@ -266,8 +268,7 @@ class JaxEngine(Engine):
         )
 
     def refit(self, state: TrainState) -> Served:
-        policy = state.params, state.scaling_state, state.kv_scales
-        weights, checksum, health = self.compiled_refit(*policy)
+        weights, checksum, health = self.compiled_refit(state.params, state.scaling_state)
         return Served(weights, checksum, health, state.step, sampled_bytes(weights))
 
     def make_sampler(
@@ -407,21 +408,20 @@ class JaxEngine(Engine):
         batch, slots = self.packed(batch)
         return self.layout.by_rows(batch), slots
 
-    def _scored(self, score, policy: tuple, batch: Batch) -> np.ndarray:
+    def _scored(self, score, params, scaling_state: dict, batch: Batch) -> np.ndarray:
         placed, slots = self.on_devices(batch)
-        found = processes.fetch(score(*policy, placed, self.rope))
+        found = processes.fetch(score(params, scaling_state, placed, self.rope))
         return slots.unpack(found, batch.targets.shape[1]) if slots else found
 
     def score(self, state: TrainState, batch: Batch) -> np.ndarray:
-        policy = state.params, state.scaling_state, state.kv_scales
-        return self._scored(self.compiled_score, policy, batch)
+        return self._scored(self.compiled_score, state.params, state.scaling_state, batch)
 
     def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
         batch = dataclasses.replace(batch, routing={})
         if self.config.precision.reference == "learner":
             return self.score(state, batch)
-        policy = state.params, init_scaling(state.params, self.resolved.reference_recipe), None
-        return self._scored(self.compiled_reference_score, policy, batch)
+        scaling = init_scaling(state.params, self.resolved.reference_recipe)
+        return self._scored(self.compiled_reference_score, state.params, scaling, batch)
 
     @property
     def loss(self) -> learner.LossConfig:

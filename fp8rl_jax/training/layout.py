@@ -22,9 +22,9 @@ from fp8rl_jax.models import (
     param_shardings,
     quantize_params,
     weight_specs,
-    with_kv_scales,
 )
-from fp8rl_jax.quant import KVScales, missing_scales
+from fp8rl_jax.quant import missing_scales
+from fp8rl_jax.quant.kv import with_kv_scales
 from fp8rl_jax.training.offload import with_host_moments
 
 
@@ -66,11 +66,11 @@ class Layout:
         sides = self.resolved.rollout_recipe, self.resolved.learner_recipe
         return "calibrated" in (recipe.kv for recipe in sides)
 
-    @property
-    def missing_kv_scales(self) -> KVScales | None:
-        """KV scales before the first calibration, if a recipe needs any."""
+    def _with_missing_scales(self, scaling: dict) -> dict:
+        """Returns a scaling state with the KV scales before the first calibration, if a recipe
+        needs any."""
         layers = self.resolved.model.num_hidden_layers
-        return missing_scales(layers) if self.calibrated else None
+        return with_kv_scales(scaling, missing_scales(layers) if self.calibrated else None)
 
     @property
     def offloads(self) -> bool:
@@ -92,9 +92,8 @@ class Layout:
         resolved = self.resolved
 
         def weights(params):
-            scaling = init_scaling(params, resolved.learner_recipe)
-            weights = quantize_params(params, resolved.rollout_recipe, scaling)
-            return with_kv_scales(weights, self.missing_kv_scales)
+            scaling = self._with_missing_scales(init_scaling(params, resolved.learner_recipe))
+            return quantize_params(params, resolved.rollout_recipe, scaling)
 
         return jax.eval_shape(weights, self.param_shapes)
 
@@ -110,11 +109,13 @@ class Layout:
         return kernel_formats(shapes, shardings)
 
     def new_state(self, params, optimizer, rng: np.ndarray, scaling_state: dict | None = None):
-        """Returns `learner.new_state` of the run's learner, on the devices of its arguments."""
+        """Returns `learner.new_state` of the run's learner, on the devices of its arguments; its KV
+        scales are missing until they are calibrated."""
         recipe = self.resolved.learner_recipe
-        return learner.new_state(
-            params, optimizer, rng, recipe, scaling_state, self.missing_kv_scales
-        )
+        if scaling_state is None:
+            scaling_state = init_scaling(params, recipe)
+        scaling_state = self._with_missing_scales(scaling_state)
+        return learner.new_state(params, optimizer, rng, recipe, scaling_state)
 
     def state_shapes(self, optimizer) -> learner.TrainState:
         """Returns ShapeDtypeStructs, with shardings, of a phase's state: optimiser moments are

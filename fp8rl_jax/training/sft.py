@@ -26,6 +26,7 @@ from fp8rl_jax.data import Stream, tokenizer_files
 from fp8rl_jax.learner import LossConfig, TrainState
 from fp8rl_jax.models.hf import peft
 from fp8rl_jax.models.lora import base_of, with_base
+from fp8rl_jax.quant.kv import of_sites
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import read_log
@@ -89,7 +90,7 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
 
 def _kept(state: TrainState) -> dict:
     """Returns the parts of the state that RL starts from."""
-    return {"params": state.params, "scaling_state": state.scaling_state}
+    return {"params": state.params, "scaling_state": of_sites(state.scaling_state)}
 
 
 def load_cached(run: Run, like: TrainState):

@@ -36,9 +36,10 @@ from fp8rl_jax.batch import Batch
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.plan import gpus
 from fp8rl_jax.plan.times import useful_flops
+from fp8rl_jax.quant.kv import is_fresh
 from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.rl import mismatch_metrics
-from fp8rl_jax.rollout import changed_bytes, is_fresh
+from fp8rl_jax.rollout import changed_bytes
 from fp8rl_jax.training.ahead import Drawn, Rollouts
 from fp8rl_jax.training.counters import age_metrics
 from fp8rl_jax.training.engine import Served
@@ -119,8 +120,8 @@ def rl_step(
     with times.of("step"):
         # 1. Sample a group of responses for each question, and reward them.
         hold_settings()  # before every part, because a user's code may have changed them
-        assert is_fresh(state.kv_scales, step)
-        early: Metrics = age_metrics(state.scaling_state, state.kv_scales, step)
+        assert is_fresh(state.scaling_state, step)
+        early: Metrics = age_metrics(state.scaling_state, step)
         # Keys are on the host: the engine may sample on other devices.
         rollouts.begin(step, served, np.asarray(state.rng))
         if runtime.rollout_mesh is not None:  # its devices have a copy

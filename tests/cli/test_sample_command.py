@@ -330,7 +330,7 @@ def test_mean_of_checkpoints(run_dir, tmp_path, capsys):
     ]
     runtime, said = make_runtime(config, False), []
     state, phase = load_trained(runtime, run_dir, said.append, 2)
-    assert (phase, int(state.step), state.kv_scales) == ("rl", 6, None)
+    assert (phase, int(state.step), state.scaling_state) == ("rl", 6, {})
     assert said == [f"weights of {run_dir}, the mean of 2 checkpoints, the last after rl step 6"]
     differ = 0
     for keys, found in jax.tree_util.tree_leaves_with_path(state.params):

@@ -212,7 +212,7 @@ def test_training_begins_with_the_checkpoint(checkpoint, tmp_path, only_begin):
     (state,) = only_begin
     _assert_same(state.params, expected)
     reference = Checkpoints(tmp_path / "run" / "reference", keep=1)
-    policy = {name: getattr(state, name) for name in ("params", "scaling_state", "kv_scales")}
+    policy = {name: getattr(state, name) for name in ("params", "scaling_state")}
     _assert_same(reference.restore(0, policy)["params"], expected)
     reference.close()
 

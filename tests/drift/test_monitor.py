@@ -28,7 +28,7 @@ _MASK = np.array([[True, True, False]] * 4)
 
 def _state(value=1.0):
     return types.SimpleNamespace(
-        params={"w": jnp.full(4, value)}, scaling_state={}, kv_scales=None, opt_state=jnp.ones(8)
+        params={"w": jnp.full(4, value)}, scaling_state={}, opt_state=jnp.ones(8)
     )
 
 

@@ -20,7 +20,8 @@ from fp8rl_jax.batch import Batch, make_batch, of_sequences, pack
 from fp8rl_jax.data import join
 from fp8rl_jax.models import lora
 from fp8rl_jax.models.taps import ROUTING
-from fp8rl_jax.quant import Recipe, get_recipe, missing_scales
+from fp8rl_jax.quant import Recipe, get_recipe
+from fp8rl_jax.quant.kv import with_kv_scales
 
 _LATENT = dict(
     kv_lora_rank=136,
@@ -302,20 +303,15 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     # The learner sees the rows in another order, and one of them twice.
     order = np.concatenate([rng.permutation(rows), [0] * (-(rows + 1) % case.micro_batches + 1)])
     calibrated = recipe.kv == "calibrated"
-    state = learner.new_state(
-        params,
-        optimizer,
-        np.zeros(2, np.uint32),
-        recipe,
-        kv_scales=missing_scales(case.layers) if calibrated else None,
-    )
+    state = learner.new_state(params, optimizer, np.zeros(2, np.uint32), recipe)
     calibrate = rollout.make_calibrate(model, recipe)
     seen = of_sequences(prompts, lengths)
     for update in range(case.updates + 1):
         if calibrated:
             scales = calibrate(state.params, state.scaling_state, seen, np.int32(update), rope)
-            state = dataclasses.replace(state, kv_scales=scales)
-        weights, checksum, _ = refit(state.params, state.scaling_state, state.kv_scales)
+            scaling = with_kv_scales(state.scaling_state, scales)
+            state = dataclasses.replace(state, scaling_state=scaling)
+        weights, checksum, _ = refit(state.params, state.scaling_state)
         weights = plant(weights) if plant else weights
         key = jax.random.fold_in(jax.random.key(case.seed + 1, impl="threefry2x32"), update)
         out = jax.device_get(sample(weights, prompts, lengths, key, ids, temperature, limits, rope))
@@ -366,14 +362,7 @@ def _learner_logits(case: Case, state, batch: Batch, rope) -> np.ndarray:
         weights = models.quantize_params(jax.lax.stop_gradient(params), recipe, frozen)
         paired = models.trainable_params(params, weights, recipe, frozen)
         out = models.forward(
-            paired,
-            batch.tokens,
-            model,
-            recipe,
-            kv_scales=state.kv_scales,
-            rope=rope,
-            remat=case.remat,
-            output="hidden",
+            paired, batch.tokens, model, recipe, rope=rope, remat=case.remat, output="hidden"
         )
         index = batch.prompt_lengths[:, None] - 1 + jnp.arange(batch.targets.shape[1])
         hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params, with_kv_scales
+from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params
 from fp8rl_jax.quant import Recipe, calibrated_scales
+from fp8rl_jax.quant.kv import with_kv_scales
 
 # Shapes in which 136 columns cross a block of 128, and no width is a power of two.
 DENSE = ModelConfig(

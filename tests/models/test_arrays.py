@@ -21,6 +21,7 @@ from fp8rl_jax.models.arrays import (
 )
 from fp8rl_jax.models.stacks import RUNS, layer_groups, path_of
 from fp8rl_jax.quant import get_recipe, missing_scales
+from fp8rl_jax.quant.kv import with_kv_scales
 from fp8rl_jax.sharding import MESH_AXES
 from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
@@ -136,7 +137,11 @@ def test_what_belongs_to_a_parameter_is_stored_like_it(name):
     optimizer = make_optimizer(learning_rates(0.1, 0), 0.9, 0.99, 0.1, 1.0)
     state = jax.eval_shape(
         lambda p: learner.new_state(
-            p, optimizer, jax.numpy.zeros(2, "uint32"), recipe, None, missing_scales(3)
+            p,
+            optimizer,
+            jax.numpy.zeros(2, "uint32"),
+            recipe,
+            with_kv_scales(models.init_scaling(p, recipe), missing_scales(3)),
         ),
         models.param_shapes(config),
     )
@@ -160,7 +165,7 @@ def test_rows_of_parts():
     rows = [
         array_in(keys)
         for keys, _ in jax.tree_util.tree_leaves_with_path(
-            models.with_kv_scales(weights, missing_scales(3))
+            with_kv_scales(weights, missing_scales(3))
         )
     ]
     assert rows.count(array_of(("o_proj", "kernel"))) == 2

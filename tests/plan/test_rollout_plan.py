@@ -64,7 +64,7 @@ def test_counts_are_those_of_real_arrays(model, recipe):
     named = get_recipe(recipe)
     params = initial_params(model)
     scaling = exact_jit(lambda p: models.init_scaling(p, named))(params)
-    weights = make_refit(named)(params, scaling, None)[0]
+    weights = make_refit(named)(params, scaling)[0]
     one = mesh_of()
     assert sampler_bytes(_loop(model, recipe, kernels="triton"), named, one) == _nbytes(weights)
     prepared = ContinuousSampler(model, recipe, _SETTINGS, Batching(2, 8))._prepare(weights)

@@ -27,7 +27,8 @@ from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, qua
 from fp8rl_jax.models import rope_tables as make_rope
 from fp8rl_jax.models.kv_cache import LayerCache
 from fp8rl_jax.quant import calibrated_scales, get_recipe, kv_health, missing_scales, quantize_kv
-from fp8rl_jax.rollout import is_fresh, make_calibrate
+from fp8rl_jax.quant.kv import KV_SCALES, is_fresh, with_kv_scales
+from fp8rl_jax.rollout import make_calibrate
 
 _MODEL = ModelConfig(
     vocab_size=50,
@@ -183,12 +184,11 @@ def test_scales_do_not_depend_on_those_they_replace(kv):
 def _program(recipe, cached=False):
     def run(params, tokens, scales):
         return forward(
-            quantize_params(params, recipe),
+            quantize_params(params, recipe, with_kv_scales({}, scales)),
             tokens,
             _MODEL,
             recipe,
             rope=_ROPE,
-            kv_scales=scales,
             cache=init_cache(_MODEL, recipe, 4, 12) if cached else None,
             collect=("kv_health",),
         )
@@ -254,18 +254,18 @@ def test_one_missing_scale_is_enough():
 
 def test_without_scales_nothing_runs():
     """Neither the forward pass nor the quantiser takes a calibrated recipe without its scales."""
-    with pytest.raises(ValueError, match=r"calibrated scales; pass kv_scales"):
+    with pytest.raises(ValueError, match=r"calibrated scales, which these weights lack"):
         forward(_params(), _tokens(), _MODEL, _CALIBRATED)
-    with pytest.raises(ValueError, match=r"calibrated scales; pass kv_scales"):
+    with pytest.raises(ValueError, match=r"calibrated scales: pass this layer's"):
         quantize_kv(jnp.ones((3, 4)), _CALIBRATED, "k")
 
 
 def test_is_fresh():
     """No scales, scales of this step, and the two kinds that would clip unseen."""
     fresh = calibrated_scales({name: jnp.ones(2) for name in "qkv"}, 1.05, jnp.int32(4))
-    assert is_fresh(None, 4) and is_fresh(fresh, 4)
-    assert not is_fresh(fresh, 5) and not is_fresh(fresh, 3)
-    assert not is_fresh(missing_scales(2), 0)
+    assert is_fresh({}, 4) and is_fresh({KV_SCALES: fresh}, 4)
+    assert not is_fresh({KV_SCALES: fresh}, 5) and not is_fresh({KV_SCALES: fresh}, 3)
+    assert not is_fresh({KV_SCALES: missing_scales(2)}, 0)
 
 
 # One tensor.

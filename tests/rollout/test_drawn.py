@@ -37,7 +37,7 @@ def _weights(seed: int):
     """Weights with a head that gives some tokens a few times the probability of others."""
     params = initial_params(_MODEL, seed)
     head = 3 * np.array(params["lm_head"])
-    return make_refit(_RECIPE)({**params, "lm_head": jnp.asarray(head)}, {}, None)[0]
+    return make_refit(_RECIPE)({**params, "lm_head": jnp.asarray(head)}, {})[0]
 
 
 def _arguments(weights, temperature: float, tokens: int) -> tuple:

@@ -12,8 +12,9 @@ from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax.quant import get_recipe, matmul
+from fp8rl_jax.quant.kv import KV_SCALES
 from studies import head, scoring, subjects
-from studies.scoring import Scorer, View, kv_scales, sample
+from studies.scoring import Scorer, View, sample, scaling_of
 
 _GROUP, _PART = 4, 2
 _F32, _FP8 = get_recipe("f32"), get_recipe("fp8")
@@ -216,22 +217,22 @@ def test_scale_of_parts_is_the_largest(runtime, monkeypatch):
     monkeypatch.setattr(scoring, "make_calibrate", lambda *_, margin: calibrate)
     monkeypatch.setattr(scoring, "_ROWS", 5)
     recipe = dataclasses.replace(get_recipe("bf16"), kv="calibrated")
-    found = kv_scales(runtime, {}, recipe, tokens, np.arange(rows))
-    assert found == {"k": tokens.max(), "v": tokens[:, 0].max()}
+    found = scaling_of(runtime, {}, recipe, tokens, np.arange(rows))
+    assert found[KV_SCALES] == {"k": tokens.max(), "v": tokens[:, 0].max()}
     assert [len(part) for part, _ in seen] == [4, 4, 4]
     np.testing.assert_array_equal(np.concatenate([part for part, _ in seen]), tokens)
     np.testing.assert_array_equal(np.concatenate([n for _, n in seen]), np.arange(rows))
-    assert kv_scales(types.SimpleNamespace(), {}, _FP8, tokens, np.arange(rows)) is None
+    assert scaling_of(types.SimpleNamespace(), {}, _FP8, tokens, np.arange(rows)) == {}
 
 
 @pytest.mark.slow
 def test_calibrated_scales_over_parts_are_those_of_all(runtime, params, samples, monkeypatch):
     recipe = dataclasses.replace(get_recipe("bf16"), kv="calibrated")
     tokens, lengths = np.asarray(samples.tokens), np.asarray(samples.lengths)
-    whole = kv_scales(runtime, params, recipe, tokens, lengths)
+    whole = scaling_of(runtime, params, recipe, tokens, lengths)
     monkeypatch.setattr(scoring, "_ROWS", 4)
-    parts = kv_scales(runtime, params, recipe, tokens, lengths)
-    first = kv_scales(runtime, params, recipe, tokens[:4], lengths[:4])
+    parts = scaling_of(runtime, params, recipe, tokens, lengths)
+    first = scaling_of(runtime, params, recipe, tokens[:4], lengths[:4])
     leaves = [[np.asarray(x) for x in jax.tree.leaves(found)] for found in (whole, parts, first)]
     for one, other, _ in zip(*leaves, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -27,6 +27,7 @@ from fp8rl_jax.quant import (
     missing_scales,
     update_site,
 )
+from fp8rl_jax.quant.kv import KV_SCALES
 from fp8rl_jax.training.counters import age_metrics, loss_metrics
 from fp8rl_jax.training.step_metrics import learner_token_metrics, memory_metrics, rate_metrics
 
@@ -214,12 +215,12 @@ _NAMES = ("weight", "activation", "gradient")
 def test_age_of_the_oldest_layer():
     """Three layers, of which one's gradient was zero at the last two steps and another's NaN."""
     steps = [{}, {"gradient": [1, 0, 1]}, {"gradient": [1, 0, np.nan]}]
-    assert age_metrics({"layers.up_proj": _after(*steps)}, None, 9) == {
+    assert age_metrics({"layers.up_proj": _after(*steps)}, 9) == {
         "scale_age/weights": 0,
         "scale_age/activations": 0,
         "scale_age/gradients": 2,
     }
-    assert age_metrics({"layers.up_proj": _after(*steps, {})}, None, 9)["scale_age/gradients"] == 0
+    assert age_metrics({"layers.up_proj": _after(*steps, {})}, 9)["scale_age/gradients"] == 0
 
 
 def test_age_of_the_oldest_site():
@@ -227,7 +228,7 @@ def test_age_of_the_oldest_site():
     old = _after({"activation": [np.inf] * 3}, {"activation": [0, 0, 1]})
     new = _after({}, {"weight": [0, 1, 1]})
     for sites in ({"a": old, "b": new}, {"b": new, "a": old}):
-        assert age_metrics(sites, None, 0) == {
+        assert age_metrics(sites, 0) == {
             "scale_age/weights": 1,
             "scale_age/activations": 2,
             "scale_age/gradients": 0,
@@ -237,22 +238,22 @@ def test_age_of_the_oldest_site():
 def test_operands_without_a_state_have_no_age():
     """A site that keeps the weight's state alone; dynamic scales keep none."""
     site = SiteScaling(weight=_after({}, {"weight": [0, 0, 0]}).weight)
-    assert age_metrics({"layers.up_proj": site}, None, 5) == {"scale_age/weights": 1}
-    assert age_metrics({}, None, 5) == {}
+    assert age_metrics({"layers.up_proj": site}, 5) == {"scale_age/weights": 1}
+    assert age_metrics({}, 5) == {}
 
 
 def test_age_of_calibrated_scales():
     """RL steps since the calibration, beside the others; plain integers, to be logged."""
     scales = calibrated_scales({name: jnp.ones(2) for name in "qkv"}, 1.05, jnp.int32(5))
-    assert age_metrics({}, scales, 5) == {"scale_age/kv": 0}
-    ages = age_metrics({"layers.up_proj": _after({})}, scales, 7)
+    assert age_metrics({KV_SCALES: scales}, 5) == {"scale_age/kv": 0}
+    ages = age_metrics({"layers.up_proj": _after({}), KV_SCALES: scales}, 7)
     assert ages["scale_age/kv"] == 2 and len(ages) == 4
     assert {type(age) for age in ages.values()} == {int}
 
 
 def test_age_of_scales_that_were_never_calibrated():
     """Older than any step."""
-    assert age_metrics({}, missing_scales(2), 0)["scale_age/kv"] > 0
+    assert age_metrics({KV_SCALES: missing_scales(2)}, 0)["scale_age/kv"] > 0
 
 
 def test_tokens_of_the_learner():

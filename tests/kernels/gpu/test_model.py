@@ -173,7 +173,7 @@ def test_results_and_drift(interpreted, name, more):
     def learn(recipe):
         def loss(params, batch):
             paired = trainable_params(params, weights, recipe)
-            logp, entropy, _ = response_logprobs(paired, batch, config, recipe, rope, "full", None)
+            logp, entropy, _ = response_logprobs(paired, batch, config, recipe, rope, "full")
             return (logp * batch.mask).sum(), (logp, entropy)
 
         (_, found), gradient = exact_jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
@@ -232,7 +232,7 @@ def test_rows_of_several_sequences(monkeypatch, name, more, longest):
     def learn(batch):
         def loss(params, batch):
             paired = trainable_params(params, weights, recipe)
-            logp, *_ = response_logprobs(paired, batch, config, recipe, rope, "full", None)
+            logp, *_ = response_logprobs(paired, batch, config, recipe, rope, "full")
             return (logp * batch.mask).sum(), logp
 
         (_, logp), gradient = exact_jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
