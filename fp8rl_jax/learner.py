@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -338,32 +338,8 @@ def make_gradients(
     """
     recipe = get_recipe(recipe)
     collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
-
-    def objective(values, probes, weights, state: TrainState, part: Batch, rope, loads, head):
-        params = with_trained(state.params, values)
-        paired = trainable_params(params, weights, recipe, state.scaling_state, probes)
-        more = {"collect": collect, "taps": taps, "teacher_head": head}
-        logp, entropy, aux = response_logprobs(
-            paired, part, model, recipe, rope, remat, parallel, **more
-        )
-        counts = part.weights != 0
-        own = {} if part.packing is None else {"sequences": part.sequences}
-        each, tokens = loss.token_loss(logp, part.old_logprobs, part.advantages, counts, **own)
-        tokens["entropy"] = entropy
-        each = each * part.rollout_weights
-        if loss.kl:
-            tokens["kl"] = loss.kl(logp, part.ref_logprobs)
-            each = each + loss.kl_coef * tokens["kl"]
-        if loss.teacher_coef:
-            tokens["teacher_kl"] = aux["teacher_kl"]
-            each = each + loss.teacher_coef * tokens["teacher_kl"]
-        value = sum_all(jnp.where(counts, each * part.weights, 0.0), parallel.replicate)
-        sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
-        if loss.router_aux_coef:
-            loads = aux["expert_tokens"] if loads is None else loads
-            sums["router_aux_loss"] = load_balance_loss(model, loads, aux["expert_probability"])
-            value = value + loss.router_aux_coef * sums["router_aux_loss"]
-        return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
+    objective = _Objective(model, recipe, loss, parallel, remat, collect, taps)
+    differentiated = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
     def gradients(state: TrainState, batch: Batch, rope):
         params = merged(
@@ -372,46 +348,47 @@ def make_gradients(
             dtype=recipe.compute_dtype,
             exact=recipe.kernels == "exact",
         )
-        weights = quantize_params(params, recipe, state.scaling_state)
-        probes = init_probes(params, recipe, health)
-        grad_fn = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
         head = None
         if batch.teacher is not None:  # no row has a part of the head
-            head, rows = batch.teacher.head, dataclasses.replace(batch.teacher, head=None)
+            head = batch.teacher.head
+            rows = dataclasses.replace(batch.teacher, head=None)
             batch = dataclasses.replace(batch, teacher=rows)
+        weights = quantize_params(params, recipe, state.scaling_state)
+        probes = init_probes(params, recipe, health)
+        shared = _Shared(state, weights, rope, head)
 
-        def run(part: Batch, loads: jax.Array | None = None):
-            (value, (sums, tokens, finite, tapped)), (grads, seen) = grad_fn(
-                trained(state.params), probes, weights, state, part, rope, loads, head
+        def run(part: Batch, shared: _Shared):
+            (value, of_part), (grads, seen) = differentiated(
+                trained(state.params), probes, part, shared
             )
+            sums, tokens, finite, tapped = of_part
             return (value, grads, seen, sums), (tokens, ~finite, tapped)
 
         if micro_batches == 1 and batch.packing is None:
-            total, (tokens, broken, tapped) = run(batch)
+            total, (tokens, broken, tapped) = run(batch, shared)
         else:
             assert batch.packing is None or not taps
             parts = split(batch, parallel, micro_batches)
-
-            def count(part: Batch):
-                return count_experts(weights, part, model, recipe, rope, parallel), ()
-
             # The balance loss of each micro-batch is weighted by an expert's share of the update's
             # tokens, which must be known before the first micro-batch.
-            loads = None
             if loss.router_aux_coef > 0:
-                loads = over_parts(count, jnp.add, *parts)[0]
-            of_part = functools.partial(run, loads=loads)
+
+                def count(part: Batch):
+                    return count_experts(weights, part, model, recipe, rope, parallel), ()
+
+                shared = shared._replace(loads=over_parts(count, jnp.add, *parts)[0])
+            of_part = functools.partial(run, shared=shared)
             total, (tokens, broken, tapped) = over_parts(of_part, _add, *parts)
             tokens = jax.tree.map(lambda x: join_parts(x, 0), tokens)
             broken = broken.any(axis=0)
             tapped = {name: join_parts(x, batch_axis(name)) for name, x in tapped.items()}
         value, grads, seen, sums = total
+        logp, per_token = tokens
         norm = (tree_norm if resolve(recipe.kernels) == "reference" else optax.tree.norm)(grads)
         good = jnp.isfinite(value) & jnp.isfinite(norm)
         changes = good & (batch.weights != 0).any()
         scaling = update_scaling(params, recipe, state.scaling_state, seen)
         scaling = keep_if(changes, scaling, state.scaling_state)
-        logp, per_token = tokens
         metrics = {
             "loss": value,
             "grad_norm": norm,
@@ -430,6 +407,77 @@ def make_gradients(
         return Gradients(grads, changes, scaling), logp, metrics
 
     return gradients
+
+
+class _Shared(NamedTuple):
+    """The arguments of the loss that all micro-batches of an update share.
+
+    Attributes:
+      state: the state before the update.
+      weights: `quantize_params` of its masters.
+      rope: tables of `rope_tables`.
+      teacher_head: the teacher's output head; None without one.
+      loads: (S, E) int32, tokens of each expert in the update; None for those of the micro-batch.
+    """
+
+    state: TrainState
+    weights: Any
+    rope: Any
+    teacher_head: jax.Array | None
+    loads: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Objective:
+    """The loss of a micro-batch as a function of the trained parameters and the probes; fields are
+    arguments of `make_gradients`, `collect` is that of `forward`."""
+
+    model: ModelConfig
+    recipe: Recipe
+    loss: LossConfig
+    parallel: Parallel
+    remat: str
+    collect: tuple[str, ...]
+    taps: tuple[str, ...]
+
+    def __call__(self, values, probes, part: Batch, shared: _Shared):
+        """Returns (loss, (sums over tokens, (logp, statistics of tokens), finite layers, taps))."""
+        state, loss = shared.state, self.loss
+        params = with_trained(state.params, values)
+        paired = trainable_params(params, shared.weights, self.recipe, state.scaling_state, probes)
+        logp, entropy, aux = response_logprobs(
+            paired,
+            part,
+            self.model,
+            self.recipe,
+            shared.rope,
+            self.remat,
+            self.parallel,
+            collect=self.collect,
+            taps=self.taps,
+            teacher_head=shared.teacher_head,
+        )
+        counts = part.weights != 0
+        sequences = {} if part.packing is None else {"sequences": part.sequences}
+        each, tokens = loss.token_loss(
+            logp, part.old_logprobs, part.advantages, counts, **sequences
+        )
+        tokens["entropy"] = entropy
+        each = each * part.rollout_weights
+        if loss.kl:
+            tokens["kl"] = loss.kl(logp, part.ref_logprobs)
+            each = each + loss.kl_coef * tokens["kl"]
+        if loss.teacher_coef:
+            tokens["teacher_kl"] = aux["teacher_kl"]
+            each = each + loss.teacher_coef * tokens["teacher_kl"]
+        value = sum_all(jnp.where(counts, each * part.weights, 0.0), self.parallel.replicate)
+        sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
+        if loss.router_aux_coef:
+            loads = aux["expert_tokens"] if shared.loads is None else shared.loads
+            balance = load_balance_loss(self.model, loads, aux["expert_probability"])
+            sums["router_aux_loss"] = balance
+            value = value + loss.router_aux_coef * balance
+        return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
 
 
 def make_train_step(
