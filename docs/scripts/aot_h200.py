@@ -72,10 +72,10 @@ class Programs:
         state = jax.eval_shape(
             sampler._begin, jax.ShapeDtypeStruct((prompts, PROMPT), jnp.int32), requests
         )
-        turns, whole = jax.ShapeDtypeStruct((), jnp.int32), sharding.replicated(runtime.mesh)
-        requests, turns, state = sharding.laid_out((requests, turns, state), whole)
+        iterations, whole = jax.ShapeDtypeStruct((), jnp.int32), sharding.replicated(runtime.mesh)
+        requests, iterations, state = sharding.laid_out((requests, iterations, state), whole)
         weights = sharding.laid_out(runtime.layout.weight_shapes, runtime.layout.weight_shardings)
-        return sampler._advance.lower(weights, requests, turns, state)
+        return sampler._advance.lower(weights, requests, iterations, state)
 
     def train(self, micro_batches: int):
         """Gradients and the optimiser's update for one batch."""

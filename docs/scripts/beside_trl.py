@@ -143,12 +143,12 @@ class _Partial:
         self._limits, self._begun = None, self._none
         self._keys = np.zeros((rows, 2), np.uint32)
 
-    def __call__(self, weights, prompts, lengths, key, ids, temperature, limits, rope):
+    def __call__(self, weights, prompts, requests):
         import jax
 
-        from fp8rl_jax.rollout import Earlier
+        from fp8rl_jax.rollout import Earlier, Requests
 
-        keys = np.tile(jax.random.key_data(key), (self._rows, 1))
+        keys = np.tile(jax.random.key_data(requests.key), (self._rows, 1))
         names = ("tokens", "logprobs", "counts", "finished")
         begun = [np.concatenate(pair) for pair in zip(self._begun, self._none, strict=True)]
         earlier = Earlier(
@@ -156,10 +156,17 @@ class _Partial:
             keys=np.concatenate([self._keys, keys]),
             needed=np.int32([self._rows]),
         )
-        twice = (np.concatenate([x, x]) for x in (ids, temperature))
-        both = np.concatenate([limits if self._limits is None else self._limits, limits])
-        given = np.concatenate([prompts, prompts]), np.concatenate([lengths, lengths]), key
-        out = jax.device_get(self._sample(weights, *given, *twice, both, rope, earlier=earlier))
+        limits = requests.limits
+        twice = Requests(
+            lengths=np.concatenate([requests.lengths, requests.lengths]),
+            key=requests.key,
+            sample_ids=np.concatenate([requests.sample_ids, requests.sample_ids]),
+            temperature=np.concatenate([requests.temperature, requests.temperature]),
+            limits=np.concatenate([limits if self._limits is None else self._limits, limits]),
+            rope=requests.rope,
+        )
+        both = np.concatenate([prompts, prompts])
+        out = jax.device_get(self._sample(weights, both, twice, earlier=earlier))
         arrays = (out.tokens, out.logprobs, out.mask.sum(1, dtype=np.int32), out.finished)
         self._begun, self._limits = tuple(x[self._rows :] for x in arrays), limits
         self._keys = keys
@@ -196,10 +203,8 @@ def _ours(recipe: str, tail: bool, versions: int = 1):
     refit, train_step = make_refit(recipe), make_train_step(model, recipe, optimizer, LossConfig())
     weights = refit(state.params)[0]
     limits = np.full(rows, new, np.int32)
-    _, prompts, lengths, _, ids, temperature, _, rope = bench.arguments(
-        model, weights, cell, rows, limits
-    )
-    repeated, starts = np.repeat(prompts, GROUP, axis=0), np.repeat(lengths, GROUP)
+    _, prompts, requests = bench.arguments(model, weights, cell, rows, limits)
+    repeated, starts = np.repeat(prompts, GROUP, axis=0), np.repeat(requests.lengths, GROUP)
     rng = np.random.default_rng(0)
 
     def step() -> tuple[float, float, int]:
@@ -208,9 +213,8 @@ def _ours(recipe: str, tail: bool, versions: int = 1):
             limits = np.minimum(rng.geometric(1 / 128, rows), new).astype(np.int32)
         start = time.perf_counter(), time.process_time()
         key = jax.random.fold_in(key, 0)
-        rollout = jax.device_get(
-            sample(weights, prompts, lengths, key, ids, temperature, limits, rope)
-        )
+        asked = dataclasses.replace(requests, key=key, limits=limits)
+        rollout = jax.device_get(sample(weights, prompts, asked))
         rewards = np.where(rollout.mask, rollout.tokens % 2 == 0, 0).sum(1) / rollout.mask.sum(1)
         groups = rewards.reshape(-1, GROUP)
         advantages = group_std(group_mean(groups).reshape(-1, 1), groups, np.ones((rows, 1), bool))
@@ -219,13 +223,13 @@ def _ours(recipe: str, tail: bool, versions: int = 1):
             prompt_lengths=starts,
             targets=rollout.tokens,
             mask=rollout.mask,
-            temperature=temperature,
+            temperature=requests.temperature,
             advantages=advantages,
             old_logprobs=rollout.logprobs,
         )
         if tail:
             batch, _ = pack(batch, PROMPT + new, _ROW, 1)
-        state, _, _ = train_step(state, batch, rope)
+        state, _, _ = train_step(state, batch, requests.rope)
         weights = jax.block_until_ready(refit(state.params)[0])
         wall, cpu = time.perf_counter(), time.process_time()
         return wall - start[0], cpu - start[1], int(rollout.mask.sum())

@@ -86,9 +86,15 @@ def _caches(recipe: str) -> None:
     params = models.init_params(_MODEL, jax.random.key(0, impl="threefry2x32"))
     weights, *_ = rollout.make_refit(recipe)(params)
     key, full = jax.random.key(1, impl="threefry2x32"), np.full(rows, new, np.int32)
-    arguments = np.ones((rows, prompt), np.int32), np.full(rows, prompt, np.int32), key
-    of_rows = np.arange(rows, dtype=np.int32), np.ones(rows, np.float32), full
-    rope = tuple(map(jnp.asarray, models.rope_tables(_MODEL, prompt + new)))
+    prompts = np.ones((rows, prompt), np.int32)
+    requests = rollout.Requests(
+        lengths=np.full(rows, prompt, np.int32),
+        key=key,
+        sample_ids=np.arange(rows, dtype=np.int32),
+        temperature=np.ones(rows, np.float32),
+        limits=full,
+        rope=tuple(map(jnp.asarray, models.rope_tables(_MODEL, prompt + new))),
+    )
     times: dict[int, list[float]] = {512: [], 2048: [], 4096: []}
     samplers = {
         slots: rollout.make_sampler(
@@ -99,7 +105,7 @@ def _caches(recipe: str) -> None:
     for _ in range(1 + _TIMES):
         for slots, sample in samplers.items():
             start = time.process_time()
-            jax.block_until_ready(sample(weights, *arguments, *of_rows, rope))
+            jax.block_until_ready(sample(weights, prompts, requests))
             times[slots].append(time.process_time() - start)
     print("| slots of the cache | CPU seconds over 512 |\n|---|---|")
     for slots, found in times.items():

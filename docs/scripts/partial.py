@@ -48,12 +48,14 @@ def _steps(slots: int, most: int) -> tuple[float, float, float, float]:
         out = sample(
             weights,
             prompts,
-            np.full(rows, _PROMPT, np.int32),
-            jax.random.key(1, impl="threefry2x32"),
-            np.arange(rows, dtype=np.int32),
-            np.ones(rows, np.float32),
-            lengths[step : step + most].reshape(-1),
-            rope,
+            rollout.Requests(
+                np.full(rows, _PROMPT, np.int32),
+                jax.random.key(1, impl="threefry2x32"),
+                np.arange(rows, dtype=np.int32),
+                np.ones(rows, np.float32),
+                lengths[step : step + most].reshape(-1),
+                rope,
+            ),
             earlier=earlier,
         )
         after = np.asarray(out.mask).sum(1, dtype=np.int32)

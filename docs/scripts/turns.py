@@ -38,12 +38,14 @@ def _prefilled(turns: int, rows: int) -> tuple[int, int, float]:
     sample(
         weights,
         rng.integers(1, 60, (_ROWS, _PROMPT)).astype(np.int32),
-        np.full(_ROWS, _PROMPT, np.int32),
-        jax.random.key(1, impl="threefry2x32"),
-        np.arange(_ROWS, dtype=np.int32),
-        np.ones(_ROWS, np.float32),
-        np.full(_ROWS, _NEW, np.int32),
-        tuple(map(jnp.asarray, models.rope_tables(_MODEL, _PROMPT + _NEW))),
+        rollout.Requests(
+            np.full(_ROWS, _PROMPT, np.int32),
+            jax.random.key(1, impl="threefry2x32"),
+            np.arange(_ROWS, dtype=np.int32),
+            np.ones(_ROWS, np.float32),
+            np.full(_ROWS, _NEW, np.int32),
+            tuple(map(jnp.asarray, models.rope_tables(_MODEL, _PROMPT + _NEW))),
+        ),
         answer=answer,
     )
     drawn, metrics = int(sample.progress.drawn.sum()), sample.metrics()

@@ -38,7 +38,7 @@ from fp8rl_jax.models import ModelConfig, init_params, kernel_formats, quantize_
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.rollout import Rollout, make_refit
+from fp8rl_jax.rollout import Requests, Rollout, make_refit
 from fp8rl_jax.rollout.cases import CASES
 
 QUEUE = 8  # sequences per slot where response lengths differ
@@ -147,16 +147,15 @@ def arguments(
 ) -> tuple:
     """Returns a sampler's arguments for `count` sequences of random prompts at temperature 1."""
     prompts = random_prompts(model, cell, count)
-    return (
-        weights,
-        prompts,
-        np.full(len(prompts), cell.prompt, np.int32),
-        jax.random.key(0, impl="threefry2x32"),
-        np.arange(count, dtype=np.int32),
-        np.ones(count, np.float32),
-        limits,
-        tuple(jnp.asarray(t) for t in rope_tables(model, cell.prompt + cell.new)),
+    requests = Requests(
+        lengths=np.full(len(prompts), cell.prompt, np.int32),
+        key=jax.random.key(0, impl="threefry2x32"),
+        sample_ids=np.arange(count, dtype=np.int32),
+        temperature=np.ones(count, np.float32),
+        limits=limits,
+        rope=tuple(jnp.asarray(t) for t in rope_tables(model, cell.prompt + cell.new)),
     )
+    return weights, prompts, requests
 
 
 def random_prompts(model: ModelConfig, cell: Cell, count: int) -> np.ndarray:

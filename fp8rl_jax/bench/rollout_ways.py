@@ -15,7 +15,14 @@ import numpy as np
 
 from fp8rl_jax.models import ModelConfig, pages_of
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.rollout import Batching, ContinuousSampler, HalvedSampler, Rollout, SamplerConfig
+from fp8rl_jax.rollout import (
+    Batching,
+    ContinuousSampler,
+    HalvedSampler,
+    Requests,
+    Rollout,
+    SamplerConfig,
+)
 
 Sample = Callable[..., Rollout]
 
@@ -59,15 +66,21 @@ def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
     """
     program, prompts_each = HalvedSampler(model, recipe, cell.settings), cell.batch // cell.group
 
-    def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope) -> Rollout:
-        assert len(sample_ids) % cell.batch == 0
+    def sample(weights, prompts, requests: Requests) -> Rollout:
+        count = len(requests.sample_ids)
+        assert count % cell.batch == 0
         batches = []
-        for start in range(0, len(sample_ids), cell.batch):
+        for start in range(0, count, cell.batch):
             rows = slice(start, start + cell.batch)
-            mine = slice(start // cell.group, start // cell.group + prompts_each)
-            own = sample_ids[rows], temperature[rows], limits[rows]
-            out = program(weights, prompts[mine], lengths[mine], key, *own, rope)
-            batches.append(jax.device_get(out))
+            asked = slice(start // cell.group, start // cell.group + prompts_each)
+            part = dataclasses.replace(
+                requests,
+                lengths=requests.lengths[asked],
+                sample_ids=requests.sample_ids[rows],
+                temperature=requests.temperature[rows],
+                limits=requests.limits[rows],
+            )
+            batches.append(jax.device_get(program(weights, prompts[asked], part)))
         return jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
 
     return sample

@@ -180,12 +180,7 @@ class ContinuousSampler:
         self,
         weights,
         prompts,
-        lengths,
-        key,
-        sample_ids,
-        temperature,
-        limits,
-        rope,
+        requests: Requests,
         watch: Watch | None = None,
         answer: Answer | None = None,
         earlier: Earlier | None = None,
@@ -202,10 +197,10 @@ class ContinuousSampler:
           earlier: responses that go on; those behind `Earlier.needed` may be returned incomplete.
         """
         weights = self._prepare(weights)
-        limits = jnp.minimum(limits, self._most)
-        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
+        limits = jnp.minimum(requests.limits, self._most)
+        requests = dataclasses.replace(requests, limits=limits)
         state = self._begin(prompts, requests, processes.place(earlier, self._rows))
-        needed = _needed(earlier, len(sample_ids))
+        needed = _needed(earlier, len(limits))
         looks = watch is not None or answer is not None
         iterations = jnp.int32(self._part if looks else _ALL_ITERATIONS)
         state, progress = self._advance(weights, requests, iterations, state)
@@ -223,11 +218,8 @@ class ContinuousSampler:
         self.progress = progress
         return dataclasses.replace(progress.rollout, kept=state.kept)
 
-    def trace(
-        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
-    ) -> jax.stages.Traced:
+    def trace(self, weights, prompts, requests: Requests) -> jax.stages.Traced:
         """Traces the loop's program for the arguments of a call, or for their shapes."""
-        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
         state = jax.eval_shape(self._begin, prompts, requests, None)
         iterations = jax.ShapeDtypeStruct((), jnp.int32)
         arguments = jax.eval_shape(self._prepare, weights), requests, iterations, state

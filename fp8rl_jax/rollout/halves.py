@@ -13,6 +13,7 @@ Not done: more than two parts; halves of a mesh of several devices, which uses a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +24,7 @@ import numpy as np
 from fp8rl_jax.kernels.machine import available_cores
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.rollout.sampler import Loop, Rollout, SamplerConfig, make_sampler
+from fp8rl_jax.rollout.sampler import Loop, Requests, Rollout, SamplerConfig, make_sampler
 
 _LEAST_ROWS = 8  # rows of a half; fewer rows take about as long as twice as many
 
@@ -55,15 +56,11 @@ class HalvedSampler:
         self._program = make_sampler(model, recipe, sampler)
         self._compiled: dict[tuple, Callable[..., Rollout]] = {}
 
-    def __call__(
-        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
-    ) -> Rollout:
+    def __call__(self, weights, prompts, requests: Requests) -> Rollout:
         """Samples responses; takes the arguments of `make_sampler`'s result."""
         parts = parts_of(len(prompts), self._group, self._cores)
         if parts == 1:
-            return self._program(
-                weights, prompts, lengths, key, sample_ids, temperature, limits, rope
-            )
+            return self._program(weights, prompts, requests)
         prepared = self._prepare(weights)
 
         def part(index: int) -> tuple:
@@ -71,8 +68,7 @@ class HalvedSampler:
                 each = len(x) // parts
                 return np.asarray(x)[index * each : (index + 1) * each]
 
-            rows = cut(sample_ids), cut(temperature), cut(limits)
-            return prepared, cut(prompts), cut(lengths), key, *rows, rope
+            return prepared, cut(prompts), _cut(requests, cut)
 
         arguments = [part(index) for index in range(parts)]
         program = self._compile(arguments[0])
@@ -80,18 +76,16 @@ class HalvedSampler:
             found = list(pool.map(lambda given: jax.device_get(program(*given)), arguments))
         return jax.tree.map(lambda *xs: jnp.asarray(np.concatenate(xs)), *found)
 
-    def trace(
-        self, weights, prompts, lengths, key, sample_ids, temperature, limits, rope
-    ) -> jax.stages.Traced:
+    def trace(self, weights, prompts, requests: Requests) -> jax.stages.Traced:
         """Traces the program for the arguments of a call, or for their shapes."""
         parts = parts_of(prompts.shape[0], self._group, self._cores)
 
         def cut(x) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
 
-        rows = cut(sample_ids), cut(temperature), cut(limits)
-        arguments = (weights, cut(prompts), cut(lengths), key, *rows, rope)
-        return self._program.trace(*arguments)  # type: ignore[attr-defined]
+        return self._program.trace(  # type: ignore[attr-defined]
+            weights, cut(prompts), _cut(requests, cut)
+        )
 
     def _compile(self, arguments: tuple) -> Callable[..., Rollout]:
         """Returns the compiled program for arguments of these shapes and dtypes."""
@@ -100,3 +94,14 @@ class HalvedSampler:
         if shapes not in self._compiled:
             self._compiled[shapes] = self._program.lower(*arguments).compile()  # type: ignore[attr-defined]
         return self._compiled[shapes]
+
+
+def _cut(requests: Requests, cut: Callable) -> Requests:
+    """Returns the requests with `cut` of every array that has a row for each prompt or sample."""
+    return dataclasses.replace(
+        requests,
+        lengths=cut(requests.lengths),
+        sample_ids=cut(requests.sample_ids),
+        temperature=cut(requests.temperature),
+        limits=cut(requests.limits),
+    )

@@ -163,12 +163,12 @@ class Requests:
       rope: tables of `rope_tables`, at least Tp + R rows.
     """
 
-    lengths: jax.Array
+    lengths: Any  # jax.Array or numpy; the same holds for the others
     key: jax.Array
-    sample_ids: jax.Array
-    temperature: jax.Array
-    limits: jax.Array
-    rope: tuple[jax.Array, jax.Array]
+    sample_ids: Any
+    temperature: Any
+    limits: Any
+    rope: Any
 
 
 @flax.struct.dataclass
@@ -397,15 +397,13 @@ def make_sampler(
       parallel: the devices that share a rollout.
 
     Returns:
-      ``sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope)`` with
-      weights from refit; prompts (P, Tp) int32 right-padded; the other arguments as in `Requests`.
-      It returns a `Rollout`.
+      ``sample(weights, prompts, requests) -> Rollout`` with weights from refit, and prompts (P, Tp)
+      int32, right-padded.
     """
     loop = Loop(model, get_recipe(recipe), sampler, parallel)
 
-    def sample(weights, prompts, lengths, key, sample_ids, temperature, limits, rope):
+    def sample(weights, prompts, requests: Requests) -> Rollout:
         prepared = loop.prepare(weights)
-        requests = Requests(lengths, key, sample_ids, temperature, limits, rope)
         state = loop.prefill(prepared, prompts, requests)
         step = functools.partial(loop.decode_step, prepared, requests)
         return lax.while_loop(loop.cond_fn, step, state).rollout

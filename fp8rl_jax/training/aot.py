@@ -113,9 +113,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
     requests = request_shapes(sampling, rollout.prompts_per_step, rows)
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
     return {
-        "rollout": sampling.engine.sampler.trace(
-            sampling.layout.weight_shapes, prompts, **vars(requests)
-        ),
+        "rollout": sampling.engine.sampler.trace(sampling.layout.weight_shapes, prompts, requests),
         "train step": trace_train_step(runtime),
         "score": runtime.engine.compiled_score.trace(
             state.params, state.scaling_state, dataclasses.replace(batch, teacher=None), rope

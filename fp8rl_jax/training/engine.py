@@ -41,6 +41,7 @@ from fp8rl_jax.rollout import (
     Earlier,
     HalvedSampler,
     Loop,
+    Requests,
     Rollout,
     SamplerConfig,
     Watch,
@@ -349,13 +350,14 @@ class JaxEngine(Engine):
         sampler = sampler or self.sampler
         sample_ids = prompts.sample_ids
         limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
-        tokens, lengths, *rows = self.layout.by_rows(
+        tokens, lengths, sample_ids, temperature, limits = self.layout.by_rows(
             (prompts.tokens, prompts.lengths, sample_ids, prompts.temperature, limits)
         )
+        requests = Requests(lengths, prompts.key, sample_ids, temperature, limits, self.rope)
         seen = {}
         if isinstance(sampler, ContinuousSampler):
             seen = {"watch": watch, "answer": answer, "earlier": earlier}
-        out = sampler(weights, tokens, lengths, prompts.key, *rows, self.rope, **seen)
+        out = sampler(weights, tokens, requests, **seen)
         rollout = processes.fetch(dataclasses.replace(out, taps={}))
         return dataclasses.replace(rollout, taps=out.taps)
 

@@ -20,6 +20,7 @@ from fp8rl_jax import cli
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy import generate, load, source
 from fp8rl_jax.policy.load import load_trained, open_trained
+from fp8rl_jax.rollout import Requests
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -78,12 +79,14 @@ def test_sample_is_the_sampler(model, capsys):
     rollout = runtime.engine.make_sampler(1, 0, 1.0)(
         policy.weights,
         tokens,
-        lengths,
-        runtime.engine.keys["rollout"],
-        np.arange(3, dtype=np.int32),
-        ones,
-        np.full(3, 20, np.int32),
-        runtime.engine.rope,
+        Requests(
+            lengths,
+            runtime.engine.keys["rollout"],
+            np.arange(3, dtype=np.int32),
+            ones,
+            np.full(3, 20, np.int32),
+            runtime.engine.rope,
+        ),
     )
     rollout = jax.device_get(rollout)
     expected = runtime.text.decode(rollout.tokens, rollout.mask)

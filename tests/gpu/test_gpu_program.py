@@ -22,7 +22,14 @@ from fp8rl_jax.learner import LossConfig, make_train_step, new_state
 from fp8rl_jax.models import ModelConfig, init_params, pages_of, rope_tables
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_refit, make_sampler
+from fp8rl_jax.rollout import (
+    Batching,
+    ContinuousSampler,
+    Requests,
+    SamplerConfig,
+    make_refit,
+    make_sampler,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.first]
 
@@ -109,9 +116,7 @@ def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> 
     rows, slots = count * group, width + new
     temperature = np.ones(rows, np.float32)
     rope = tuple(map(jnp.asarray, rope_tables(model, slots)))
-    arguments = (
-        weights,
-        prompts,
+    requests = Requests(
         lengths,
         key,
         np.arange(rows, dtype=np.int32),
@@ -119,6 +124,7 @@ def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> 
         np.full(rows, new, np.int32),
         rope,
     )
+    arguments = weights, prompts, requests
     rollout = jax.device_get(make_sampler(model, numerics, settings)(*arguments))
     batching = Batching(SLOTS, (SLOTS + 1) * pages_of(slots) + 1)
     sampler = ContinuousSampler(model, numerics, settings, batching)

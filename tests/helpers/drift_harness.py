@@ -314,7 +314,8 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
         weights, checksum, _ = refit(state.params, state.scaling_state)
         weights = plant(weights) if plant else weights
         key = jax.random.fold_in(jax.random.key(case.seed + 1, impl="threefry2x32"), update)
-        out = jax.device_get(sample(weights, prompts, lengths, key, ids, temperature, limits, rope))
+        requests = rollout.Requests(lengths, key, ids, temperature, limits, rope)
+        out = jax.device_get(sample(weights, prompts, requests))
         batch = _batch(case, prompts, lengths, out, order)
         before = jax.tree.map(jnp.copy, state)
         seen = of_sequences(batch.tokens, batch.lengths)

@@ -20,7 +20,7 @@ from random_model import quantized
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import forward, rope_tables
 from fp8rl_jax.models.hf.config_json import config_json
-from fp8rl_jax.rollout import SamplerConfig, make_sampler
+from fp8rl_jax.rollout import Requests, SamplerConfig, make_sampler
 
 NAMES = [name for name in CONFIGS if name != "latent_fp8"]
 _NEW, _NO_END = 32, 1000
@@ -131,12 +131,14 @@ def greedy(name: str) -> tuple[np.ndarray, np.ndarray]:
     out = sample(
         quantized(params_of(name), "f32"),
         prompts,
-        lengths,
-        jax.random.key(0, impl="threefry2x32"),
-        np.arange(3, dtype=np.int32),
-        np.zeros(3, np.float32),
-        np.full(3, _NEW, np.int32),
-        tuple(jnp.asarray(t) for t in rope_tables(config, 9 + _NEW)),
+        Requests(
+            lengths,
+            jax.random.key(0, impl="threefry2x32"),
+            np.arange(3, dtype=np.int32),
+            np.zeros(3, np.float32),
+            np.full(3, _NEW, np.int32),
+            tuple(jnp.asarray(t) for t in rope_tables(config, 9 + _NEW)),
+        ),
     )
     expected = []
     for row, length in enumerate(lengths):

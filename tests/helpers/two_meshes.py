@@ -55,13 +55,12 @@ class Side:
         rows = (prompts, lengths, ids, np.ones(ROWS, np.float32), limits)
         tokens, lengths, ids, temperature, limits = self._rows(rows)
         key = jax.random.key(3, impl="threefry2x32")
-        return jax.device_get(
-            self.sampler(weights, tokens, lengths, key, ids, temperature, limits, rope)
-        )
+        requests = rollout.Requests(lengths, key, ids, temperature, limits, rope)
+        return jax.device_get(self.sampler(weights, tokens, requests))
 
     def score(self, batch):
         rope = self._whole(models.rope_tables(MODEL, PROMPT + SLOTS))
-        return jax.device_get(self.scorer(self.params, {}, None, self._rows(batch), rope))
+        return jax.device_get(self.scorer(self.params, {}, self._rows(batch), rope))
 
 
 def _batch(prompts, lengths, sampled) -> Batch:

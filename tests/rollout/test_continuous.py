@@ -61,16 +61,8 @@ def _arguments(model=DENSE, recipe="f32") -> tuple:
     rope = tuple(map(jnp.asarray, models.rope_tables(model, PROMPT + NEW)))
     prompts = rng.integers(0, 300, (len(LENGTHS), PROMPT)).astype(np.int32)
     ids = rng.permutation(100)[:count].astype(np.int32)
-    return (
-        weights,
-        prompts,
-        LENGTHS,
-        jax.random.key(1, impl="threefry2x32"),
-        ids,
-        temperature,
-        limits,
-        rope,
-    )
+    key = jax.random.key(1, impl="threefry2x32")
+    return weights, prompts, Requests(LENGTHS, key, ids, temperature, limits, rope)
 
 
 @functools.cache
@@ -130,12 +122,14 @@ def test_slots_are_hardly_ever_idle(group, slots, chunk):
     sampler(
         quantized(initial_params(TINY), get_recipe("f32")),
         rng.integers(1, 60, (prompts, prompt)).astype(np.int32),
-        np.full(prompts, prompt, np.int32),
-        jax.random.key(0, impl="threefry2x32"),
-        np.arange(rows, dtype=np.int32),
-        np.ones(rows, np.float32),
-        limits,
-        tuple(map(jnp.asarray, models.rope_tables(TINY, prompt + new))),
+        Requests(
+            np.full(prompts, prompt, np.int32),
+            jax.random.key(0, impl="threefry2x32"),
+            np.arange(rows, dtype=np.int32),
+            np.ones(rows, np.float32),
+            limits,
+            tuple(map(jnp.asarray, models.rope_tables(TINY, prompt + new))),
+        ),
     )
     # The last responses to begin take up to `new` iterations with ever fewer others beside them.
     assert _count(sampler, "iterations") <= 1.15 * limits.sum() / slots + new
@@ -192,14 +186,11 @@ def test_watching():
 
 def test_other_requests_take_the_same_program():
     sampler = _continuous(4, LEAST + 1)
-    weights, prompts, lengths, _, *others = _arguments()
-    sampler(
-        weights,
-        prompts[::-1].copy(),
-        lengths[::-1].copy(),
-        jax.random.key(9, impl="threefry2x32"),
-        *others,
+    weights, prompts, requests = _arguments()
+    other = dataclasses.replace(
+        requests, lengths=requests.lengths[::-1].copy(), key=jax.random.key(9, impl="threefry2x32")
     )
+    sampler(weights, prompts[::-1].copy(), other)
     assert compilations(sampler) == 1
 
 
@@ -208,8 +199,7 @@ def test_other_requests_take_the_same_program():
 def test_no_iteration_converts_stacks_of_weights(recipe):
     """One may convert the layer that it has cut out; the stack would be as much work again."""
     sampler = _continuous(4, LEAST + 1, DENSE, recipe)
-    weights, prompts, *others = _arguments(DENSE, recipe)
-    requests = Requests(*others)
+    weights, prompts, requests = _arguments(DENSE, recipe)
     weights = sampler._prepare(weights)
     state = jax.eval_shape(sampler._begin, prompts, requests)
     program = sampler._advance.lower(weights, requests, jnp.int32(1), state).compile().as_text()

@@ -21,6 +21,7 @@ from fp8rl_jax.rollout import (
     ContinuousSampler,
     Earlier,
     Extension,
+    Requests,
     Rollout,
     SamplerConfig,
     make_refit,
@@ -44,12 +45,14 @@ def _arguments(weights, temperature: float, tokens: int) -> tuple:
     return (
         weights,
         _PROMPT,
-        np.int32([_PROMPT.shape[1]]),
-        jax.random.key(0, impl="threefry2x32"),
-        np.arange(DRAWS, dtype=np.int32),
-        np.full(DRAWS, temperature, np.float32),
-        np.full(DRAWS, tokens, np.int32),
-        tuple(map(jnp.asarray, models.rope_tables(_MODEL, 16))),
+        Requests(
+            np.int32([_PROMPT.shape[1]]),
+            jax.random.key(0, impl="threefry2x32"),
+            np.arange(DRAWS, dtype=np.int32),
+            np.full(DRAWS, temperature, np.float32),
+            np.full(DRAWS, tokens, np.int32),
+            tuple(map(jnp.asarray, models.rope_tables(_MODEL, 16))),
+        ),
     )
 
 
@@ -84,7 +87,7 @@ def _two_versions(temperature: float, top_k: int, top_p: float) -> Rollout:
         logprobs=first.logprobs,
         counts=np.ones(DRAWS, np.int32),
         finished=np.zeros(DRAWS, bool),
-        keys=np.tile(jax.random.key_data(arguments[3]), (DRAWS, 1)),
+        keys=np.tile(jax.random.key_data(arguments[2].key), (DRAWS, 1)),
         needed=np.int32([DRAWS]),
         kept=first.kept,
     )

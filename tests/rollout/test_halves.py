@@ -13,7 +13,7 @@ from random_model import initial_params, quantized
 from tiny_run import compilations
 
 from fp8rl_jax import models
-from fp8rl_jax.rollout import HalvedSampler, SamplerConfig, halves, make_sampler
+from fp8rl_jax.rollout import HalvedSampler, Requests, SamplerConfig, halves, make_sampler
 
 _MODEL = models.ModelConfig(259, 64, 64, 2, 4, 2, 16)
 _NEW, _WIDTH, _GROUP = 6, 10, 4
@@ -32,12 +32,14 @@ def _arguments(recipe: str, prompts: int) -> tuple:
     return (
         quantized(initial_params(_MODEL, 1), recipe),
         rng.integers(9, 259, (prompts, _WIDTH)).astype(np.int32),
-        rng.integers(1, _WIDTH + 1, prompts).astype(np.int32),
-        jax.random.key(3, impl="threefry2x32"),
-        np.arange(rows, dtype=np.int32),
-        np.where(np.arange(rows) % 3, 1.0, 0.0).astype(np.float32),
-        rng.integers(1, _NEW + 1, rows).astype(np.int32),
-        tuple(jnp.asarray(t) for t in models.rope_tables(_MODEL, _WIDTH + _NEW)),
+        Requests(
+            rng.integers(1, _WIDTH + 1, prompts).astype(np.int32),
+            jax.random.key(3, impl="threefry2x32"),
+            np.arange(rows, dtype=np.int32),
+            np.where(np.arange(rows) % 3, 1.0, 0.0).astype(np.float32),
+            rng.integers(1, _NEW + 1, rows).astype(np.int32),
+            tuple(jnp.asarray(t) for t in models.rope_tables(_MODEL, _WIDTH + _NEW)),
+        ),
     )
 
 
@@ -51,9 +53,16 @@ def test_halves_are_the_whole(recipe):
         found = sampler(*arguments)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), whole)
     assert len(sampler._compiled) == compilations(sampler) == 1
-    weights, prompts, lengths, key, *rows, rope = arguments
-    odd = weights, prompts[:3], lengths[:3], key, *(x[: 3 * _GROUP] for x in rows), rope
-    found = jax.device_get(sampler(*odd))
+    weights, prompts, requests = arguments
+    odd = Requests(
+        requests.lengths[:3],
+        requests.key,
+        requests.sample_ids[: 3 * _GROUP],
+        requests.temperature[: 3 * _GROUP],
+        requests.limits[: 3 * _GROUP],
+        requests.rope,
+    )
+    found = jax.device_get(sampler(weights, prompts[:3], odd))
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[: 3 * _GROUP]), found, whole)
     assert (len(sampler._compiled), compilations(sampler)) == (1, 2)
 

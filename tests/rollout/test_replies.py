@@ -26,6 +26,7 @@ from fp8rl_jax.rollout import (
     ContinuousSampler,
     Extension,
     Progress,
+    Requests,
     SamplerConfig,
     make_sampler,
 )
@@ -58,12 +59,14 @@ def _arguments(model=DENSE, recipe="f32") -> dict:
     return {
         "weights": weights,
         "prompts": rng.integers(0, 55, (len(LENGTHS), PROMPT)).astype(np.int32),
-        "lengths": LENGTHS,
-        "key": jax.random.key(1, impl="threefry2x32"),
-        "sample_ids": rng.permutation(100)[:ROWS].astype(np.int32),
-        "temperature": np.where(np.arange(ROWS) % 5 == 3, 0.0, 1.0).astype(np.float32),
-        "limits": limits,
-        "rope": tuple(map(jnp.asarray, models.rope_tables(model, PROMPT + 2 * NEW))),
+        "requests": Requests(
+            lengths=LENGTHS,
+            key=jax.random.key(1, impl="threefry2x32"),
+            sample_ids=rng.permutation(100)[:ROWS].astype(np.int32),
+            temperature=np.where(np.arange(ROWS) % 5 == 3, 0.0, 1.0).astype(np.float32),
+            limits=limits,
+            rope=tuple(map(jnp.asarray, models.rope_tables(model, PROMPT + 2 * NEW))),
+        ),
     }
 
 
@@ -82,7 +85,8 @@ def _oracle(model=DENSE, recipe="f32") -> list[_Response]:
     """Reply by reply: the static sampler continues all that was said."""
     given = dict(_arguments(model, recipe))
     sample = make_sampler(model, recipe, SamplerConfig(NEW, 1, ENDS, PAD))
-    prompts, limits = np.repeat(given["prompts"], GROUP, axis=0), given["limits"]
+    requests = given["requests"]
+    prompts, limits = np.repeat(given["prompts"], GROUP, axis=0), requests.limits
     starts = np.repeat(LENGTHS, GROUP)
     found, alive = [_Response() for _ in range(ROWS)], limits > 0
     while alive.any():
@@ -91,10 +95,13 @@ def _oracle(model=DENSE, recipe="f32") -> list[_Response]:
             whole = [*prompts[row, : starts[row]], *response.tokens]
             tokens[row, : len(whole)] = whole
         used = np.int32([len(response.tokens) for response in found])
-        given |= {"prompts": tokens, "lengths": np.int32(starts + used)}
         most = np.minimum(limits - used, SETTINGS.max_turn_tokens)
-        given["limits"] = np.where(alive, most, 0).astype(np.int32)
-        out = jax.device_get(sample(**given))
+        left = dataclasses.replace(
+            requests,
+            lengths=np.int32(starts + used),
+            limits=np.where(alive, most, 0).astype(np.int32),
+        )
+        out = jax.device_get(sample(given["weights"], tokens, left))
         for row in np.flatnonzero(alive):
             response, count = found[row], int(out.mask[row].sum())
             response.tokens += out.tokens[row, :count].tolist()
@@ -135,7 +142,7 @@ class _Environment:
             self._answered[row] = replies.counts[row]
             used = int(progress.rollout.lengths[row])
             more = _said(row, progress.rollout.tokens[row, :used].tolist())
-            if more is None or len(more) >= _arguments()["limits"][row] - used:
+            if more is None or len(more) >= _arguments()["requests"].limits[row] - used:
                 ends[row] = True
             else:
                 tokens[row, : len(more)], counts[row] = more, len(more)

@@ -47,12 +47,14 @@ def _run(sample, weights, rope, lengths, group, temperature=1.0, limits=SLOTS, i
         sample(
             weights,
             prompts,
-            np.asarray(lengths, np.int32),
-            jax.random.key(seed, impl="threefry2x32"),
-            np.arange(rows, dtype=np.int32) if ids is None else np.asarray(ids, np.int32),
-            np.full(rows, temperature, np.float32),
-            np.full(rows, limits, np.int32),
-            rope,
+            rollout.Requests(
+                np.asarray(lengths, np.int32),
+                jax.random.key(seed, impl="threefry2x32"),
+                np.arange(rows, dtype=np.int32) if ids is None else np.asarray(ids, np.int32),
+                np.full(rows, temperature, np.float32),
+                np.full(rows, limits, np.int32),
+                rope,
+            ),
         )
     )
 
@@ -104,12 +106,14 @@ def test_group_equals_repeated_prompts(weights, rope):
         _sampler(1)(
             weights,
             prompt,
-            np.full(4, _LENGTHS[0], np.int32),
-            jax.random.key(0, impl="threefry2x32"),
-            np.arange(4, dtype=np.int32),
-            np.ones(4, np.float32),
-            np.full(4, SLOTS, np.int32),
-            rope,
+            rollout.Requests(
+                np.full(4, _LENGTHS[0], np.int32),
+                jax.random.key(0, impl="threefry2x32"),
+                np.arange(4, dtype=np.int32),
+                np.ones(4, np.float32),
+                np.full(4, SLOTS, np.int32),
+                rope,
+            ),
         )
     )
     np.testing.assert_array_equal(grouped.tokens[:4], single.tokens)

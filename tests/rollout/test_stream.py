@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,8 +41,7 @@ def _requests(rows: int) -> tuple[np.ndarray, rollout.Requests]:
 
 
 def _whole(weights, recipe, settings, prompts, requests):
-    fields = [getattr(requests, f.name) for f in dataclasses.fields(requests)]
-    return jax.device_get(rollout.make_sampler(MODEL, recipe, settings)(weights, prompts, *fields))
+    return jax.device_get(rollout.make_sampler(MODEL, recipe, settings)(weights, prompts, requests))
 
 
 def _in_parts(weights, recipe, settings, prompts, requests, chunk):

@@ -18,7 +18,14 @@ from small_models import CALIBRATED, DENSE, EXPERTS, LATENT
 from fp8rl_jax import models
 from fp8rl_jax.models import least_pages
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.rollout import Batching, ContinuousSampler, Earlier, SamplerConfig, make_sampler
+from fp8rl_jax.rollout import (
+    Batching,
+    ContinuousSampler,
+    Earlier,
+    Requests,
+    SamplerConfig,
+    make_sampler,
+)
 
 ENDS, PAD = (55,), 60
 PROMPT, NEW, GROUP, BATCHES = 62, 100, 2, 3
@@ -40,12 +47,14 @@ def _arguments(model=DENSE) -> dict:
     limits[[4, 9]] = 0, 1
     return {
         "prompts": rng.integers(0, 55, (len(LENGTHS), PROMPT)).astype(np.int32),
-        "lengths": LENGTHS,
-        "key": jax.random.key(99, impl="threefry2x32"),  # not to be read
-        "sample_ids": rng.permutation(100)[:ROWS].astype(np.int32),
-        "temperature": np.where(np.arange(ROWS) % 5 == 3, 0.0, 1.0).astype(np.float32),
-        "limits": limits,
-        "rope": tuple(map(jnp.asarray, models.rope_tables(model, PROMPT + 2 * NEW))),
+        "requests": Requests(
+            lengths=LENGTHS,
+            key=jax.random.key(99, impl="threefry2x32"),  # not to be read
+            sample_ids=rng.permutation(100)[:ROWS].astype(np.int32),
+            temperature=np.where(np.arange(ROWS) % 5 == 3, 0.0, 1.0).astype(np.float32),
+            limits=limits,
+            rope=tuple(map(jnp.asarray, models.rope_tables(model, PROMPT + 2 * NEW))),
+        ),
     }
 
 
@@ -96,11 +105,15 @@ def _continued(before: _Rows, version: int, model, recipe) -> _Rows:
     for row, prompt in enumerate(np.repeat(given["prompts"], GROUP, axis=0)):
         whole = [*prompt[: starts[row]], *before.tokens[row, : used[row]]]
         tokens[row, : len(whole)] = whole
-    left = np.where(before.finished, 0, given["limits"] - used)
-    given = given | {"prompts": tokens, "lengths": starts + used.astype(np.int32)}
-    given |= {"limits": left.astype(np.int32), "weights": _weights(version, model, recipe)}
-    sample = _static(model, recipe)
-    parts = [jax.device_get(sample(**given | {"key": _keys(b)})) for b in range(BATCHES)]
+    left = np.where(before.finished, 0, given["requests"].limits - used)
+    requests = dataclasses.replace(
+        given["requests"], lengths=starts + used.astype(np.int32), limits=left.astype(np.int32)
+    )
+    weights, sample = _weights(version, model, recipe), _static(model, recipe)
+    parts = [
+        jax.device_get(sample(weights, tokens, dataclasses.replace(requests, key=_keys(b))))
+        for b in range(BATCHES)
+    ]
     found = dataclasses.replace(before, **{n: x.copy() for n, x in vars(before).items()})
     for row in range(ROWS):
         new, at = parts[row // BATCH], used[row]

@@ -32,7 +32,7 @@ from fp8rl_jax.kernels.gpu import (
 from fp8rl_jax.learner import response_logprobs
 from fp8rl_jax.models import ModelConfig, forward, init_cache, layers, rope_tables, trainable_params
 from fp8rl_jax.quant import get_recipe
-from fp8rl_jax.rollout import Batching, ContinuousSampler, SamplerConfig, make_sampler
+from fp8rl_jax.rollout import Batching, ContinuousSampler, Requests, SamplerConfig, make_sampler
 
 _DENSE = ModelConfig(
     vocab_size=96,
@@ -113,7 +113,8 @@ def _rollout(config, recipe, weights, rope, longest=_PROMPTS):
     rows = jnp.arange(4, dtype=jnp.int32)
     key, temperature = jax.random.key(2, impl="threefry2x32"), jnp.full(4, 0.8)
     limits = jnp.full(4, _NEW, jnp.int32)
-    rollout = sampler(weights, prompts, lengths, key, rows, temperature, limits, rope)
+    requests = Requests(lengths, key, rows, temperature, limits, rope)
+    rollout = sampler(weights, prompts, requests)
     prompts, lengths = (np.repeat(np.asarray(x), 2, 0) for x in (prompts, lengths))
     tokens = np.zeros((4, longest + _NEW), np.int32)
     for row, length in enumerate(lengths):
@@ -258,12 +259,14 @@ def test_continuous_batching():
     arguments = (
         weights,
         prompts,
-        jnp.asarray([_PROMPTS, 3], jnp.int32),
-        jax.random.key(2, impl="threefry2x32"),
-        jnp.arange(4, dtype=jnp.int32),
-        jnp.full(4, 0.8),
-        jnp.asarray([_NEW, 2, 3, _NEW], jnp.int32),
-        tuple(map(jnp.asarray, rope_tables(_DENSE, 16))),
+        Requests(
+            jnp.asarray([_PROMPTS, 3], jnp.int32),
+            jax.random.key(2, impl="threefry2x32"),
+            jnp.arange(4, dtype=jnp.int32),
+            jnp.full(4, 0.8),
+            jnp.asarray([_NEW, 2, 3, _NEW], jnp.int32),
+            tuple(map(jnp.asarray, rope_tables(_DENSE, 16))),
+        ),
     )
     sampler = ContinuousSampler(_DENSE, recipe, settings, Batching(2, 8, prefill_chunk=4))
     found, wanted = sampler(*arguments), make_sampler(_DENSE, recipe, settings)(*arguments)

@@ -20,7 +20,7 @@ from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.models import hf, quantize_params, rope_tables
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import preset
-from fp8rl_jax.rollout import SamplerConfig, make_sampler
+from fp8rl_jax.rollout import Requests, SamplerConfig, make_sampler
 
 pytestmark = pytest.mark.slow
 _SCRIPT = pathlib.Path(__file__).parents[3] / "docs/scripts/smollm2_from_gguf.py"
@@ -85,12 +85,14 @@ def test_greedy_continuations_are_those_of_transformers(checkpoint):
     out = sample(
         quantize_params(params, "f32"),
         prompts,
-        np.array([*map(len, rows)], np.int32),
-        jax.random.key(0, impl="threefry2x32"),
-        np.arange(count, dtype=np.int32),
-        np.zeros(count, np.float32),
-        np.full(count, _NEW, np.int32),
-        tuple(jnp.asarray(t) for t in rope_tables(config, _SLOTS + _NEW)),
+        Requests(
+            np.array([*map(len, rows)], np.int32),
+            jax.random.key(0, impl="threefry2x32"),
+            np.arange(count, dtype=np.int32),
+            np.zeros(count, np.float32),
+            np.full(count, _NEW, np.int32),
+            tuple(jnp.asarray(t) for t in rope_tables(config, _SLOTS + _NEW)),
+        ),
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     for ids, ours in zip(rows, out.tokens, strict=True):
