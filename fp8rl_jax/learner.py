@@ -51,7 +51,7 @@ from fp8rl_jax.models import (
 from fp8rl_jax.models.logprobs import rows_at
 from fp8rl_jax.models.lora import base_of, merged, trained, with_base, with_trained, without_base
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
-from fp8rl_jax.models.taps import LOGITS, ROUTING, batch_axis
+from fp8rl_jax.models.taps import LOGITS, NOTHING, ROUTING, Observe, batch_axis
 from fp8rl_jax.quant import Recipe, get_recipe, merge_probes
 from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
 from fp8rl_jax.rl.kl import Estimator
@@ -143,9 +143,7 @@ def response_logprobs(
     rope,
     remat: str,
     parallel: Parallel = ONE_DEVICE,
-    collect: tuple[str, ...] = (),
-    taps: tuple[str, ...] = (),
-    swaps: dict[str, Swap] | None = None,
+    observe: Observe = NOTHING,
     teacher_head: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, dict]:
     """Returns (logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
@@ -155,8 +153,8 @@ def response_logprobs(
     """
     everywhere = jnp.ones(model.num_hidden_layers, bool)
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
-    more = {"remat": remat, "collect": collect, "taps": taps, "swaps": {**(swaps or {}), **routing}}
-    out = _hidden(params, batch, model, recipe, rope, parallel, **more)
+    replayed = dataclasses.replace(observe, swaps={**observe.swaps, **routing})
+    out = _hidden(params, batch, model, recipe, rope, parallel, remat=remat, observe=replayed)
     hidden = rows_at(out.hidden, *batch.predictions)
     head = output_head(params, model, parallel)
     counts = None if batch.packing is None else batch.mask > 0
@@ -186,7 +184,7 @@ def response_logprobs(
             batch.truncation,
             batch.kept,
         )
-    if LOGITS in taps:
+    if LOGITS in observe.taps:
         logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe, parallel)
         out.aux["taps"][LOGITS] = logits.reshape(*batch.targets.shape, -1)
     return logp, entropy, out.aux
@@ -453,8 +451,7 @@ class _Objective:
             shared.rope,
             self.remat,
             self.parallel,
-            collect=self.collect,
-            taps=self.taps,
+            Observe(self.taps, collect=self.collect),
             teacher_head=shared.teacher_head,
         )
         counts = part.weights != 0

@@ -30,6 +30,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, Swap, forward, output_head, rope_tables, token_logprobs
 from fp8rl_jax.models.arrays import ATTENTION, LINEAR, MLP
+from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Recipe, matmul
 from studies.cells import rounded
 
@@ -115,9 +116,8 @@ def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
         layers = flatten_dict(params["layers"], sep="/")
         layers |= {f"{module}/kernel": kernel for module, kernel in kernels.items()}
         params = params | {"layers": unflatten_dict(layers, sep="/")}
-        out = forward(
-            params, tokens, config, recipe, rope=rope, output="hidden", taps=names, swaps=swaps
-        )
+        observe = Observe(names, swaps)
+        out = forward(params, tokens, config, recipe, rope=rope, output="hidden", observe=observe)
         targets, ones = jnp.roll(tokens, -1, axis=1), jnp.ones(1)
         head = output_head(params, config)
         logp, _ = token_logprobs(out.hidden, head, targets, ones, recipe)

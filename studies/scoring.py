@@ -35,7 +35,7 @@ from fp8rl_jax.models import (
 )
 from fp8rl_jax.models.logprobs import inverse_temperature, rows_at
 from fp8rl_jax.models.router import selection_scores
-from fp8rl_jax.models.taps import LOGITS, ROUTING
+from fp8rl_jax.models.taps import LOGITS, ROUTING, Observe
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.quant.kv import with_kv_scales
 from fp8rl_jax.rollout import make_calibrate, make_refit
@@ -288,7 +288,7 @@ def _make_score(
     @exact_jit
     def score(weights, batch: Batch, rope):
         logp, entropy, aux = response_logprobs(
-            weights, batch, model, recipe, rope, "none", parallel, taps=taps
+            weights, batch, model, recipe, rope, "none", parallel, Observe(taps)
         )
         found = aux["taps"]
         if head is not None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fp8rl_jax.models import ModelConfig, forward, param_shapes
 from fp8rl_jax.models.arrays import array_of
-from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS
+from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS, Observe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,8 @@ def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeSt
 
     def run(params):
         tokens, names = jnp.zeros((1, slots), jnp.int32), tuple(OPERATIONS)
-        return forward(params, tokens, config, "f32", taps=names, output="hidden").aux["taps"]
+        out = forward(params, tokens, config, "f32", output="hidden", observe=Observe(names))
+        return out.aux["taps"]
 
     found = jax.eval_shape(run, param_shapes(config))
     return {name: found[name] for name in OPERATIONS if name in found}

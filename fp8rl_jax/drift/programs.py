@@ -22,6 +22,7 @@ from fp8rl_jax.drift.operations import tapped_values
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
 from fp8rl_jax.models import Swap, quantize_params, trainable_params
+from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.rollout import make_refit
 from fp8rl_jax.sharding import batch_divisor
@@ -160,8 +161,7 @@ class Programs:
                 rope,
                 rt.config.learner.remat,
                 rt.layout.parallel,
-                taps=names,
-                swaps=swaps,
+                observe=Observe(names, swaps),
             )
             return (logp * batch.mask).sum(), (logp, aux["taps"])
 

@@ -1,8 +1,8 @@
 """Named intermediate values of the forward pass, which `fp8rl drift` reads or replaces.
 
 A module names a value by passing it through `tap`. In an ordinary forward pass `tap` returns its
-argument and does not change the program. ``forward(..., taps=...)`` returns the values, stacked
-over layers; ``swaps=...`` replaces values by given ones before the rest of the pass reads them.
+argument and does not change the program. With `Observe.taps` it returns the values, stacked over
+layers; `Observe.swaps` replaces values by given ones before the rest of the pass reads them.
 
 A full name is the module's path inside its layer plus the value's name: ``self_attn/q_rope``. The
 values outside the layers are ``embed`` and ``norm/output``. drift/operations.py lists all names.
@@ -10,7 +10,8 @@ values outside the layers are ``embed`` and ``norm/output``. drift/operations.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 
 import flax.linen as nn
 import flax.struct
@@ -37,6 +38,24 @@ class Swap:
 
     chosen: jax.Array
     value: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Observe:
+    """What a forward pass returns besides its result, and what it replaces.
+
+    Attributes:
+      taps: names of intermediate values to return.
+      swaps: replacements of intermediate values, by name.
+      collect: further observations, names from `models.transformer.COLLECTED`.
+    """
+
+    taps: tuple[str, ...] = ()
+    swaps: Mapping[str, Swap] = dataclasses.field(default_factory=dict)
+    collect: tuple[str, ...] = ()
+
+
+NOTHING = Observe()
 
 
 def tap(
@@ -114,7 +133,7 @@ def by_name(collected: dict, runs: Iterable[LayerGroup]) -> dict[str, jax.Array]
     return {name: join(parts) for name, parts in found.items()} | outside
 
 
-def by_module(swaps: dict[str, Swap], runs: Iterable[LayerGroup]) -> dict:
+def by_module(swaps: Mapping[str, Swap], runs: Iterable[LayerGroup]) -> dict:
     """Returns the Flax collection that holds `swaps`: the inverse of `by_name`."""
     flat = {}
     for name, swap in swaps.items():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
 
 import flax.linen as nn
 import flax.struct
@@ -37,7 +36,17 @@ from fp8rl_jax.models.stacks import (
     layer_windows,
     path_of,
 )
-from fp8rl_jax.models.taps import ROUTING, SWAPS, TAPS, Swap, by_module, by_name, tap, watched
+from fp8rl_jax.models.taps import (
+    NOTHING,
+    ROUTING,
+    SWAPS,
+    TAPS,
+    Observe,
+    by_module,
+    by_name,
+    tap,
+    watched,
+)
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, get_recipe, is_weight, take_layer
 from fp8rl_jax.quant.kv import of_sites, scales_of
 from fp8rl_jax.quant.varying import varying_vjp
@@ -237,9 +246,7 @@ def forward(
     rope: tuple[jax.Array, jax.Array] | None = None,
     remat: str = "none",
     output: str = "logits",
-    collect: Collection[str] = (),
-    taps: Collection[str] = (),
-    swaps: dict[str, Swap] | None = None,
+    observe: Observe = NOTHING,
 ) -> ForwardOutput:
     """Runs the decoder on tokens (B, T).
 
@@ -263,15 +270,13 @@ def forward(
       remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer, but
         not attention within it (except latent attention).
       output: 'logits' or 'hidden'.
-      collect: further observations, names from COLLECTED; see `ForwardOutput.aux`.
-      taps: names of intermediate values to return; see models/taps.py.
-      swaps: replacements of intermediate values, by name.
+      observe: further results, in `ForwardOutput.aux`, and replacements; see models/taps.py.
 
     Returns:
       ForwardOutput.
 
     Raises:
-      ValueError: `remat`, `output` or `collect` is none of these, the recipe needs calibrated
+      ValueError: `remat`, `output` or an observation is none of these, the recipe needs calibrated
         scales that `params` lack, taps or swaps name sharded values, or `jax.set_mesh` set a mesh
         that `parallel` lacks.
     """
@@ -279,8 +284,8 @@ def forward(
         raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")
     if output not in ("logits", "hidden"):
         raise ValueError(f"output is {output!r}; write 'logits' or 'hidden'")
-    if not set(collect) <= set(COLLECTED):
-        raise ValueError(f"collect is {collect!r}; write some of {', '.join(COLLECTED)}")
+    if not {*observe.collect} <= {*COLLECTED}:
+        raise ValueError(f"collect is {observe.collect!r}; write some of {', '.join(COLLECTED)}")
     check_context(parallel)
     recipe = get_recipe(recipe)
     batch, length = tokens.shape
@@ -298,29 +303,29 @@ def forward(
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
     scales = scales_of(params, recipe)
     by_shard_map = parallel.uses_shard_map(recipe)
-    if by_shard_map and not {*taps, *(swaps or ())} <= set(ROUTING):
+    if by_shard_map and not {*observe.taps, *observe.swaps} <= {*ROUTING}:
         raise ValueError(
             "intermediate values but the routers' are sharded where mesh.tensor is above 1, and "
             "where GPU kernels run on several devices: set mesh.tensor to 1, or use one device"
         )
     inner = parallel.within() if by_shard_map else parallel
-    module = Transformer(config, recipe, inner, remat, tuple(collect))
+    module = Transformer(config, recipe, inner, remat, observe.collect)
     runs = layer_groups(layer_stacks(config), recipe)
 
     def apply(params, swaps, *arguments) -> tuple:
         variables = {"params": params} | ({SWAPS: by_module(swaps, runs)} if swaps else {})
-        if not taps:
+        if not observe.taps:
             return *module.apply(variables, *arguments), {}
         (hidden, cache, aux), collected = module.apply(variables, *arguments, mutable=[TAPS])
         values = by_name(collected[TAPS], runs)
-        return hidden, cache, aux, {name: values[name] for name in taps if name in values}
+        return hidden, cache, aux, {name: values[name] for name in observe.taps if name in values}
 
     if by_shard_map:
         apply = split_columns(apply, config, recipe, parallel)
     hidden, cache, aux, tapped = apply(
-        of_sites(params), swaps or {}, tokens, cache, scales, where, cos, sin, valid
+        of_sites(params), observe.swaps, tokens, cache, scales, where, cos, sin, valid
     )
-    if taps:
+    if observe.taps:
         aux = aux | {"taps": tapped}
     logits = None
     if output == "logits":

@@ -36,6 +36,7 @@ from fp8rl_jax.models import (
     weight_health,
 )
 from fp8rl_jax.models.lora import merged
+from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Recipe, calibrated_scales, get_recipe, is_weight
 from fp8rl_jax.quant.scaling import find_amax
 
@@ -112,7 +113,7 @@ def make_calibrate(
                 parallel=parallel,
                 rope=rope,
                 output="hidden",
-                collect=("kv_amax",),
+                observe=Observe(collect=("kv_amax",)),
             )
             return {name: find_amax(x, 1) for name, x in out.aux["kv_amax"].items()}, ()
 

@@ -43,7 +43,7 @@ from fp8rl_jax.models import (
     pages_of,
     scaled_logits,
 )
-from fp8rl_jax.models.taps import LOGITS, batch_axis
+from fp8rl_jax.models.taps import LOGITS, Observe, batch_axis
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.quant.recipe import FLOAT32
 from fp8rl_jax.rollout.sampling import sample_keys, sample_token
@@ -302,7 +302,7 @@ class Loop:
             parallel=self.parallel,
             rope=requests.rope,
             output="hidden",
-            taps=sampler.taps,
+            observe=Observe(sampler.taps),
         )
         taps = self._begin_taps(prefill.aux.get("taps", {}), prompt_slots + slots_new)
         if LOGITS in sampler.taps:
@@ -369,7 +369,7 @@ class Loop:
             parallel=self.parallel,
             rope=requests.rope,
             output="hidden",
-            taps=self.sampler.taps,
+            observe=Observe(self.sampler.taps),
         )
         index = state.index + 1
         drawn = self._draw(prepared, requests, out.hidden[:, 0], index)

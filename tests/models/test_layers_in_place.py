@@ -22,6 +22,7 @@ from fp8rl_jax.models import (
 )
 from fp8rl_jax.models.layers import StackedLayer, multiply, multiply_experts
 from fp8rl_jax.models.stacks import layer_stacks
+from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Activation, Rows, get_recipe, missing_scales, quantize, take_layer
 from fp8rl_jax.quant.kv import with_kv_scales
 from fp8rl_jax.quant.qarray import E4M3
@@ -67,7 +68,7 @@ def test_forward(monkeypatch, recipe, more):
 
     def run(weights, tokens, taps=()):
         cache = init_cache(config, recipe, 3, 32)
-        out = forward(weights, tokens, config, recipe, cache=cache, taps=taps)
+        out = forward(weights, tokens, config, recipe, cache=cache, observe=Observe(taps))
         return out.logits, jax.tree.leaves(out.cache)
 
     used = []

@@ -14,6 +14,7 @@ from random_model import initial_params, quantized
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, Swap, forward, layers, trainable_params
+from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Operand, get_recipe, power_of_two, static
 from fp8rl_jax.quant.operands import fuses_quantisation
 from fp8rl_jax.quant.scaling import dynamic
@@ -76,7 +77,9 @@ def _run(recipe, swaps=None, remat="none"):
 
     def loss(params):
         paired = trainable_params(params, weights, recipe)
-        out = forward(paired, tokens, _DENSE, recipe, remat=remat, swaps=swaps)
+        out = forward(
+            paired, tokens, _DENSE, recipe, remat=remat, observe=Observe(swaps=swaps or {})
+        )
         return jax.nn.log_softmax(out.logits)[..., 0].sum(), out.logits
 
     return exact_jit(jax.value_and_grad(loss, has_aux=True))(params)

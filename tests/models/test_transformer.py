@@ -12,6 +12,7 @@ from random_model import DENSE, LATENT
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, rope_tables
+from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import get_recipe
 
 _LENGTH, _SLOTS = 70, 150
@@ -338,7 +339,7 @@ def test_every_family_is_observed(family, recipe):
     case = Case(recipe, family, layers=3, experts=8 if family in ("glm", "gpt-oss") else 0)
     model, tokens = case.model(), jax.ShapeDtypeStruct((2, 8), jnp.int32)
     collect = ("kv_health", "kv_amax")
-    run = functools.partial(forward, config=model, recipe=recipe, collect=collect)
+    run = functools.partial(forward, config=model, recipe=recipe, observe=Observe(collect=collect))
     aux = jax.eval_shape(run, param_shapes(model), tokens).aux
     assert {x.shape for x in jax.tree.leaves(aux["kv_health"])} == {(3,)}
     assert set(aux["kv_amax"]) == ({"latent"} if model.latent else {"q", "k", "v"})

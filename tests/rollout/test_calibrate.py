@@ -26,6 +26,7 @@ from fp8rl_jax.batch import of_sequences, pack
 from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, quantize_params
 from fp8rl_jax.models import rope_tables as make_rope
 from fp8rl_jax.models.kv_cache import LayerCache
+from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import calibrated_scales, get_recipe, kv_health, missing_scales, quantize_kv
 from fp8rl_jax.quant.kv import KV_SCALES, is_fresh, with_kv_scales
 from fp8rl_jax.rollout import make_calibrate
@@ -190,7 +191,7 @@ def _program(recipe, cached=False):
             recipe,
             rope=_ROPE,
             cache=init_cache(_MODEL, recipe, 4, 12) if cached else None,
-            collect=("kv_health",),
+            observe=Observe(collect=("kv_health",)),
         )
 
     return exact_jit(run)
