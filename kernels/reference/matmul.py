@@ -45,10 +45,10 @@ from fp8rl_jax.kernels.reference.exact import exact_dot_general
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.ways import (
     BF16_DEPTH,
-    DEPTH_STEP,
     FLOAT32_SIZE,
     ONE_TERM,
     ORDERED,
+    TURNED_SIZE,
     Way,
     bf16_dot,
     dot,
@@ -59,6 +59,7 @@ from fp8rl_jax.kernels.reference.ways import (
 # Most blocks of K and pieces of columns that are unrolled. A loop over more saves compile time and
 # memory and gives the same bits.
 _UNROLL_K, _UNROLL_COLUMNS = 16, 16
+_LARGEST = {"pieces": FLOAT32_SIZE, "turned": TURNED_SIZE}  # right operands in float32
 _BF16_HOLDS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 
@@ -70,9 +71,9 @@ def in_bf16(way: Way, *dtypes) -> bool:
 
 def most_columns(way: Way, depth: int, *dtypes) -> int | None:
     """Returns the most columns that `product` of such operands may have; None for any number."""
-    if way.float32 != "pieces" or in_bf16(way, *dtypes):
+    if way.float32 not in _LARGEST or in_bf16(way, *dtypes):
         return None
-    return FLOAT32_SIZE // depth
+    return _LARGEST[way.float32] // depth
 
 
 def wide_type(dtype) -> jnp.dtype:
@@ -93,7 +94,7 @@ def product(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
     """
     if way.exact:
         return exact_dot_general(x, w, _ROWS_BY_COLUMNS)
-    x, w = pad_to(x, 1, DEPTH_STEP), pad_to(w, 0, DEPTH_STEP)
+    x, w = pad_to(x, 1, way.depth_step), pad_to(w, 0, way.depth_step)
     with jax.named_scope(ORDERED):
         if in_bf16(way, x.dtype, w.dtype):
             return bf16_dot(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))

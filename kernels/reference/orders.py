@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_AMX_DEPTH = 32  # entries of K that one instruction takes
+AMX_DEPTH = 32  # entries of K that one instruction takes
 
 
 def _one_by_one(x: np.ndarray, w: np.ndarray, order: Iterable[int]) -> np.ndarray:
@@ -40,8 +40,8 @@ def amx_order(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """Multiplies (M, K) by (K, N) in the order of TDPBF16PS: for each 32 of K one chain of even and
     one of odd k, each ``acc = fma(x[k], w[k], acc)`` from 0; then adds the sum of both chains."""
     total = np.zeros((x.shape[0], w.shape[1]), np.float32)
-    for start in range(0, x.shape[1], _AMX_DEPTH):
-        end = min(start + _AMX_DEPTH, x.shape[1])
+    for start in range(0, x.shape[1], AMX_DEPTH):
+        end = min(start + AMX_DEPTH, x.shape[1])
         even, odd = (_one_by_one(x, w, range(first, end, 2)) for first in (start, start + 1))
         total = total + (even + odd)
     return total

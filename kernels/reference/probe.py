@@ -4,7 +4,8 @@ XLA documents no order of summation, and its libraries choose their code by the 
 threads and the shape. So nothing is assumed: products of every number of rows and of columns up to
 64, and of selected numbers up to some thousands, are compared with the way's order, number by
 number, with this process's threads. If the order holds only for some numbers of rows or columns,
-`product` pads to these (`Steps`). A dot of given operands compiles in half a millisecond.
+`product` pads to these (`Steps`); what it then multiplies is tested at every depth once more. A dot
+of given operands compiles in half a millisecond.
 
 The answer is stored in the user's cache, under a hash of the CPU's instructions, the number of
 threads, environment variables, compiler settings, jaxlib's version and this code.
@@ -34,6 +35,7 @@ from fp8rl_jax.kernels.reference.ways import (
     ELSEWHERE,
     EXACT,
     FLOAT32_SIZE,
+    TURNED_SIZE,
     WAYS,
     Steps,
     Way,
@@ -50,9 +52,12 @@ _COLUMNS = (*_EACH, 80, 96, 97, 98, 100, 127, 145, 192, 193, 241, 255, 256)
 # first entries at the first depth, with the second ones at the other depths.
 _FEW_COLUMNS = ((97, 256), (14, 49))
 _FEW_ROWS = ((2, 9, 510), (3, 33, 600))
-_BF16_DEPTHS = (BF16_DEPTH, 8, 384, 64, 128, 40, 256)
+_BF16_DEPTHS = (BF16_DEPTH, 8, 384, 64, 128, 40, 256)  # each padded to `Way.depth_step`
 _FLOAT32_DEPTHS = (128, 8, 64, 32, 40, 96)
 _MANY_COLUMNS = (1000, 2048, 3001)  # for bf16
+# Rounded to the steps that were found: what `product` multiplies.
+_GIVEN_ROWS = (1, 3, 5, 7, 9, 13, 17, 33, 37, 65, 130, 514)
+_GIVEN_COLUMNS = (1, 17, 33, 48, 50, 65, 97, 129, 200, 257, 300, 1025, 2048)
 _STEPS = (1, 2, 4, 8, 16)  # candidates for steps and least numbers; of rows, two or more
 _ROUNDINGS = 0 if np.finfo(np.longdouble).nmant > 60 else 1e-3  # allowed share, see orders.py
 Size = tuple[int, int, int]  # rows, depth, columns
@@ -149,45 +154,87 @@ def steps_that_hold(wrong: Iterable[tuple[int, int]]) -> Steps | None:
     return None
 
 
+def _steps(
+    test: Callable[[Sequence[Size]], list[tuple[int, int]]],
+    sizes: Sequence[Size],
+    depths: Iterable[int],
+    most: int = 1 << 31,
+) -> Steps | None:
+    """Returns the smallest steps that avoid what is wrong, and hold for what they give.
+
+    Args:
+      test: returns the (rows, columns) of sizes whose product is wrong.
+      sizes: the sizes to begin with.
+      depths: depths at which the rows and columns that the steps give are tested.
+      most: most numbers of a right operand.
+    """
+    wrong = test(sizes)
+    while steps := steps_that_hold(wrong):
+        rows = {steps.rows(m) for m in _GIVEN_ROWS}
+        columns = {steps.columns(n) for n in _GIVEN_COLUMNS}
+        given = itertools.product(sorted(rows), sorted({*depths}), sorted(columns))
+        more = test([(m, depth, n) for m, depth, n in given if depth * n <= most])
+        if not more:
+            return steps
+        wrong = wrong + more
+    return None
+
+
 def _turned(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(x.T), np.ascontiguousarray(w.T)
 
 
-def _bf16_wrong(way: Way) -> list[tuple[int, int]]:
+def _bf16_steps(way: Way) -> Steps | None:
     order = way.bf16_order
     assert order
-    sizes = _sizes(_BF16_DEPTHS)
+    depths = [-(-depth // way.depth_step) * way.depth_step for depth in _BF16_DEPTHS]
+    sizes = _sizes(depths)
     sizes += itertools.product((8, 64, 513), (128, BF16_DEPTH), _MANY_COLUMNS)
     turned = list(itertools.product((2, 3, 16, 520), (64, BF16_DEPTH), (64, 1504)))
     of_turned = lambda x, w: bf16_dot(x.T, w.T)
-    return _wrong(way, dot, order, jnp.bfloat16, sizes) + _wrong(
-        way, of_turned, order, jnp.bfloat16, turned, layout=_turned
-    )
+
+    def test(some: Sequence[Size]) -> list[tuple[int, int]]:
+        wrong = _wrong(way, dot, order, jnp.bfloat16, some)
+        if some is sizes:
+            wrong += _wrong(way, of_turned, order, jnp.bfloat16, turned, layout=_turned)
+        return wrong
+
+    return _steps(test, sizes, depths)
 
 
-def _float32_wrong(way: Way) -> list[tuple[int, int]]:
+def _float32_steps(way: Way) -> Steps | None:
     """Tests products of float32, in the layout in which `float32_dot` passes its operands."""
     most, (axis, layout) = FLOAT32_SIZE, (1, lambda x, w: (x, w))
     if way.float32 == "turned":
-        most, (axis, layout) = 1 << 31, (0, lambda x, w: (np.ascontiguousarray(x.T), w))
-    sizes = _sizes(_FLOAT32_DEPTHS, most)
+        most, (axis, layout) = TURNED_SIZE, (0, lambda x, w: (np.ascontiguousarray(x.T), w))
+    depths = [-(-depth // way.depth_step) * way.depth_step for depth in _FLOAT32_DEPTHS]
+    sizes = _sizes(depths, most)
     alike = functools.partial(dot, axis=axis)
     turned = list(itertools.product((2, 3, 48, 528), (64, 128), (64, 256)))
     of_turned = lambda x, w: float32_dot(way, x.T, w.T)
-    return _wrong(way, alike, float32_order, np.float32, sizes, layout=layout) + _wrong(
-        way, of_turned, float32_order, np.float32, turned, layout=_turned
-    )
+
+    def test(some: Sequence[Size]) -> list[tuple[int, int]]:
+        wrong = _wrong(way, alike, float32_order, np.float32, some, layout=layout)
+        if some is sizes:
+            wrong += _wrong(way, of_turned, float32_order, np.float32, turned, layout=_turned)
+        return wrong
+
+    return _steps(test, sizes, depths, most)
 
 
-def _small_wrong(way: Way) -> list[tuple[int, int]]:
+def _small_steps(way: Way) -> Steps | None:
     """Tests attention's products: with one batch axis, and with two, one of them after the rows."""
     sizes = [(m, d, n) for m, d, n in _sizes((64, 128, 32), FLOAT32_SIZE) if m <= 600]
     one = lambda x, w: small_dot(way, x, w, (((2,), (1,)), ((0,), (0,))))
     two = lambda x, w: small_dot(way, x, w, (((3,), (2,)), ((0, 2), (0, 1))))
     behind = lambda x, w: (np.ascontiguousarray(x.swapaxes(1, 2)), w)
-    return _wrong(way, one, float32_order, np.float32, sizes[::2], (3,)) + _wrong(
-        way, two, float32_order, np.float32, sizes[1::3], (2, 2), layout=behind
-    )
+
+    def test(some: Sequence[Size]) -> list[tuple[int, int]]:
+        return _wrong(way, one, float32_order, np.float32, some[::2], (3,)) + _wrong(
+            way, two, float32_order, np.float32, some[1::3], (2, 2), layout=behind
+        )
+
+    return _steps(test, sizes, (24, 64, 128), FLOAT32_SIZE)
 
 
 def tried(way: Way) -> Way | None:
@@ -197,12 +244,12 @@ def tried(way: Way) -> Way | None:
     any_steps = [(rows, 128, 64) for rows in (16, 64)]
     if way.bf16_order and _wrong(way, dot, way.bf16_order, jnp.bfloat16, any_steps):
         return None  # a quick test first
-    probes = {"float32_steps": _float32_wrong, "small_steps": _small_wrong}
+    probes = {"float32_steps": _float32_steps, "small_steps": _small_steps}
     if way.bf16_order:
-        probes = {"bf16_steps": _bf16_wrong} | probes
+        probes = {"bf16_steps": _bf16_steps} | probes
     found = {}
     for name, probe in probes.items():
-        if (steps := steps_that_hold(probe(way))) is None:
+        if (steps := probe(way)) is None:
             return None
         found[name] = steps
     if found["small_steps"].row_step > 1:  # attention has any number of rows

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.kernels.reference.orders import amx_order, pairs_order
+from fp8rl_jax.kernels.reference.orders import AMX_DEPTH, amx_order, pairs_order
 
 BF16_DEPTH = 512  # largest K of one product of bf16 operands, which YNNPACK does not split
 FLOAT32_SIZE = 2**15  # most numbers of a right operand in float32, for the same reason
+TURNED_SIZE = 2**18  # the same of 'turned': oneDNN splits larger ones by the number of rows
 ORDERED = "ordered_product"  # name scope of products with a promised order, in a traced program
 ONE_TERM = "one_term_product"  # of products with one term that is not 0, which have one result
-DEPTH_STEP = 8  # K of one product is padded to a multiple of this, as the probe tests
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
 _LONE_DOTS: dict[str, bool | str] = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 # Restricts YNNPACK to kernels that agree with each other ("numerically consistent with all other
@@ -77,9 +77,11 @@ class Way:
         these are multiplied in float32.
       float32: how float32 is multiplied. 'pieces' and 'turned' keep the order ``acc = fma(x[k],
         w[k], acc)``: 'pieces' by YNNPACK, at most `FLOAT32_SIZE` numbers of the right operand at a
-        time (it splits larger ones by the number of rows); 'turned' by oneDNN, with the left
-        operand stored column by column, which YNNPACK does not take. 'whole': XLA's choice.
+        time (it splits larger ones by the number of rows); 'turned' by oneDNN, at most
+        `TURNED_SIZE` at a time, with the left operand stored column by column, which YNNPACK does
+        not take. 'whole': XLA's choice.
         'float64': exactly (exact.py).
+      depth_step: K of one product is padded with zeros to a multiple of this, as the probe tests.
       bf16_steps, float32_steps: results of the probe for `product`, by the type of its operands.
       small_steps: result of the probe for `small_product`.
     """
@@ -88,6 +90,7 @@ class Way:
     options: Mapping[str, bool | str]
     bf16_order: Callable[[np.ndarray, np.ndarray], np.ndarray] | None
     float32: str
+    depth_step: int = 8
     bf16_steps: Steps = Steps()
     float32_steps: Steps = Steps()
     small_steps: Steps = Steps()
@@ -99,13 +102,18 @@ class Way:
 
 # Fastest first; the first that holds is used.
 WAYS = (
-    Way("amx", _LONE_DOTS, amx_order, "turned"),
+    # YNNPACK multiplies a few rows of less than an instruction's depth by other instructions.
+    Way("amx", _LONE_DOTS, amx_order, "turned", AMX_DEPTH),
     Way("pairs", _CONSISTENT, pairs_order, "pieces"),
     Way("float32", _CONSISTENT, None, "pieces"),
 )
-EXACT = Way("exact", _CONSISTENT, None, "float64", *[Steps(few_rows=1)] * 3)
+_ANY = Steps(few_rows=1)
+EXACT = Way(
+    "exact", _CONSISTENT, None, "float64", bf16_steps=_ANY, float32_steps=_ANY, small_steps=_ANY
+)
 # For other platforms, where XLA's products have no promised order.
-ELSEWHERE = Way("elsewhere", {}, None, "whole", *[Steps(few_rows=8)] * 2)
+_EIGHT = Steps(few_rows=8)
+ELSEWHERE = Way("elsewhere", {}, None, "whole", bf16_steps=_EIGHT, float32_steps=_EIGHT)
 
 
 def _as_it_lies(x: jax.Array) -> jax.Array:
