@@ -118,8 +118,8 @@ _CONVERSATIONS = {
 
 @pytest.mark.parametrize(
     ("more", "program"),
-    [({}, _CLI), slow(_CONVERSATIONS, _CLI), slow({}, _BY_JAX), slow({}, _JOINED_BEFORE)],
-    ids=["one reply", "conversations", "JAX's variables", "joined before"],
+    [({}, _CLI), slow(_CONVERSATIONS, _BY_JAX), slow({}, _JOINED_BEFORE)],
+    ids=["one reply", "conversations, JAX's variables", "joined before"],
 )
 def test_two_processes_are_one(more, program, tmp_path):
     """Every record, times aside, and the states: two processes of one device, one of two. What an
@@ -143,11 +143,10 @@ def test_two_processes_are_one(more, program, tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        {"rollout.ahead": 1},
         {"rollout.ahead": 2, "rollout.slots": 8, "rollout.most_versions": 2},
         {"rollout.ahead": 1, **_CONVERSATIONS},
     ],
-    ids=["ahead", "partial", "conversations"],
+    ids=["partial", "conversations"],
 )
 def test_devices_for_rollouts(more, tmp_path):
     """Two processes, each of which has a device for rollouts alone, are two without: rollouts run
@@ -294,16 +293,16 @@ def _pid(launcher: subprocess.Popen, number: int) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_signal_to_one_stops_all(number, tmp_path):
-    """At the same step, with a checkpoint and status 75; resumed, the run is that of one piece."""
+def test_a_signal_to_one_stops_all(tmp_path):
+    """At the same step, with a checkpoint and status 75; resumed, the run is that of one piece. The
+    signal goes to the process that is not the first, which all that is said comes from."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for root in (whole, stopped):
         root.mkdir()
     _finished(_train(whole, 2, 1, run__steps=6))
     process = _train(stopped, 2, 1, run__steps=6)
     _step(stopped, 2, process)
-    os.kill(_pid(process, number), signal.SIGTERM)
+    os.kill(_pid(process, 1), signal.SIGTERM)
     _finished(process, 75)
     assert len(reproducible(stopped)["metrics"]) < 6
     _finished(_train(stopped, 2, 1, "--resume", run__steps=6))
@@ -375,13 +374,9 @@ _FP8 = {"precision.rollout": "fp8", "precision.learner": "fp8"}
 @pytest.mark.parametrize(
     "fields",
     [
-        _FP8 | {"mesh.fsdp": 4},
         _FP8 | {"mesh.fsdp": 4, "rollout.slots": 4},
         _FP8 | {"mesh.fsdp": 4, "learner.offload": "moments"},
-        _FP8 | {"mesh.fsdp": 2, "mesh.expert": 2, **_EXPERTS},
-        _FP8 | {"mesh.tensor": 4, "model.hidden_size": 128, "model.intermediate_size": 256},
         {"mesh.tensor": 4},
-        {"mesh.expert": 4, "rollout.slots": 4, **_EXPERTS},
         _FP8 | {"mesh.expert": 4, "rollout.slots": 4, **_EXPERTS},
         _FP8
         | {
@@ -394,18 +389,7 @@ _FP8 = {"precision.rollout": "fp8", "precision.learner": "fp8"}
         },
         _FP8 | {"mesh.fsdp": 4, "learner.tokens_per_batch": 128, "learner.share_prompts": True},
     ],
-    ids=[
-        "fsdp_fp8",
-        "slots_fp8",
-        "offload_fp8",
-        "expert_fp8",
-        "tensor_fp8",
-        "tensor_f32",
-        "expert_slots_f32",
-        "expert_slots_fp8",
-        "replay_fp8",
-        "packed_fp8",
-    ],
+    ids=["slots_fp8", "offload_fp8", "tensor_f32", "expert_slots_fp8", "replay_fp8", "packed_fp8"],
 )
 def test_any_mesh_over_processes(fields, tmp_path):
     """Two processes of two devices, and one of four: log-probabilities and all that follows from
@@ -475,7 +459,7 @@ def test_refused_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fsdp", "expert", "fp8"), [(2, 1, True), (2, 1, False), (1, 2, False)])
+@pytest.mark.parametrize(("fsdp", "expert", "fp8"), [(2, 1, True), (1, 2, False)])
 def test_each_process_reads_its_part_of_a_checkpoint(fsdp, expert, fp8, tmp_path):
     """Half of the bytes of what is sharded, and all of what is replicated; the values of a load by
     one process."""

@@ -19,21 +19,18 @@ def _run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8", "f32"])
-def test_fsdp_equals_one_device(recipe):
-    """Two RL steps on each mesh from the same parameters."""
-    one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, recipe)
+def test_fsdp_equals_one_device():
+    """Two RL steps on each mesh from the same parameters. (Under FP8: test_packing.py.)"""
+    one = _run(1, {"data": 1, "fsdp": 1, "tensor": 1}, "f32")
     assert one["drift"] == 0.0 and one["sharded_leaves"] == 0
-    meshes = [{"data": 1, "fsdp": 8, "tensor": 1}]
-    for mesh in meshes:
-        many = _run(8, mesh, recipe)
-        assert many["devices"] == 8
-        assert many["sharded_leaves"] == 9, "every matrix must really lie in parts"
-        assert many["drift"] == 0.0
-        assert many["tokens"] == one["tokens"]
-        assert many["logp"] == one["logp"], "first step: same bits"
-        np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6, atol=_LOSS)
-        np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-4)
+    many = _run(8, {"data": 1, "fsdp": 8, "tensor": 1}, "f32")
+    assert many["devices"] == 8
+    assert many["sharded_leaves"] == 9, "every matrix must really lie in parts"
+    assert many["drift"] == 0.0
+    assert many["tokens"] == one["tokens"]
+    assert many["logp"] == one["logp"], "first step: same bits"
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-6, atol=_LOSS)
+    np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -65,13 +62,13 @@ def test_continuous_batching_on_a_mesh_equals_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["f32", "fp8"])
-def test_continuous_batching_with_experts_in_parts(recipe):
-    """Devices that share experts take their turns together, also where one has nothing left."""
+def test_continuous_batching_with_experts_in_parts():
+    """Devices that share experts take their turns together, also where one has nothing left. (Under
+    FP8, and between processes: test_processes.py.)"""
     fields = (*_EXPERTS, "rollout.slots=8", "rollout.prefill_chunk=8")
-    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, recipe, 1, *_EXPERTS)
+    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, "f32", 1, *_EXPERTS)
     for mesh in ({"data": 1, "fsdp": 2, "expert": 2}, {"data": 1, "fsdp": 1, "expert": 4}):
-        many = _run(4, mesh, recipe, 1, *fields)
+        many = _run(4, mesh, "f32", 1, *fields)
         assert one["drift"] == many["drift"] == 0.0
         assert many["tokens"] == one["tokens"] and many["logp"] == one["logp"]
         assert "all-to-all f32" in many["loop_collectives"], "tokens must travel"
@@ -119,17 +116,12 @@ def test_rows_are_worked_on_where_they_are():
 _EXPERTS = ("model.num_experts=8", "model.moe_intermediate_size=64")
 
 
-@pytest.mark.parametrize(
-    "recipe,micro_batches",
-    [
-        pytest.param("f32", 1, marks=pytest.mark.slow),
-        pytest.param("fp8_delayed", 2, marks=pytest.mark.slow),
-    ],
-)
-def test_experts_on_a_mesh_equal_one_device(recipe, micro_batches):
-    """Tokens travel to the devices of their experts, and results back."""
-    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, recipe, micro_batches, *_EXPERTS)
-    many = _run(8, {"data": 1, "fsdp": 2, "expert": 4}, recipe, micro_batches, *_EXPERTS)
+@pytest.mark.slow
+def test_experts_on_a_mesh_equal_one_device():
+    """Tokens travel to the devices of their experts, and results back. (In float32: with latent
+    attention, below.)"""
+    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, "fp8_delayed", 2, *_EXPERTS)
+    many = _run(8, {"data": 1, "fsdp": 2, "expert": 4}, "fp8_delayed", 2, *_EXPERTS)
     assert one["drift"] == many["drift"] == 0.0
     assert many["sharded_leaves"] == 10, "every matrix and the router"
     assert many["tokens"] == one["tokens"] and many["logp"] == one["logp"]
@@ -159,11 +151,11 @@ _LATENT = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["f32", "fp8"])
-def test_latent_attention_on_a_mesh_equals_one_device(recipe):
-    """DeepSeek's layers: heads in the place of experts, dense layers in a stack of their own."""
-    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, recipe, 1, *_LATENT)
-    many = _run(8, {"data": 1, "fsdp": 2, "expert": 4}, recipe, 1, *_LATENT)
+def test_latent_attention_on_a_mesh_equals_one_device():
+    """DeepSeek's layers: heads in the place of experts, dense layers in a stack of their own.
+    (Under FP8: stored in parts, below.)"""
+    one = _run(1, {"data": 1, "fsdp": 1, "expert": 1}, "f32", 1, *_LATENT)
+    many = _run(8, {"data": 1, "fsdp": 2, "expert": 4}, "f32", 1, *_LATENT)
     assert one["drift"] == many["drift"] == 0.0
     assert many["sharded_leaves"] == 25, "every matrix and the router"
     assert many["tokens"] == one["tokens"] and many["logp"] == one["logp"]
@@ -234,8 +226,11 @@ def test_rows_by_hand_equal_one_device(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["f32", "fp8", "fp8_delayed"])
-@pytest.mark.parametrize("config", [_EXPERTS, _LATENT], ids=["experts", "latent"])
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [(_EXPERTS, "f32"), (_EXPERTS, "fp8_delayed"), (_LATENT, "f32"), (_LATENT, "fp8")],
+    ids=["experts f32", "experts delayed", "latent f32", "latent fp8"],
+)
 def test_stored_experts_equal_one_device(config, recipe):
     """As GPU kernels need it: experts, shared ones, latents and heads are stored in parts, and
     gathered over fsdp in each layer; tokens travel to experts; gradients come back as the parts."""
@@ -277,17 +272,24 @@ def test_replay_balance_and_shared_experts(recipe):
 
 
 _FEW_EXPERTS = {"model.num_experts": 8, "model.moe_intermediate_size": 64}
-_MESHES = [[1, 1, 1], [1, 1, 2], [2, 2, 2], [1, 2, 2]]
+# After one device two, over which nothing but columns is cut, and eight.
+_MESHES = [[1, 1, 1], [1, 1, 2], [2, 2, 2]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "cut"),
-    [("f32", 8), ("bf16", 8), ("fp8", 15), ("mxfp8", 15), ("kv_formats:int8_fp8", 15)],
+    ("recipe", "cut", "meshes"),
+    [
+        ("f32", 8, [*_MESHES, [1, 2, 2]]),
+        ("bf16", 8, _MESHES[:2]),
+        ("fp8", 15, _MESHES),
+        ("mxfp8", 15, _MESHES[:2]),
+        ("kv_formats:int8_fp8", 15, _MESHES[:2]),
+    ],
 )
-def test_columns_under_every_recipe(recipe, cut):
+def test_columns_under_every_recipe(recipe, cut, meshes):
     """Rollout and learner on different meshes; no sum of the forward pass crosses devices."""
-    case = {"recipe": recipe, "meshes": _MESHES, "collectives": True}
+    case = {"recipe": recipe, "meshes": meshes, "collectives": True}
     two, *_ = _assert_one_device(case, cut)
     kinds = {entry.split()[0] for entry in two["collectives"]}
     assert kinds == {"all-gather"}, two["collectives"]
@@ -318,8 +320,7 @@ def test_columns_with_delayed_scaling():
 def test_columns_of_adapters(recipe, fields, cut):
     """B is cut as the weight that it is added to; A is whole, and its gradient the sum of parts."""
     config = {"lora.rank": 4, "lora.alpha": 8.0, "lora.modules": "*_proj", **fields}
-    meshes = [[1, 1, 1], [1, 1, 2], [2, 2, 2]]
-    _assert_one_device({"recipe": recipe, "config": config, "meshes": meshes}, cut)
+    _assert_one_device({"recipe": recipe, "config": config, "meshes": [[1, 1, 1], [2, 2, 2]]}, cut)
 
 
 _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
@@ -341,7 +342,7 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
                     "learner.remat": "full",
                 },
                 "micro_batches": 2,
-                "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
+                "meshes": [[1, 1, 1], [2, 2, 2]],
             },
             17,
             id="calibrated FP8 attention with all heads, mixed layers, remat",
@@ -352,7 +353,7 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
                 "vocabulary": 270,
                 "config": {**_TIED, "model.num_key_value_heads": 2, "learner.remat": "full"},
                 "micro_batches": 2,
-                "meshes": [[1, 1, 1], [1, 2, 4], [2, 1, 4]],
+                "meshes": [[1, 1, 1], [2, 1, 4]],
             },
             7,
             id="tied head that stays whole, heads that do not divide",
@@ -366,13 +367,13 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
                     "model.num_key_value_heads": 3,
                     "model.head_dim": 48,
                 },
-                "meshes": [[1, 1, 1], [1, 1, 3], [2, 1, 3]],
+                "meshes": [[1, 1, 1], [2, 1, 3]],
             },
             3,
             id="three devices, layers that stay whole around attention by heads",
         ),
         pytest.param(
-            {"recipe": "fp8", "config": _FEW_EXPERTS, "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]]},
+            {"recipe": "fp8", "config": _FEW_EXPERTS, "meshes": [[1, 1, 1], [2, 2, 2]]},
             9,
             id="experts, which stay whole over tensor",
         ),
@@ -385,7 +386,7 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
                     "model.o_bias": True,
                     "model.attention_sinks": True,
                 },
-                "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
+                "meshes": [[1, 1, 1], [2, 2, 2]],
             },
             15,
             id="biases and sinks, which stay whole around cut products",
@@ -402,7 +403,7 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
                     "model.scale_embeddings": True,
                     "model.hidden_act": "gelu_pytorch_tanh",
                 },
-                "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
+                "meshes": [[1, 1, 1], [2, 2, 2]],
             },
             15,
             id="windows, and norms of results, which are gathered for them",
@@ -417,7 +418,7 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
                     "model.head_dim": 32,
                     "model.num_key_value_heads": 2,
                 },
-                "meshes": [[1, 1, 1], [1, 1, 2], [2, 1, 4]],
+                "meshes": [[1, 1, 1], [2, 1, 4]],
             },
             0,
             id="blocks of 128 that stay whole",

@@ -27,7 +27,8 @@ RECIPES = ("f32", "bf16", "fp8")
 
 
 def _assert_exact(case: Case) -> Result:
-    result = run(case)
+    """The train step returns its logits too; the space has cases of one that does not."""
+    result = run(dataclasses.replace(case, tap_logits=True))
     assert result.rollout_logp.size >= 24
     assert np.isfinite(result.rollout_logp).all()
     assert result.checksum_ok
@@ -41,8 +42,9 @@ _VARIANTS = {
     "static activations": dataclasses.replace(
         _FP8, activation=Operand(block=(-1, -1), policy=static(amax=32.0))
     ),
-    "down_proj in bf16": dataclasses.replace(_FP8, bf16_modules=("down_*",)),
-    "head in float32": dataclasses.replace(_FP8, head="float32"),
+    "down_proj in bf16, head in float32": dataclasses.replace(
+        _FP8, bf16_modules=("down_*",), head="float32"
+    ),
     "FP8 attention": dataclasses.replace(_FP8, fp8_attention=True),
     "calibrated FP8 attention": dataclasses.replace(_FP8, kv="calibrated", fp8_attention=True),
 }
@@ -67,7 +69,6 @@ def test_a_head_in_float32():
 
 
 _EXPERTS = {
-    "f32, one prompt": Case("f32", experts=8, prompts=(5,), group_size=1, new_tokens=30, seed=1),
     "f32, top 1 of 5, odd widths": Case(
         "f32", experts=5, experts_per_token=1, norm_topk_prob=False, hidden=96, expert_width=40
     ),
@@ -88,33 +89,21 @@ def test_experts(case):
     _assert_exact(case)
 
 
+# Each family in float32, the strict one; every other recipe with experts (biases, sinks, windows),
+# with latents and, but for those that scale by tensors, with norms on both sides. (What a recipe
+# does to layers of no family's own: tests/drift/test_drift_space.py.)
+_ENDS_IN_BF16 = dataclasses.replace(_FP8, first_layers=1, last_layers=1)
 _FAMILIES = {
-    "f32 deepseek": Case("f32", "deepseek", layers=3, prompts=(1, 7, 20), extra_slots=30),
-    "fp8 deepseek": Case("fp8", "deepseek", layers=3, prompts=(1, 7, 20), extra_slots=30),
-    "fp8 llama": Case("fp8", "llama", prompts=(1, 7, 20), updates=1, micro_batches=3),
     "f32 llama": Case("f32", "llama", prompts=(1, 7, 40), new_tokens=100, updates=2),
-    "fp8 qwen2": Case("fp8", "qwen2", prompts=(1, 7, 20), updates=1, micro_batches=3),
-    "bf16 qwen2": Case("bf16", "qwen2", prompts=(1, 7, 40), updates=2, remat="full"),
     "f32 qwen2, experts": Case("f32", "qwen2", prompts=(1, 7, 20), experts=8, updates=1),
-    "delayed qwen2": Case("fp8_delayed", "qwen2", prompts=(1, 7, 20), updates=2),
-    "mxfp8 qwen2": Case("mxfp8", "qwen2", prompts=(1, 7, 20), updates=1),
     "f32 mistral": Case("f32", "mistral", prompts=(1, 7, 40), new_tokens=100, updates=2),
-    "fp8 mistral": Case("fp8", "mistral", prompts=(1, 7, 20), updates=1, micro_batches=3),
     "f32 gemma3": Case("f32", "gemma3", prompts=(1, 7, 40), new_tokens=100, updates=2),
-    "fp8 gemma3": Case("fp8", "gemma3", prompts=(1, 7, 20), updates=1, micro_batches=3, layers=4),
     "bf16 gemma3, tied": Case(
         "bf16", "gemma3", prompts=(1, 7, 40), new_tokens=90, layers=4, remat="full", tied=True
     ),
-    "delayed gemma3": Case("fp8_delayed", "gemma3", prompts=(1, 7, 20), updates=2, layers=4),
-    "mxfp8 gemma3": Case("mxfp8", "gemma3", prompts=(1, 7, 20), updates=1),
-    "fp8 gemma3, ends in bf16": Case(
-        dataclasses.replace(_FP8, first_layers=1, last_layers=1), "gemma3", layers=4, updates=1
-    ),
+    "fp8 gemma3, ends in bf16": Case(_ENDS_IN_BF16, "gemma3", layers=4, updates=1),
     "f32 glm": Case("f32", "glm", prompts=(1, 7, 40), experts=8, new_tokens=90, updates=2),
     "fp8 glm": Case("fp8", "glm", prompts=(1, 7, 20), experts=8, updates=1, micro_batches=3),
-    "bf16 glm": Case("bf16", "glm", prompts=(1, 7, 20), experts=8, remat="full"),
-    "mxfp8 glm": Case("mxfp8", "glm", prompts=(1, 7, 20), experts=8, updates=1),
-    "delayed glm": Case("fp8_delayed", "glm", prompts=(1, 7, 20), experts=8, updates=1),
     "f32 gpt-oss": Case("f32", "gpt-oss", prompts=(1, 7, 40), experts=8, new_tokens=90, updates=2),
     "fp8 gpt-oss": Case(
         "fp8", "gpt-oss", prompts=(1, 7, 20), experts=8, updates=1, micro_batches=3
@@ -124,20 +113,21 @@ _FAMILIES = {
     ),
     "mxfp8 gpt-oss": Case("mxfp8", "gpt-oss", prompts=(1, 7, 20), experts=8, updates=1),
     "delayed gpt-oss": Case("fp8_delayed", "gpt-oss", prompts=(1, 7, 20), experts=8, updates=1),
-    "bf16 deepseek": Case("bf16", "deepseek", layers=3, updates=2, micro_batches=3),
     "f32 deepseek past 128 keys": Case(
         "f32", "deepseek", layers=3, prompts=(1, 13, 40), new_tokens=100, remat="full", updates=1
     ),
-    "fp8 moonlight": Case("fp8", "moonlight", layers=3, micro_batches=3, updates=2, new_tokens=90),
-    "f32 moonlight": Case("f32", "moonlight", layers=2, cache_slots=128, eos_share=1.0),
-    "delayed moonlight": Case("fp8_delayed", "moonlight", layers=3, micro_batches=2, updates=2),
-    "mxfp8 deepseek": Case("mxfp8", "deepseek", layers=3, remat="full", updates=1),
     "fp8 deepseek, ends in bf16": Case(
-        dataclasses.replace(_FP8, first_layers=1, last_layers=1, bf16_modules=("k_b_proj",)),
+        dataclasses.replace(_ENDS_IN_BF16, bf16_modules=("k_b_proj",)),
         "deepseek",
         layers=4,
         updates=1,
+        extra_slots=30,
     ),
+    "bf16 deepseek": Case("bf16", "deepseek", layers=3, updates=2, micro_batches=3),
+    "mxfp8 deepseek": Case("mxfp8", "deepseek", layers=3, remat="full", updates=1),
+    "fp8 moonlight": Case("fp8", "moonlight", layers=3, micro_batches=3, updates=2, new_tokens=90),
+    "f32 moonlight": Case("f32", "moonlight", layers=2, cache_slots=128, eos_share=1.0),
+    "delayed moonlight": Case("fp8_delayed", "moonlight", layers=3, micro_batches=2, updates=2),
     "f32 deepseek, a wide latent": Case(
         "f32", "wide deepseek", layers=2, hidden=256, new_tokens=40
     ),
@@ -150,7 +140,7 @@ def test_families(case):
     """Latent attention, sigmoid routers with groups, shared experts, dense layers before sparse
     ones; models without QK-norm, with biases, stretched rotary frequencies and interleaved
     pairs, with windows, norms on both sides and two rotary bases."""
-    _assert_exact(dataclasses.replace(case, tap_logits=True))
+    _assert_exact(case)
 
 
 @pytest.mark.slow
@@ -167,11 +157,10 @@ def test_one_bit_of_a_router_is_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_wider(recipe):
-    """A width whose K loop runs over many blocks."""
+def test_wide_and_long():
+    """A width whose K loop runs over many blocks, past 128 keys."""
     _assert_exact(
-        Case(recipe, hidden=1024, heads=8, kv_heads=1, head_dim=128, prompts=(3, 9), new_tokens=130)
+        Case("f32", hidden=1024, heads=8, kv_heads=1, head_dim=128, prompts=(3, 9), new_tokens=130)
     )
 
 
@@ -185,9 +174,9 @@ def test_wide_heads(recipe):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_threads_and_processes(recipe):
-    """With 1, 2, 16 and 64 threads, each in a process of its own: one hash for all, both sides."""
+    """With 1, 2 and 64 threads, each in a process of its own: one hash for all, both sides."""
     found = []
-    for threads in (1, 2, 16, 64):
+    for threads in (1, 2, 64):
         script = str(pathlib.Path(__file__).parent / "helpers" / "drift_process.py")
         done = subprocess.run(
             [sys.executable, script, recipe],
@@ -205,11 +194,17 @@ def test_threads_and_processes(recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_wide_and_long_trained(recipe):
-    """A width of 2048, and weights after twenty updates."""
+def test_wide(recipe):
+    """A width of 2048."""
     _assert_exact(
         Case(recipe, hidden=2048, heads=8, kv_heads=2, head_dim=128, prompts=(3, 9), new_tokens=20)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["f32", "fp8"])
+def test_after_many_updates(recipe):
+    """Weights that have left their initial distribution."""
     _assert_exact(Case(recipe, updates=20, new_tokens=30))
 
 

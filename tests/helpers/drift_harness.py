@@ -161,7 +161,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Both sides' numbers at the response tokens, (n,) and (n, V)."""
+    """Both sides' numbers at the response tokens, (n,) and (n, V); of packed rows no logits."""
 
     rollout_logp: np.ndarray
     learner_logp: np.ndarray
@@ -328,7 +328,10 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
             state, logp, metrics = step(state, given, rope)
     if slots_of:
         logp = slots_of.unpack(np.asarray(logp), case.new_tokens)
-    if case.tap_logits:
+    if case.pack:  # the program of the logits knows rows of one sequence alone
+        logits = np.zeros((*out.mask.shape, 0), np.float32)
+        out = dataclasses.replace(out, taps={**out.taps, "logits": logits})
+    elif case.tap_logits:
         logits = np.asarray(metrics["taps"]["logits"])
     else:
         with _unrolled(case):

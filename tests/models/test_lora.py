@@ -143,8 +143,7 @@ def test_gradients_are_those_through_the_merged_weights(config, recipe, bound):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(Case("f32", rank=8, prompts=(1, 7), updates=1, tap_logits=True), id="f32"),
-        slow(Case("fp8", rank=8, prompts=(1, 7, 20), updates=1, tap_logits=True), id="fp8"),
+        pytest.param(Case("f32", rank=8, prompts=(1, 7), updates=1), id="f32"),
         slow(Case("f32", rank=1, prompts=(1, 7, 20), updates=2, micro_batches=3), id="f32, rank 1"),
         slow(Case("bf16", rank=64, prompts=(1, 7, 20), updates=1, remat="full"), id="bf16"),
         slow(Case("fp8_delayed", rank=8, prompts=(1, 7, 20), updates=2), id="delayed"),
@@ -153,10 +152,6 @@ def test_gradients_are_those_through_the_merged_weights(config, recipe, bound):
         slow(
             Case("fp8", rank=8, base="fp8", prompts=(1, 7, 20), experts=8, updates=1),
             id="experts, a base in fp8",
-        ),
-        slow(
-            Case("bf16", rank=8, base="fp8", prompts=(1, 7, 20), updates=1, remat="full"),
-            id="bf16, a base in fp8",
         ),
         slow(Case("fp8", "deepseek", rank=8, layers=3, prompts=(1, 7), updates=1), id="latent"),
         slow(
@@ -172,7 +167,7 @@ def test_gradients_are_those_through_the_merged_weights(config, recipe, bound):
     ],
 )
 def test_zero_drift(case):
-    result = run(case)
+    result = run(dataclasses.replace(case, tap_logits=True))
     assert result.mask.sum() > 20 and result.checksum_ok
     assert result.differing() == (0, 0)
     before, after = make_params(case), result.params

@@ -137,11 +137,9 @@ def test_slots_are_hardly_ever_idle(group, slots, chunk):
 
 _CALIBRATED = dataclasses.replace(get_recipe("fp8_blockwise"), kv="calibrated", fp8_attention=True)
 _MODELS = {
-    "fp8": (DENSE, "fp8"),
     "bf16": (DENSE, "bf16"),
     "mxfp8": (DENSE, "mxfp8"),
     "experts": (EXPERTS, "fp8"),
-    "latent": (LATENT, "fp8"),
     "latent f32": (LATENT, "f32"),
     "calibrated": (DENSE, _CALIBRATED),
     "first layer": (DENSE, dataclasses.replace(get_recipe("fp8"), first_layers=1)),

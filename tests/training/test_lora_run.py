@@ -50,10 +50,11 @@ def test_state_shapes(base, tmp_path):
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({"algo.kl_coef": 0.1}, id="reference policy"),
         pytest.param({"rollout.slots": 4}, id="continuous"),
         pytest.param({"model.num_experts": 4, "lora.base": "f32"}, id="experts"),
-        pytest.param({"algo.kl_coef": 0.1, "lora.base": "fp8"}, id="a base in fp8"),
+        pytest.param(
+            {"algo.kl_coef": 0.1, "lora.base": "fp8"}, id="reference policy, a base in fp8"
+        ),
     ],
 )
 def test_run(more, tmp_path):

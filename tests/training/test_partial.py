@@ -89,8 +89,6 @@ def test_each_version_computes_what_it_drew(three_versions):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"precision__rollout": "bf16", "precision__learner": "bf16"},
-        {"precision__rollout": "f32", "precision__learner": "f32"},
         {"precision__kv_cache": "fp8_calibrated"},
         {"lora__rank": 4},
         {"rollout__top_p": 0.8, "precision__rollout": "f32", "precision__learner": "f32"},
@@ -134,7 +132,7 @@ def test_without_learning_it_is_the_run_of_today(tmp_path, cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ahead", "top_p"), [(0, 1.0), (1, 1.0), (1, 0.8)])
+@pytest.mark.parametrize(("ahead", "top_p"), [(0, 1.0), (1, 0.8)])
 def test_killed_and_resumed(ahead, top_p, tmp_path, cache):
     """A checkpoint keeps the responses that later steps learn, beside rollouts that are ahead, and
     which tokens were kept for them."""

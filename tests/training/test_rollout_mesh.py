@@ -40,7 +40,6 @@ def _run(directory, devices: int, monkeypatch, *more: str, **fields) -> None:
 @pytest.mark.parametrize(
     ("learners", "samplers", "fields"),
     [
-        (1, 1, {"rollout__ahead": 1}),
         (1, 2, {}),
         (2, 2, {"rollout__ahead": 2}),
         (2, 2, {"rollout__ahead": 1, "rollout__slots": 8, "rollout__most_versions": 2}),

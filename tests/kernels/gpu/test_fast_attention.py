@@ -117,9 +117,17 @@ def _assert_close(kind, got, want):
         assert least < _error(one, other) < most, (name, _error(one, other))
 
 
-@pytest.mark.parametrize("kind", ["float32", "fp8", *map(slow, ("bf16", *KINDS[3:]))])
+# Every kind at one shape, two kinds at every other.
 @pytest.mark.parametrize(
-    "shape", [SHAPES[0], *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES[1:])], ids=str
+    ("kind", "shape"),
+    [
+        ("float32", SHAPES[0]),
+        ("fp8", SHAPES[0]),
+        *(slow(kind, SHAPES[0]) for kind in ("bf16", *KINDS[3:])),
+        *(slow(kind, SHAPES[1]) for kind in ("float32", "fp8")),
+        *(slow(kind, SHAPES[2]) for kind in ("bf16", "fp8 queries")),
+        *(slow(kind, SHAPES[3]) for kind in ("float32", "fp8 one scale")),
+    ],
 )
 def test_equals_float64(kind, shape):
     operands, scales, cotangent = _case(kind, *shape)

@@ -134,23 +134,18 @@ def _rollout(config, recipe, weights, rope, longest=_PROMPTS):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        pytest.param("f32", {}, id="f32", marks=pytest.mark.slow),
-        pytest.param("fp8", _EXPERTS, id="fp8 experts", marks=pytest.mark.slow),
-        pytest.param("bf16", {}, id="bf16", marks=pytest.mark.slow),
-        pytest.param("fp8", {}, id="fp8", marks=pytest.mark.slow),
-        pytest.param("fp8", _BIASED, id="fp8 biased", marks=pytest.mark.slow),
-        pytest.param("bf16", _BIASED, id="bf16 biased", marks=pytest.mark.slow),
-        pytest.param("fp8", _GEMMA, id="fp8 gemma", marks=pytest.mark.slow),
-        pytest.param("fp8", _GLM, id="fp8 glm", marks=pytest.mark.slow),
-        pytest.param("f32", _GLM, id="f32 glm", marks=pytest.mark.slow),
-        pytest.param("fp8", _GPT_OSS, id="fp8 gpt-oss", marks=pytest.mark.slow),
-        pytest.param("f32", _GPT_OSS, id="f32 gpt-oss", marks=pytest.mark.slow),
-        pytest.param("f32", _GEMMA, id="f32 gemma", marks=pytest.mark.slow),
-        pytest.param("fp8_blockwise", {}, id="fp8_blockwise", marks=pytest.mark.slow),
-        pytest.param("kv_formats:int8_fp8", {}, id="int8 and fp8", marks=pytest.mark.slow),
-        pytest.param("f32", _EXPERTS, id="f32 experts", marks=pytest.mark.slow),
-        pytest.param("fake", {}, id="fake", marks=pytest.mark.slow),
-        pytest.param("fp8_tensorwise", {}, id="per tensor", marks=pytest.mark.slow),
+        # Every kind of layer in float32 and FP8, every recipe once.
+        slow("f32", _GEMMA, id="f32 gemma"),
+        slow("f32", _GLM, id="f32 glm"),
+        slow("f32", _GPT_OSS, id="f32 gpt-oss"),
+        slow("fp8", _GEMMA, id="fp8 gemma"),
+        slow("fp8", _GLM, id="fp8 glm"),
+        slow("fp8", _GPT_OSS, id="fp8 gpt-oss"),
+        slow("bf16", _BIASED, id="bf16 biased"),
+        slow("fp8_blockwise", {}, id="fp8_blockwise"),
+        slow("kv_formats:int8_fp8", {}, id="int8 and fp8"),
+        slow("fake", {}, id="fake"),
+        slow("fp8_tensorwise", {}, id="per tensor"),
     ],
 )
 def test_results_and_drift(interpreted, name, more):
@@ -211,11 +206,10 @@ def test_results_and_drift(interpreted, name, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("longest", [_PROMPTS, 70], ids=["short", "shared"])
 @pytest.mark.parametrize(
-    ("name", "more"),
-    [("f32", {}), ("fp8", {}), ("f32", _GEMMA), ("fp8", _GPT_OSS)],
-    ids=["f32", "fp8", "f32 gemma", "fp8 gpt-oss"],
+    ("name", "more", "longest"),
+    [("f32", {}, _PROMPTS), ("fp8", {}, 70), ("f32", _GEMMA, 70), ("fp8", _GPT_OSS, _PROMPTS)],
+    ids=["f32 short", "fp8 shared", "f32 gemma shared", "fp8 gpt-oss short"],
 )
 def test_rows_of_several_sequences(monkeypatch, name, more, longest):
     """The sampler's bits, and the gradients of rows of one sequence; windows too, and a prompt that

@@ -53,9 +53,15 @@ _MORE = ((64, 128, 256), (65, 40, 384), (130, 129, 136))
 
 
 @pytest.mark.parametrize(
-    "rows, columns, depth", [(1, 128, 128), (7, 300, 200), *(slow(*shape) for shape in _MORE)]
+    "rows, columns, depth, by_column",
+    [
+        (1, 128, 128, False),
+        (7, 300, 200, False),
+        *(slow(*shape, False) for shape in _MORE),
+        slow(7, 300, 200, True),
+        slow(130, 129, 136, True),
+    ],
 )
-@pytest.mark.parametrize("by_column", [False, slow(True)], ids=["blocks", "columns"])
 def test_fp8_equals_float64(rows, columns, depth, by_column):
     case = _fp8_case(rows, columns, depth, by_column=by_column)
     want, size = _float64(*case)
@@ -147,8 +153,17 @@ def test_scales_belong_to_fp8():
         kernels.matmul(lhs.astype(jnp.bfloat16), rhs, lhs_scale, rhs_scale)
 
 
-@pytest.mark.parametrize("rows", [8, *map(slow, (64, 128))])
-@pytest.mark.parametrize("experts", [[0, 0, 2, 3, 3], [1, 3, 3, 4, 4], slow([4] * 5)], ids=str)
+@pytest.mark.parametrize(
+    "rows, experts",
+    [
+        (8, [0, 0, 2, 3, 3]),
+        (8, [1, 3, 3, 4, 4]),
+        slow(64, [0, 0, 2, 3, 3]),
+        slow(128, [1, 3, 3, 4, 4]),
+        slow(8, [4] * 5),
+    ],
+    ids=str,
+)
 def test_grouped_equals_a_product_per_group(rows, experts):
     count, columns, depth = 4, 160, 256
     x, _, x_scale, _ = _fp8_case(len(experts) * rows, columns, depth)
@@ -165,8 +180,11 @@ def test_grouped_equals_a_product_per_group(rows, experts):
         np.testing.assert_array_equal(np.asarray(got[group]), np.asarray(want))
 
 
-@pytest.mark.parametrize("experts", [[0, 0, 2, 3], slow([1, 1, 1, 4]), slow([4] * 4)], ids=str)
-@pytest.mark.parametrize("rows", [128, slow(256)])
+@pytest.mark.parametrize(
+    "experts, rows",
+    [([0, 0, 2, 3], 128), slow([0, 0, 2, 3], 256), slow([1, 1, 1, 4], 128), slow([4] * 4, 128)],
+    ids=str,
+)
 def test_grouped_wgrad_equals_float64(experts, rows):
     count, columns, depth = 4, 96, 72
     rng = np.random.default_rng(3)
