@@ -268,7 +268,7 @@ def _fill_by_prompt(
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompts:
+class SharedPrompts:
     """Prompts that sequences may share.
 
     Attributes:
@@ -280,7 +280,7 @@ class Prompts:
     slots: np.ndarray
 
     @classmethod
-    def of(cls, tokens: np.ndarray, lengths: np.ndarray) -> Prompts:
+    def of(cls, tokens: np.ndarray, lengths: np.ndarray) -> SharedPrompts:
         """Finds the equal ones of the prompts of `lengths` (N,) at the start of `tokens` (N, T)."""
         seen: dict[bytes, int] = {}
         rows = (row[:length].tobytes() for row, length in zip(tokens, lengths, strict=True))
@@ -289,7 +289,11 @@ class Prompts:
 
 
 def assign(
-    lengths: np.ndarray, longest: int, capacity: int, devices: int, prompts: Prompts | None = None
+    lengths: np.ndarray,
+    longest: int,
+    capacity: int,
+    devices: int,
+    prompts: SharedPrompts | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
     """Assigns sequences to rows.
 
@@ -309,7 +313,7 @@ def assign(
     sizes = PAGE * pages_of(np.asarray(lengths, np.int64))
     most = _most_rows(len(sizes), longest, capacity)
     if prompts is None:
-        prompts = Prompts(np.arange(len(sizes)), 0 * sizes)
+        prompts = SharedPrompts(np.arange(len(sizes)), 0 * sizes)
     own = sizes - prompts.slots
     rows = _fill(sizes, capacity, most)
     if (prompts.slots > 0).any():
@@ -350,7 +354,7 @@ def pack(
       (the packed batch, where its sequences are).
     """
     lengths, prompts = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
-    given = Prompts.of(np.asarray(batch.tokens), prompts) if share_prompts else None
+    given = SharedPrompts.of(np.asarray(batch.tokens), prompts) if share_prompts else None
     rows, starts, begins, filled, count = assign(lengths, longest, capacity, devices, given)
     shared = 0 * starts if given is None else np.where(begins == starts, 0, given.slots)
     shape = count * devices, capacity

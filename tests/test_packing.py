@@ -21,7 +21,7 @@ from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax import learner, models
-from fp8rl_jax.batch import Batch, Prompts, assign, make_batch, pack
+from fp8rl_jax.batch import Batch, SharedPrompts, assign, make_batch, pack
 from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rl import losses
@@ -219,7 +219,7 @@ def test_every_sequence_has_a_place(lengths, capacity, devices, prompts):
         whole = 64 * (numbers % 5)
         numbers = np.where(lengths > whole, numbers, prompts + np.arange(len(lengths)))
         whole = np.where(lengths > whole, whole, 0)
-        given = Prompts(numbers, whole)
+        given = SharedPrompts(numbers, whole)
     rows, starts, begins, filled, count = assign(lengths, 700, capacity, devices, given)
     assert rows.max() < devices * count and (starts % 64 == 0).all()
     taken = np.zeros((devices * count, capacity), int)
