@@ -189,8 +189,8 @@ def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]
       UserError: a feature of the configuration excludes continuous batching, which plans assume.
     """
     resolved = planned.resolved
-    others = ("tensor parallelism", "routing replay")
-    check_planned(resolved, "continuous batching", others, "fp8rl plan --rollout")
+    slots = resolved.config.rollout.slots or resolved.step_samples
+    check_planned(resolved, {"rollout.slots": slots}, "fp8rl plan --rollout")
 
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
         on_gpu = dataclasses.replace(recipe, kernels="gpu")
