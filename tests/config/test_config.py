@@ -22,6 +22,7 @@ from fp8rl_jax.config import (
     load_config,
     set_options,
 )
+from fp8rl_jax.config.files import packaged
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.envs import check_source
 from fp8rl_jax.models import param_shapes, param_shardings
@@ -241,8 +242,7 @@ def _shipped(name: str, case: str):
 
 def test_shipped_configs_are_valid():
     """All of them are tested here; those of small models and the defaults pass the checks."""
-    names = {path.stem for path in (_ROOT / "configs").glob("*.py")}
-    assert names == {*_PUBLISHED, *_SMALL}
+    assert packaged().keys() == {*_PUBLISHED, *_SMALL}
     for rung in ("d4", "d8", "d16", "m8", "m16", "m32", "s16", "m32x16"):
         model = _resolve(load_config(f"{_ROOT}/studies/ladder.py:{rung}", ())).model
         assert (model.num_experts == 0) == rung.startswith("d")
