@@ -25,9 +25,8 @@ from fp8rl_jax.rl import Algorithm
 
 def check_fields(config: ml_collections.ConfigDict) -> None:
     """Raises UserError for the first field whose value is out of bounds, or no choice of it."""
-    flat = flatten(config)
-    for path, field in all_fields().items():
-        field.check(path, flat[path])
+    for path, value in flatten(config).items():
+        all_fields()[path].check(path, value)
 
 
 def check(resolved: Resolved) -> None:
@@ -51,14 +50,12 @@ def _check_policies(resolved: Resolved) -> None:
 
 
 def _check_experts(devices: int, experts: int) -> None:
-    if not experts or devices == 1:
-        return
     if devices == -1:
         raise UserError(
             "mesh.expert is -1, which only the other axes may be: write the number of devices "
             "that share the experts"
         )
-    if devices < 1 or experts % devices:
+    if experts % devices:
         raise UserError(
             f"mesh.expert is {devices}, which does not divide model.num_experts = {experts}: write "
             "a number that does"

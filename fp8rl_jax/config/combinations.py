@@ -55,12 +55,6 @@ def check_combinations(resolved: Resolved) -> None:
             raise UserError(f"{problem}: {pair.remedy}")
 
 
-def check_planned(resolved: Resolved, assumed: Mapping[str, Any], command: str) -> None:
-    """Raises UserError for a field that does not go with the values that a plan assumes."""
-    for path, problem, _ in unmet_needs(resolved, assumed):
-        raise UserError(f"{command} cannot plan that: {problem}: leave {path} out")
-
-
 def unmet_needs(
     resolved: Resolved, assumed: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, str, str]]:

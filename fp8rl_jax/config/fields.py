@@ -7,6 +7,7 @@ and those of numbers that are parameters of a function too, are in `fp8rl_jax.ba
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -863,6 +864,7 @@ FIELDS: dict[str, dict[str, Field]] = {
 }
 
 
+@functools.cache
 def all_fields() -> dict[str, Field]:
     """Returns {'section.field': its `Field`}."""
     return {
@@ -896,7 +898,11 @@ def describe_fields(section: str = "") -> str:
             lines.append(f"--config.{path}={ {} if field.is_free else field.default!r}")
             choices = ", ".join(filter(None, field.choices))
             needs = ", and ".join(field.needs)
-            row = [field.meaning, choices and f"one of: {choices}", str(field.bounds or "")]
-            row.append(needs and f"needs {needs}")
+            row = (
+                field.meaning,
+                choices and f"one of: {choices}",
+                str(field.bounds or ""),
+                needs and f"needs {needs}",
+            )
             lines += [f"      {part}" for part in row if part]
     return "\n".join(lines) + "\n"

@@ -90,9 +90,8 @@ def _fits(value: Any, default: Any) -> bool:
         return False
     if isinstance(default, float) and isinstance(value, int):
         return abs(value) < _LARGEST
-    if isinstance(default, ml_collections.ConfigDict):
-        return isinstance(value, dict)
-    return isinstance(value, type(default))
+    kind = dict if isinstance(default, ml_collections.ConfigDict) else type(default)
+    return isinstance(value, kind)
 
 
 def _of_python(value: Any) -> Any:
