@@ -111,7 +111,7 @@ BOUNDS: dict[str, Bounds] = {
     "model.v_head_dim": whole(1, HEADS),
     "algo.clip_low": Bounds(0, RATIO),
     "algo.clip_high": Bounds(0, RATIO),
-    "algo.dual_clip": above(1, RATIO, 0),
+    "ppo.dual_clip": above(1, RATIO, 0),
     # Parameters of functions (fp8rl_jax/rl/, quant/scaling.py) that are not fields.
     "sapo.tau_positive": above(0, 1e6),
     "sapo.tau_negative": above(0, 1e6),

@@ -91,6 +91,19 @@ class Field(NamedTuple):
 
 
 _OPTIONS = ml_collections.ConfigDict()
+# Shapes that only a published model has, whose context was made longer.
+_OF_CHECKPOINTS = (
+    "rope_type",
+    "rope_factor",
+    "rope_original_max_position_embeddings",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_beta_fast",
+    "rope_beta_slow",
+    "rope_truncate",
+    "rope_mscale",
+    "rope_mscale_all_dim",
+)
 # Default shapes of the model; a shape that is not here has ModelConfig's default.
 _SMALL = {
     "hidden_size": 128,
@@ -107,7 +120,7 @@ _SHAPES = {
         bounds=BOUNDS.get(f"model.{field.name}"),
     )
     for field in dataclasses.fields(ModelConfig)
-    if field.name != "vocab_size"  # the tokenizer's, or the checkpoint's
+    if field.name not in ("vocab_size", *_OF_CHECKPOINTS)  # that of the tokenizer or checkpoint
 }
 
 # {section: {field: Field}}, in the order of `--help-config`.
@@ -544,6 +557,7 @@ FIELDS: dict[str, dict[str, Field]] = {
             f"loss of a token: {', '.join(LOSSES)} (with a teacher), with parameters as in "
             "sapo(1.0, 1.05), or 'module:function'",
             names="importance_sampling_level",
+            unlike=("a loss with its number, as in ppo(dual_clip=3.0)", "delta clip_ratio_c"),
         ),
         "clip_low": Field(
             0.2,
@@ -556,14 +570,6 @@ FIELDS: dict[str, dict[str, Field]] = {
             "the policy ratio's upper bound is 1 + clip_high",
             bounds=BOUNDS["algo.clip_high"],
             names="epsilon_high clip_ratio_high ratio_clip_max",
-        ),
-        "dual_clip": Field(
-            0.0,
-            "with ppo: the loss of a negative advantage is at most this many "
-            "times |advantage|; above 1, or 0 for no bound",
-            bounds=BOUNDS["algo.dual_clip"],
-            names="delta clip_ratio_c",
-            needs={"algo.loss=ppo": "no other has such a bound"},
         ),
         "loss_aggregation": Field(
             "token_mean",
@@ -860,6 +866,20 @@ FIELDS: dict[str, dict[str, Field]] = {
             bounds=whole(1, COUNT),
             needs={"lora.rank=0": "the mean of adapters is not that of weights"},
         ),
+    },
+}
+
+
+# {what was a field: (its default, what to write instead)}: config.json of older runs have them.
+REMOVED: dict[str, tuple[Any, str]] = {
+    "algo.dual_clip": (0.0, "write it in the loss, as in algo.loss='ppo(dual_clip=3.0)'"),
+    **{
+        f"model.{field.name}": (
+            field.default,
+            "a longer context is that of a published model: set model.checkpoint or model.name",
+        )
+        for field in dataclasses.fields(ModelConfig)
+        if field.name in _OF_CHECKPOINTS
     },
 }
 

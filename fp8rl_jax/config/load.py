@@ -20,7 +20,7 @@ from fp8rl_jax.base.bounds import shown
 from fp8rl_jax.base.errors import UserError, did_you_mean, raised
 from fp8rl_jax.base.json_file import plain, tabled
 from fp8rl_jax.base.paths import MissingSnapshot, expanded
-from fp8rl_jax.config.fields import FIELDS, all_fields
+from fp8rl_jax.config.fields import FIELDS, REMOVED, all_fields
 from fp8rl_jax.config.files import read_config_file
 from fp8rl_jax.config.names import field_meant
 from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
@@ -40,6 +40,7 @@ def default_config() -> ml_collections.ConfigDict:
 
 
 _FREE = [path for path, field in all_fields().items() if field.is_free]
+_FORMER_DEFAULTS = [(path, default) for path, (default, _) in REMOVED.items()]
 _LARGEST = 10**300  # bound of an integer that is given for a float
 
 
@@ -59,12 +60,22 @@ def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDi
 
 
 def sections_config(content: dict[str, Any]) -> ml_collections.ConfigDict:
-    """Returns the sections of a config.json, unchecked; options of free-form fields are `Table`s.
+    """Returns the sections of a config.json, unchecked; options of free-form fields are `Table`s,
+    and removed fields are left out at their defaults.
 
     Raises:
       AttributeError, TypeError, ValueError: there is a name that no field can have.
     """
-    content = dict(content)
+    content = {
+        section: {
+            name: value
+            for name, value in fields.items()
+            if (f"{section}.{name}", value) not in _FORMER_DEFAULTS
+        }
+        if isinstance(fields, dict)
+        else fields
+        for section, fields in content.items()
+    }
     for path in _FREE:
         section, _, name = path.partition(".")
         fields = content.get(section)
@@ -74,6 +85,8 @@ def sections_config(content: dict[str, Any]) -> ml_collections.ConfigDict:
 
 
 def _unknown(path: str, where: str) -> UserError:
+    if path in REMOVED:
+        return UserError(f"{where}: there is no config field {path!r}; {REMOVED[path][1]}")
     if path in FIELDS:
         return UserError(f"{where}: {path} is a section; write --config.{path}.FIELD=VALUE")
     path = path[:100]

@@ -122,14 +122,6 @@ _SEVERAL = {
         ],
         ["1,000,000 responses", "10,000 rounds", "lower"],
     ),
-    "bands of llama3 in the wrong order": (
-        ["model.rope_type=llama3", "model.rope_low_freq_factor=4"],
-        ["model.rope_low_freq_factor", "4.0", "model.rope_high_freq_factor"],
-    ),
-    "turns of yarn in the wrong order": (
-        ["model.rope_type=yarn", "model.rope_beta_slow=33"],
-        ["model.rope_beta_fast", "model.rope_beta_slow = 33.0"],
-    ),
     "a pattern of windows without one": (
         ["model.sliding_window_pattern=6"],
         ["model.sliding_window_pattern is 6", "model.sliding_window 0"],

@@ -27,7 +27,6 @@ _NEEDS = {
     "rollout.most_versions": [*_SLOTS, "env.max_turns=1", "algo.dynamic_sampling=False"],
     "rollout.pages": _SLOTS,
     "algo.credit": [*_ONE_REPLY, "algo.dynamic_sampling=False"],
-    "algo.dual_clip": ["algo.loss=ppo"],
     "algo.loss_length": ["algo.loss_aggregation=seq_mean_token_sum_norm"],
     "algo.truncated_sampling": ["rollout.top_k or rollout.top_p"],
     "algo.routing_replay": [
@@ -63,7 +62,6 @@ _SET = {
     "data.chat_options": ["data.chat_options.enable_thinking=False"],
     "env.step": ["env.step=fp8rl_jax.envs.tiny.guessing:step"],
     "env.tools": ["env.tools=fp8rl_jax.envs.tiny.calculator:TOOLS"],
-    "algo.loss": ["algo.loss=gspo"],
     "lora.modules": ["lora.modules=q_proj"],
     "lora.checkpoint": ["lora.checkpoint=adapter"],
 }

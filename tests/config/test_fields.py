@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import ml_collections
@@ -9,6 +10,7 @@ import pytest
 from helpers.tiny_run import CONFIG
 from refusals import REFUSALS, assert_words
 
+from fp8rl_jax.api.fields import path_of
 from fp8rl_jax.base.bounds import BOUNDS
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import (
@@ -20,7 +22,11 @@ from fp8rl_jax.config import (
     flatten,
     load_config,
     override,
+    saved_config,
 )
+from fp8rl_jax.config.fields import REMOVED
+from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.training.run_directory import differences
 
 pytestmark = REFUSALS
 _FIELDS = all_fields()
@@ -28,7 +34,7 @@ _FIELDS = all_fields()
 # Text fields that take any text (other checks read them); a field that loses its choices is none.
 _TEXTS = {
     "run": "dir cache_dir compilation_cache loggers project",
-    "model": "checkpoint name hidden_act rope_type scoring_func",
+    "model": "checkpoint name hidden_act scoring_func",
     "precision": "rollout learner weight_policy activation_policy gradient_policy reference "
     "bf16_modules kv_cache",
     "data": "tokenizer system_prompt bos_token eos_token pad_token",
@@ -120,8 +126,9 @@ def test_every_row_is_complete():
         assert not field.choices or field.default in field.choices, path
         assert field.meaning.strip() == field.meaning and len(field.meaning) >= 4, path
         assert "\n" not in field.meaning, path
-    shapes = {f"model.{name}" for name in FIELDS["model"]} | {"model.vocab_size"}
-    assert {name for name in BOUNDS if name.startswith("model.")} <= shapes
+    shapes = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
+    numbers = {f"model.{name}" for name, kind in shapes.items() if kind in ("int", "float")}
+    assert {name for name in BOUNDS if name.startswith("model.")} == numbers
 
 
 def test_paths_are_expanded():
@@ -136,6 +143,21 @@ def test_paths_are_expanded():
         "algo.teacher",
         "lora.checkpoint",
     }
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_a_removed_field_says_what_to_write_instead(path, tmp_path):
+    """Wherever it is set; the config.json of an older run may have its default."""
+    section, _, name = path.partition(".")
+    default, instead = REMOVED[path]
+    message = _refusal(override, default_config(), [f"--config.{path}=2"])
+    assert message == f"command line: there is no config field {path!r}; {instead}"
+    assert path_of(name) == path
+    saved = {section: {name: default}}
+    assert flatten(saved_config(saved, "config.json")) == flatten(default_config())
+    assert not differences(saved, {})
+    saved[section][name] = default + 2 if type(default) in (int, float) else "other"
+    assert _refusal(saved_config, saved, "config.json").endswith(instead)
 
 
 @pytest.mark.parametrize(
