@@ -171,24 +171,24 @@ def bounded(function: Callable) -> Callable:
     that is not a number. The bounds are those of 'FUNCTION.PARAMETER' in the table, else those of
     'algo.PARAMETER'; other parameters are not checked, nor 'auto' where the annotation has it."""
     signature = inspect.signature(function)
-    own = {name: f"{function.__name__}.{name}" for name in signature.parameters}
     named = {
-        name: found
-        for name, key in own.items()
-        if (found := key if key in BOUNDS else f"algo.{name}") in BOUNDS
+        name: BOUNDS[key]
+        for name in signature.parameters
+        for key in (f"algo.{name}", f"{function.__name__}.{name}")  # the last one wins
+        if key in BOUNDS
     }
 
     @functools.wraps(function)
     def checked(*arguments: Any, **keywords: Any):
         given = signature.bind(*arguments, **keywords)
-        for name, key in named.items():
+        for name, bounds in named.items():
             if name in given.arguments:
                 value = given.arguments[name]
                 if value == "auto" and takes_auto(signature.parameters[name]):
                     continue
                 if not isinstance(value, numbers.Real):
                     raise TypeError(f"{function.__name__}: {name} is {value!r}; write a number")
-                _check(BOUNDS[key], f"{function.__name__}({name}={shown(value)}):", value)
+                _check(bounds, f"{function.__name__}({name}={shown(value)}):", value)
         return function(*arguments, **keywords)
 
     return checked

@@ -142,8 +142,7 @@ def _set(config: ml_collections.ConfigDict, path: str, value: Any, where: str) -
     default = FIELDS[section][name].default
     value = _of_python(value)
     if not _fits(value, default):
-        kind = type(value).__name__
-        raise UserError(f"{where}: {path} is {shown(value)}, a {kind}; write {_article(default)}")
+        raise UserError(f"{where}: {path} is {shown(value)}; write {_article(default)}")
     if isinstance(value, dict):
         value = _options(value, path, where)
     config[section][name] = float(value) if isinstance(default, float) else value
