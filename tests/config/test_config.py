@@ -8,7 +8,6 @@ import re
 import jax
 import ml_collections
 import pytest
-from marks import slow
 
 from fp8rl_jax import cli, sharding
 from fp8rl_jax.base.errors import UserError
@@ -264,12 +263,7 @@ _CASES = {
 }
 
 
-_EACH_KIND = ("qwen3_8b", "moonlight_16b", "qwen3_30b_a3b_lora_2gpu", *_TINY)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in _EACH_KIND else slow(name) for name in (*_PUBLISHED, *_SMALL)]
-)
+@pytest.mark.parametrize("name", (*_PUBLISHED, *_SMALL))
 def test_every_config_takes_every_case(name):
     """The recipes of both sides; everything else is the file's."""
     plain = _shipped(name, "").to_dict()
