@@ -10,28 +10,16 @@ Mesh:      128 GPUs of 141 GB: fsdp 8, expert 16, moments in the host's memory (
 Expected:  not run by us (it needs the GPUs). Its multi-token prediction layer is not read.
 """
 
-import ml_collections
+from fp8rl_jax.configs._published import published
 
 
 def get_config():
-    return ml_collections.ConfigDict(
-        {
-            "run": {"dir": "runs/deepseek_v3_671b", "steps": 200, "checkpoint_every": 50},
-            "model": {"checkpoint": "checkpoints/DeepSeek-V3"},
-            "precision": {"rollout": "fp8", "learner": "fp8"},
-            "mesh": {"fsdp": 8, "expert": 16, "data": 1},
-            "data": {"tokenizer": "checkpoint", "chat": True},
-            "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},
-            "rollout": {
-                "prompts_per_step": 128,
-                "group_size": 16,
-                "max_prompt_tokens": 512,
-                "max_new_tokens": 2048,
-            },
-            "algo": {"clip_high": 0.28, "num_minibatches": 8},
-            "learner": {"gradient_accumulation_steps": 1, "remat": "full", "offload": "moments"},
-            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
-            "sft": {"steps": 0},
-            "eval": {"questions": 1024, "every": 50},
-        }
+    return published(
+        "gsm_symbolic",
+        "checkpoints/DeepSeek-V3",
+        run={"dir": "runs/deepseek_v3_671b", "steps": 200},
+        mesh={"fsdp": 8, "expert": 16, "data": 1},
+        rollout={"prompts_per_step": 128},
+        algo={"num_minibatches": 8},
+        learner={"offload": "moments"},
     )

@@ -11,28 +11,16 @@ Mesh:      256 GPUs of 141 GB: data 2, fsdp 8, expert 16, moments in the host's 
 Expected:  not run by us (it needs the GPUs).
 """
 
-import ml_collections
+from fp8rl_jax.configs._published import published
 
 
 def get_config():
-    return ml_collections.ConfigDict(
-        {
-            "run": {"dir": "runs/kimi_k2_1t", "steps": 200, "checkpoint_every": 50},
-            "model": {"checkpoint": "checkpoints/Kimi-K2-Instruct"},
-            "precision": {"rollout": "fp8", "learner": "fp8"},
-            "mesh": {"fsdp": 8, "expert": 16, "data": 2},
-            "data": {"tokenizer": "checkpoint", "chat": True},
-            "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},
-            "rollout": {
-                "prompts_per_step": 256,
-                "group_size": 16,
-                "max_prompt_tokens": 512,
-                "max_new_tokens": 2048,
-            },
-            "algo": {"clip_high": 0.28, "num_minibatches": 16},
-            "learner": {"gradient_accumulation_steps": 1, "remat": "full", "offload": "moments"},
-            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
-            "sft": {"steps": 0},
-            "eval": {"questions": 1024, "every": 50},
-        }
+    return published(
+        "gsm_symbolic",
+        "checkpoints/Kimi-K2-Instruct",
+        run={"dir": "runs/kimi_k2_1t", "steps": 200},
+        mesh={"fsdp": 8, "expert": 16, "data": 2},
+        rollout={"prompts_per_step": 256},
+        algo={"num_minibatches": 16},
+        learner={"offload": "moments"},
     )

@@ -12,36 +12,17 @@ Expected:  not run by us (it needs the GPUs and the weights). Published for 100 
            (MaxText, pull request 4015), within NeMo-RL's band of 0.804 to 0.820.
 """
 
-import ml_collections
+from fp8rl_jax.configs._published import published
 
 
 def get_config():
-    return ml_collections.ConfigDict(
-        {
-            "run": {"dir": "runs/qwen3_1p7b_gsm8k", "steps": 100, "checkpoint_every": 25},
-            "model": {"checkpoint": "checkpoints/Qwen3-1.7B"},
-            "precision": {"rollout": "fp8", "learner": "fp8"},
-            "mesh": {"fsdp": 4, "data": 1},
-            "data": {
-                "tokenizer": "checkpoint",
-                "chat": True,
-                "chat_options": {"enable_thinking": False},
-            },
-            "env": {
-                "task": "gsm8k",
-                "reward": "gsm8k",
-                "prompt_template": "{question}\nThink step by step, and end with '#### ' and the "
-                "number that is the answer.",
-            },
-            "rollout": {
-                "prompts_per_step": 32,
-                "group_size": 16,
-                "max_prompt_tokens": 320,
-                "max_new_tokens": 768,
-            },
-            "learner": {"tokens_per_batch": 34_816, "remat": "full"},
-            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 5, "b2": 0.95},
-            "sft": {"steps": 0},
-            "eval": {"questions": 1319, "batch_size": 256, "every": 25},
-        }
+    return published(
+        "gsm8k",
+        "checkpoints/Qwen3-1.7B",
+        run={"dir": "runs/qwen3_1p7b_gsm8k"},
+        mesh={"fsdp": 4, "data": 1},
+        data={"chat_options": {"enable_thinking": False}},
+        rollout={"group_size": 16},
+        learner={"tokens_per_batch": 34_816},
+        optimizer={"learning_rate": 1e-6},
     )

@@ -9,28 +9,15 @@ Expected:  not run by us (it needs the GPUs); published: FP8 on both sides keeps
            fraction and difference at this size.
 """
 
-import ml_collections
+from fp8rl_jax.configs._published import published
 
 
 def get_config():
-    return ml_collections.ConfigDict(
-        {
-            "run": {"dir": "runs/qwen3_235b_a22b", "steps": 200, "checkpoint_every": 50},
-            "model": {"checkpoint": "checkpoints/Qwen3-235B-A22B"},
-            "precision": {"rollout": "fp8", "learner": "fp8"},
-            "mesh": {"fsdp": 8, "expert": 8, "data": 1},
-            "data": {"tokenizer": "checkpoint", "chat": True},
-            "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},
-            "rollout": {
-                "prompts_per_step": 64,
-                "group_size": 16,
-                "max_prompt_tokens": 512,
-                "max_new_tokens": 2048,
-            },
-            "algo": {"clip_high": 0.28, "num_minibatches": 1},
-            "learner": {"tokens_per_batch": 2560, "remat": "full"},
-            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
-            "sft": {"steps": 0},
-            "eval": {"questions": 1024, "every": 50},
-        }
+    return published(
+        "gsm_symbolic",
+        "checkpoints/Qwen3-235B-A22B",
+        run={"dir": "runs/qwen3_235b_a22b", "steps": 200},
+        mesh={"fsdp": 8, "expert": 8, "data": 1},
+        rollout={"prompts_per_step": 64},
+        learner={"tokens_per_batch": 2560},
     )

@@ -8,28 +8,15 @@ Mesh:      16 GPUs of 141 GB: fsdp 4, expert 4. Compiled without them, a train s
 Expected:  not run by us (it needs the GPUs); published: accuracy curves of FP8 and BF16 match.
 """
 
-import ml_collections
+from fp8rl_jax.configs._published import published
 
 
 def get_config():
-    return ml_collections.ConfigDict(
-        {
-            "run": {"dir": "runs/qwen3_30b_a3b", "steps": 400, "checkpoint_every": 50},
-            "model": {"checkpoint": "checkpoints/Qwen3-30B-A3B"},
-            "precision": {"rollout": "fp8", "learner": "fp8"},
-            "mesh": {"fsdp": 4, "expert": 4, "data": 1},
-            "data": {"tokenizer": "checkpoint", "chat": True},
-            "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},
-            "rollout": {
-                "prompts_per_step": 32,
-                "group_size": 16,
-                "max_prompt_tokens": 512,
-                "max_new_tokens": 2048,
-            },
-            "algo": {"clip_high": 0.28, "num_minibatches": 1},
-            "learner": {"tokens_per_batch": 5120, "remat": "full"},
-            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
-            "sft": {"steps": 0},
-            "eval": {"questions": 1024, "every": 50},
-        }
+    return published(
+        "gsm_symbolic",
+        "checkpoints/Qwen3-30B-A3B",
+        run={"dir": "runs/qwen3_30b_a3b", "steps": 400},
+        mesh={"fsdp": 4, "expert": 4, "data": 1},
+        rollout={"prompts_per_step": 32},
+        learner={"tokens_per_batch": 5120},
     )

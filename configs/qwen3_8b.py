@@ -9,28 +9,15 @@ Expected:  not run by us (it needs the GPUs); published: FP8 rollout follows BF1
            published responses have 20,480 tokens.
 """
 
-import ml_collections
+from fp8rl_jax.configs._published import published
 
 
 def get_config():
-    return ml_collections.ConfigDict(
-        {
-            "run": {"dir": "runs/qwen3_8b", "steps": 400, "checkpoint_every": 50},
-            "model": {"checkpoint": "checkpoints/Qwen3-8B-Base"},
-            "precision": {"rollout": "fp8", "learner": "fp8"},
-            "mesh": {"fsdp": 8, "data": 1},
-            "data": {"tokenizer": "checkpoint", "chat": True},
-            "env": {"task": "gsm_symbolic", "reward": "math_equal", "train_questions": 16_384},
-            "rollout": {
-                "prompts_per_step": 32,
-                "group_size": 16,
-                "max_prompt_tokens": 512,
-                "max_new_tokens": 4096,
-            },
-            "algo": {"clip_high": 0.28, "num_minibatches": 1},
-            "learner": {"tokens_per_batch": 18_432, "remat": "full"},
-            "optimizer": {"learning_rate": 1e-6, "warmup_steps": 10, "b2": 0.95},
-            "sft": {"steps": 0},
-            "eval": {"questions": 1024, "every": 50},
-        }
+    return published(
+        "gsm_symbolic",
+        "checkpoints/Qwen3-8B-Base",
+        run={"dir": "runs/qwen3_8b", "steps": 400},
+        mesh={"fsdp": 8, "data": 1},
+        rollout={"prompts_per_step": 32, "max_new_tokens": 4096},
+        learner={"tokens_per_batch": 18_432},
     )

@@ -10,36 +10,17 @@ Mesh:      1 GPU of 80 GB
 Expected:  not run by us (it needs the GPU and the weights); `fp8rl plan` says that it fits
 """
 
-import ml_collections
+from fp8rl_jax.configs._published import published
 
 
 def get_config():
-    return ml_collections.ConfigDict(
-        {
-            "run": {"dir": "runs/qwen3_8b_lora", "steps": 100, "checkpoint_every": 25},
-            "model": {"checkpoint": "hf:Qwen/Qwen3-8B"},
-            "precision": {"rollout": "fp8", "learner": "fp8"},
-            "lora": {"rank": 32, "alpha": 64.0},
-            "data": {
-                "tokenizer": "checkpoint",
-                "chat": True,
-                "chat_options": {"enable_thinking": False},
-            },
-            "env": {
-                "task": "gsm8k",
-                "reward": "gsm8k",
-                "prompt_template": "{question}\nThink step by step, and end with '#### ' and the "
-                "number that is the answer.",
-            },
-            "rollout": {
-                "prompts_per_step": 32,
-                "group_size": 8,
-                "max_prompt_tokens": 320,
-                "max_new_tokens": 768,
-            },
-            "learner": {"tokens_per_batch": 8704, "remat": "full"},
-            "optimizer": {"learning_rate": 2e-5, "warmup_steps": 5, "b2": 0.95},
-            "sft": {"steps": 0},
-            "eval": {"questions": 1319, "batch_size": 256, "every": 25},
-        }
+    return published(
+        "gsm8k",
+        "hf:Qwen/Qwen3-8B",
+        run={"dir": "runs/qwen3_8b_lora"},
+        lora={"rank": 32, "alpha": 64.0},
+        data={"chat_options": {"enable_thinking": False}},
+        rollout={"group_size": 8},
+        learner={"tokens_per_batch": 8704},
+        optimizer={"learning_rate": 2e-5},
     )

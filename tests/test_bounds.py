@@ -63,6 +63,24 @@ def test_shapes_of_a_model(field, value):
         dataclasses.replace(preset("qwen3_0p6b"), **{field: value})
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"rope_type": "llama3", "rope_low_freq_factor": 4.0},
+            r"rope_low_freq_factor .*4\.0.*model\.rope_high_freq_factor",
+        ),
+        (
+            {"rope_type": "yarn", "rope_beta_slow": 33.0},
+            r"rope_beta_fast.*model\.rope_beta_slow = 33\.0",
+        ),
+    ],
+)
+def test_bands_of_a_longer_context_have_an_order(fields, words):
+    with pytest.raises(UserError, match=words):
+        dataclasses.replace(preset("qwen3_0p6b"), **fields)
+
+
 def test_a_number_of_many_digits_has_a_short_sentence():
     """Python refuses to write more than 4,300 digits."""
     assert shown(10**5000) == "a number of about 5001 digits"

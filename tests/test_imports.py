@@ -262,9 +262,10 @@ def test_planted_private_name_is_found():
 
 @pytest.mark.parametrize("path", sorted((_ROOT / "configs").glob("*.py")), ids=lambda p: p.name)
 def test_configs_import_ml_collections_only(path):
-    """A config file is data: it needs nothing of the library to be read."""
+    """A config file is data: beside what configs share it needs nothing of the library."""
     names = {name for _, name in _imports(path.stem, path.read_text(), False)}
-    others = {name for name in names if name.split(".")[0] not in ("ml_collections", "__future__")}
+    known = ("__future__", "ml_collections", "typing", "fp8rl_jax.configs._published")
+    others = {name for name in names if not name.startswith(known)}
     assert not others, f"{path.name} imports {', '.join(sorted(others))}"
 
 

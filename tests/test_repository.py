@@ -77,6 +77,6 @@ def test_a_missing_package_of_train_is_known():
     """The sentence for an installation without [train] knows all of its packages."""
     setup = configparser.ConfigParser()
     setup.read(_ROOT / "setup.cfg")
-    modules = {"absl-py": "absl", "orbax-checkpoint": "orbax"}
+    modules = {"orbax-checkpoint": "orbax"}
     names = re.findall(r"^([\w-]+)", setup["options.extras_require"]["train"].strip(), re.M)
     assert {modules.get(name, name.replace("-", "_")) for name in names} == {*start._TRAIN.split()}

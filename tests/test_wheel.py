@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _LIGHT = ("quant", "models", "rollout", "kernels", "rl", "learner", "sharding")
 # Distributions of [train] whose modules are called otherwise; what Flax brings is there without it.
-_MODULES = {"absl-py": "absl", "orbax-checkpoint": "orbax"}
-_OF_FLAX = {"absl", "optax", "orbax", "rich", "scipy"}
+_MODULES = {"orbax-checkpoint": "orbax"}
+_OF_FLAX = {"optax", "orbax", "rich", "scipy"}
 
 
 def _run(*command: str, cwd: pathlib.Path, **environment: str) -> str:

@@ -23,6 +23,10 @@ def all_sections(_: str = "") -> str:
             meaning = plain(field.meaning)
             if field.choices:
                 meaning += "<br>One of " + ", ".join(f"`{choice!r}`" for choice in field.choices)
+            if field.bounds:
+                meaning += f"<br>{str(field.bounds).capitalize()}"
+            if field.needs:
+                meaning += "<br>Needs " + ", and ".join(f"`{need}`" for need in field.needs)
             lines.append(row(f"`{section}.{name}`", default, meaning))
         lines.append("")
     return "\n".join(lines)

@@ -21,6 +21,7 @@ import results
 GENERATORS: dict[str, Callable[[str], str]] = {
     "api": api.package_page,
     "combinations": combinations.table,
+    "needs": combinations.needs,
     "commands": commands.all_commands,
     "fields": fields.all_sections,
     "metrics": metrics.table,

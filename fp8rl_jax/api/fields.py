@@ -9,6 +9,7 @@ import ml_collections
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import FIELDS, all_fields, override, saved_config
+from fp8rl_jax.config.fields import REMOVED
 from fp8rl_jax.config.names import field_meant
 
 _SECOND = ("sft", "eval", "mesh")  # their fields share names with fields of other sections
@@ -25,7 +26,7 @@ def path_of(name: str) -> str:
     """
     if "__" in name or "." in name:
         return name.replace("__", ".")
-    found = [path for path in all_fields() if path.partition(".")[2] == name]
+    found = [path for path in (*all_fields(), *REMOVED) if path.partition(".")[2] == name]
     first = [path for path in found if path.partition(".")[0] not in _SECOND] or found
     if len(first) == 1:
         return first[0]

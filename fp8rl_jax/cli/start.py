@@ -19,7 +19,7 @@ from fp8rl_jax.cli.arguments import Command
 _OPEN_FILES = 64  # open at once: a checkpoint, its arrays, the workers of a reward
 # Modules of the packages of the extra [train].
 _TRAIN = (
-    "absl cloudpickle grain huggingface_hub importlib_resources jinja2 math_verify matplotlib "
+    "cloudpickle grain huggingface_hub importlib_resources jinja2 math_verify matplotlib "
     "ml_collections optax orbax pyarrow reasoning_gym rich safetensors scipy shtab tensorboardX "
     "tensorflow_datasets tokenizers"
 )

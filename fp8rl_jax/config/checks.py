@@ -7,43 +7,26 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from fp8rl_jax.base.bounds import BOUNDS, check_number, check_options
-from fp8rl_jax.base.errors import UserError, did_you_mean, raised
+from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.base.exact_jit import check_xla_flags, compiler_options
 from fp8rl_jax.batch import slots_of
 from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.config.combinations import check_combinations
-from fp8rl_jax.config.fields import all_fields
+from fp8rl_jax.config.fields import FIELDS, all_fields
 from fp8rl_jax.config.load import flatten
+from fp8rl_jax.config.precision import OF_OPERANDS
 from fp8rl_jax.config.resolved import Resolved, check_top_k, rl_updates
 from fp8rl_jax.envs import is_generated
 from fp8rl_jax.kernels import backend, triton_installed
 from fp8rl_jax.models import least_pages, proven
 from fp8rl_jax.quant import check_scales
 from fp8rl_jax.rl import Algorithm
-from fp8rl_jax.rl.losses import LOSSES
 
 
 def check_fields(config: ml_collections.ConfigDict) -> None:
-    """Raises UserError for the first field whose value is out of bounds."""
-    flat = flatten(config)
-    for path, field in all_fields().items():
-        value = flat[path]
-        if path in BOUNDS:
-            check_number(path, value)
-        if field.is_free:
-            check_options(path, value)
-        if field.choices and value not in field.choices:
-            known = ", ".join(filter(None, field.choices))
-            if path == "algo.preset" and value in LOSSES:
-                hint = f"for that loss write algo.loss={value}, else"
-            else:
-                hint = did_you_mean(value.lower(), filter(None, field.choices), "", "{!r}")
-            advice = f"{hint} write one of {known}".strip()
-            raise UserError(f"{path} is {value!r}; {advice}")
-    for path in ("run.dir", "data.tokenizer"):
-        if not flat[path]:
-            raise UserError(f"{path} is empty; write a path")
+    """Raises UserError for the first field whose value is out of bounds, or no choice of it."""
+    for path, value in flatten(config).items():
+        all_fields()[path].check(path, value)
 
 
 def check(resolved: Resolved) -> None:
@@ -67,14 +50,12 @@ def _check_policies(resolved: Resolved) -> None:
 
 
 def _check_experts(devices: int, experts: int) -> None:
-    if not experts or devices == 1:
-        return
     if devices == -1:
         raise UserError(
             "mesh.expert is -1, which only the other axes may be: write the number of devices "
             "that share the experts"
         )
-    if devices < 1 or experts % devices:
+    if experts % devices:
         raise UserError(
             f"mesh.expert is {devices}, which does not divide model.num_experts = {experts}: write "
             "a number that does"
@@ -83,24 +64,13 @@ def _check_experts(devices: int, experts: int) -> None:
 
 def _check_precision(resolved: Resolved) -> None:
     rollout, learner = resolved.rollout_recipe, resolved.learner_recipe
-    precision = resolved.config.precision
-    changes = ("weight_policy", "activation_policy", "gradient_policy", "bf16_modules")
-    for name in (*changes, "backward", "first_layers_bf16", "last_layers_bf16"):
-        if (
-            precision[name] not in ("", 0, "recipe")
-            and not rollout.quantized
-            and not learner.quantized
-        ):
+    for name, operand in OF_OPERANDS.items():
+        value = resolved.config.precision[name]
+        quantised = operand in rollout.operands or operand in learner.operands
+        if FIELDS["precision"][name].is_set(value) and not quantised:
             raise UserError(
-                f"precision.{name} is {precision[name]!r}, and neither recipe ({rollout.name}, "
-                f"{learner.name}) quantises linear layers: leave it out, or use fp8"
-            )
-    for name in ("weight", "activation", "gradient"):
-        policy = precision[f"{name}_policy"]
-        if policy and name not in {**rollout.operands, **learner.operands}:
-            raise UserError(
-                f"precision.{name}_policy is {policy!r}, and neither recipe ({rollout.name}, "
-                f"{learner.name}) quantises its {name}s: leave it out"
+                f"precision.{name} is {value!r}, and neither recipe ({rollout.name}, "
+                f"{learner.name}) quantises its {operand}s: leave it out, or use fp8"
             )
     if resolved.zero_drift:
         check_xla_flags()

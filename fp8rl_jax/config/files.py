@@ -22,9 +22,10 @@ from fp8rl_jax.config.cases import CASES
 
 
 def packaged() -> dict[str, pathlib.Path]:
-    """Returns {name: file} of the configs that are part of this package."""
-    found = sorted(map(str, resources.files("fp8rl_jax.configs").iterdir()))
-    return {pathlib.Path(path).stem: pathlib.Path(path) for path in found if path.endswith(".py")}
+    """Returns {name: file} of the configs that are part of this package; what they share, in files
+    whose names begin with _, is none."""
+    found = [pathlib.Path(str(path)) for path in resources.files("fp8rl_jax.configs").iterdir()]
+    return {path.stem: path for path in sorted(found) if path.match("[!_]*.py")}
 
 
 def read_config_file(path: str) -> tuple[Any, dict[str, str]]:

@@ -11,18 +11,16 @@ from __future__ import annotations
 import ast
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import ml_collections
-from absl import flags
-from ml_collections import config_flags
 
 from fp8rl_jax.base.bounds import shown
 from fp8rl_jax.base.errors import UserError, did_you_mean, raised
 from fp8rl_jax.base.json_file import plain, tabled
 from fp8rl_jax.base.paths import MissingSnapshot, expanded
-from fp8rl_jax.config.fields import FIELDS, all_fields
+from fp8rl_jax.config.fields import FIELDS, REMOVED, all_fields
 from fp8rl_jax.config.files import read_config_file
 from fp8rl_jax.config.names import field_meant
 from fp8rl_jax.rl.presets import PRESET_FIELDS, PRESETS
@@ -41,17 +39,8 @@ def default_config() -> ml_collections.ConfigDict:
     )
 
 
-_PATHS = (
-    "run.dir",
-    "run.cache_dir",
-    "run.compilation_cache",
-    "model.checkpoint",
-    "algo.teacher",
-    "lora.checkpoint",
-    "data.tokenizer",
-    "env.data_dir",
-)
 _FREE = [path for path, field in all_fields().items() if field.is_free]
+_FORMER_DEFAULTS = [(path, default) for path, (default, _) in REMOVED.items()]
 _LARGEST = 10**300  # bound of an integer that is given for a float
 
 
@@ -71,12 +60,22 @@ def saved_config(content: dict[str, Any], where: str) -> ml_collections.ConfigDi
 
 
 def sections_config(content: dict[str, Any]) -> ml_collections.ConfigDict:
-    """Returns the sections of a config.json, unchecked; options of free-form fields are `Table`s.
+    """Returns the sections of a config.json, unchecked; options of free-form fields are `Table`s,
+    and removed fields are left out at their defaults.
 
     Raises:
       AttributeError, TypeError, ValueError: there is a name that no field can have.
     """
-    content = dict(content)
+    content = {
+        section: {
+            name: value
+            for name, value in fields.items()
+            if (f"{section}.{name}", value) not in _FORMER_DEFAULTS
+        }
+        if isinstance(fields, dict)
+        else fields
+        for section, fields in content.items()
+    }
     for path in _FREE:
         section, _, name = path.partition(".")
         fields = content.get(section)
@@ -86,6 +85,8 @@ def sections_config(content: dict[str, Any]) -> ml_collections.ConfigDict:
 
 
 def _unknown(path: str, where: str) -> UserError:
+    if path in REMOVED:
+        return UserError(f"{where}: there is no config field {path!r}; {REMOVED[path][1]}")
     if path in FIELDS:
         return UserError(f"{where}: {path} is a section; write --config.{path}.FIELD=VALUE")
     path = path[:100]
@@ -98,21 +99,25 @@ def _unknown(path: str, where: str) -> UserError:
 
 
 def _fits(value: Any, default: Any) -> bool:
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(value, bool) and isinstance(default, bool)
-    if isinstance(default, float):
-        return isinstance(value, float) or (isinstance(value, int) and abs(value) < _LARGEST)
-    return isinstance(value, type(default))
+    if isinstance(default, bool) != isinstance(value, bool):
+        return False
+    if isinstance(default, float) and isinstance(value, int):
+        return abs(value) < _LARGEST
+    kind = dict if isinstance(default, ml_collections.ConfigDict) else type(default)
+    return isinstance(value, kind)
 
 
 def _of_python(value: Any) -> Any:
-    """Returns a path as text, and a scalar of numpy or JAX as Python's."""
+    """Returns a path as text, a ConfigDict as a dict, and a scalar of numpy or JAX as Python's."""
+    if isinstance(value, ml_collections.ConfigDict):
+        return value.to_dict()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
+    """Sets the fields of `changes`, sections of which are ConfigDicts too."""
     if not isinstance(changes, ml_collections.ConfigDict):
         raise UserError(
             f"{where}: get_config() returned {type(changes).__name__}; return an "
@@ -126,38 +131,35 @@ def _merge(config: ml_collections.ConfigDict, changes: Any, where: str) -> None:
         if section == "algo":
             _apply_preset(config, fields.get("preset"))
         for name, value in fields.items():
-            path = f"{section}.{name}"
-            if name not in FIELDS[section]:
-                raise _unknown(path, where)
-            field = FIELDS[section][name]
-            if field.is_free:
-                if not isinstance(value, ml_collections.ConfigDict):
-                    raise UserError(f"{where}: {path} is {value!r}; write a dict")
-                config[section][name] = _options(value.to_dict, path, where)
-                continue
-            value = _of_python(value)
-            if not _fits(value, field.default):
-                raise UserError(
-                    f"{where}: {path} is {shown(value)}, a {type(value).__name__}; write "
-                    f"{_article(field.default)}"
-                )
-            config[section][name] = float(value) if isinstance(field.default, float) else value
+            _set(config, f"{section}.{name}", value, where)
 
 
-def _options(
-    content: Callable[[], dict[str, Any]], path: str, where: str
-) -> ml_collections.ConfigDict:
+def _set(config: ml_collections.ConfigDict, path: str, value: Any, where: str) -> None:
+    """Sets one field, 'section.field', or raises UserError for a wrong name or type."""
+    if path not in all_fields():
+        raise _unknown(path, where)
+    section, _, name = path.partition(".")
+    default = FIELDS[section][name].default
+    value = _of_python(value)
+    if not _fits(value, default):
+        raise UserError(f"{where}: {path} is {shown(value)}; write {_article(default)}")
+    if isinstance(value, dict):
+        value = _options(value, path, where)
+    config[section][name] = float(value) if isinstance(default, float) else value
+
+
+def _options(content: dict[str, Any], path: str, where: str) -> ml_collections.ConfigDict:
     """Returns a free-form field's options as a ConfigDict that config.json can hold.
 
     Args:
-      content: function that returns the options; it may fail on a dict that contains itself.
+      content: the options.
       path, where: names of the field and of its source, for error messages.
 
     Raises:
       UserError: JSON cannot hold the options, or one has a name that no option can have.
     """
     try:
-        json.dumps(found := plain(content()))
+        json.dumps(found := plain(content))
         values = {name: tabled(value) for name, value in found.items()}
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
@@ -184,7 +186,7 @@ def _apply_preset(config: ml_collections.ConfigDict, name: Any) -> None:
 
 def _article(default: Any) -> str:
     if isinstance(default, ml_collections.ConfigDict):
-        return "its options one by one, as --config.SECTION.FIELD.NAME=VALUE"
+        return "a dict, or its options one by one as --config.SECTION.FIELD.NAME=VALUE"
     kind = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
     return f"{kind[type(default)]} such as {default!r}"
 
@@ -222,7 +224,7 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
             _apply_preset(config, preset)
     for argument in overrides:
         _apply(config, argument)
-    for name in _PATHS:
+    for name in (path for path, field in all_fields().items() if field.is_path):
         section, _, field = name.partition(".")
         try:
             config[section][field] = expanded(config[section][field], name)
@@ -232,41 +234,42 @@ def override(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> Non
 
 
 def _apply(config: ml_collections.ConfigDict, override: str) -> None:
-    """Sets one field from ``--config.section.field=value``."""
+    """Sets one field, or an option of one, from ``--config.section.field=value``."""
     name, equals, text = override.lstrip("-").removeprefix("config.").partition("=")
     section, _, rest = name.partition(".")
-    field, *option_parts = rest.split(".")
+    field, *option = rest.split(".")
     path = f"{section}.{field}"
-    if path not in all_fields() or (option_parts and path not in _FREE):
+    if path not in all_fields() or (option and path not in _FREE):
         raise _unknown(name, "command line")
     if not equals:
         raise UserError(f"command line: --config.{name} has no value; write --config.{name}=X")
-    if option_parts:
-        if len(option_parts) > 1:
-            raise UserError(
-                f"command line: {name}: an option's name holds no dot; write "
-                f"--config.{section}.{field}.NAME=VALUE"
-            )
-        option, value = option_parts[0], literal(text)
-        default = config[section][field].get(option)
-        if type(default) in (bool, int, float, str) and not _fits(value, default):
-            raise UserError(f"command line: {name} is {text!r}; write {_article(default)}")
-        set_options(config[section][field], {option: value}, name, "command line")
-        return
-    if path in _FREE and isinstance(value := literal(text), dict):
-        config[section][field] = _options(lambda: value, name, "command line")
-        return
-    values = flags.FlagValues()
-    argv = ["fp8rl", f"--config.{name}={text}"]
-    config_flags.DEFINE_config_dict(
-        "config", config, flag_values=values, sys_argv=argv, lock_config=False
-    )
-    try:
-        values(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError):
+    if len(option) > 1:
         raise UserError(
-            f"command line: {name} is {text!r}; write {_article(FIELDS[section][field].default)}"
-        ) from None
+            f"command line: {name}: an option's name holds no dot; write --config.{path}.NAME=VALUE"
+        )
+    if not option:
+        _set(config, path, _parsed(text, FIELDS[section][field].default), "command line")
+        return
+    value = literal(text)
+    default = config[section][field].get(option[0])
+    if type(default) in (bool, int, float, str) and not _fits(value, default):
+        raise UserError(f"command line: {name} is {text!r}; write {_article(default)}")
+    set_options(config[section][field], {option[0]: value}, name, "command line")
+
+
+_BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
+
+
+def _parsed(text: str, default: Any) -> Any:
+    """Returns the value of a field with that default for which a text stands, else the text."""
+    if isinstance(default, ml_collections.ConfigDict):
+        return literal(text)
+    if isinstance(default, bool):
+        return _BOOLS.get(text.lower(), text)
+    try:
+        return type(default)(text)
+    except ValueError:
+        return text
 
 
 def set_options(
@@ -285,7 +288,7 @@ def set_options(
     Raises:
       UserError: config.json cannot hold the changes.
     """
-    checked = _options(lambda: changes, path, where)
+    checked = _options(changes, path, where)
     with options.unlocked(), options.ignore_type():  # a config file may have locked them
         for name in changes:
             options[name] = checked[name]

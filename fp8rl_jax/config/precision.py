@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+from collections.abc import Callable
 from typing import Any
 
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.models import LINEAR_LAYERS
 from fp8rl_jax.quant import Operand, Recipe, get_recipe, get_scaling_policy
 from fp8rl_jax.quant.qarray import E4M3, INT8
@@ -49,6 +51,44 @@ def _kv_fields(text: str) -> dict[str, Any]:
     return {"kv": "dynamic", **dtypes}
 
 
+def _with_modules(recipe: Recipe, text: str) -> Recipe:
+    patterns = tuple(p.strip() for p in text.split(",") if p.strip())
+    _check_patterns(patterns or (text,))
+    return dataclasses.replace(recipe, bf16_modules=patterns)
+
+
+# Field -> what it makes of a recipe, in the order in which fields are applied.
+_CHANGES: dict[str, Callable[[Recipe, Any], Recipe]] = {
+    "kv_cache": lambda recipe, text: dataclasses.replace(recipe, **_kv_fields(text)),
+    # `combinations` refuses FP8 attention without K and V in E4M3.
+    "attention": lambda recipe, _: dataclasses.replace(recipe, fp8_attention=recipe.kv_e4m3),
+    "head": lambda recipe, _: dataclasses.replace(recipe, head=FLOAT32),
+    "kernels": lambda recipe, name: dataclasses.replace(recipe, kernels=name),
+    "cpu_products": lambda recipe, _: dataclasses.replace(recipe, kernels="exact"),
+    "backward": lambda recipe, kind: dataclasses.replace(
+        recipe, backward=kind, gradient=recipe.gradient or Operand()
+    ),
+    "weight_policy": lambda recipe, text: recipe.with_policies(weight=get_scaling_policy(text)),
+    "activation_policy": lambda recipe, text: recipe.with_policies(
+        activation=get_scaling_policy(text)
+    ),
+    "gradient_policy": lambda recipe, text: recipe.with_policies(gradient=get_scaling_policy(text)),
+    "first_layers_bf16": lambda recipe, count: dataclasses.replace(recipe, first_layers=count),
+    "last_layers_bf16": lambda recipe, count: dataclasses.replace(recipe, last_layers=count),
+    "bf16_modules": _with_modules,
+}
+# Fields of these -> what a recipe must quantise for them to change it.
+OF_OPERANDS = {
+    "weight_policy": "weight",
+    "activation_policy": "activation",
+    "gradient_policy": "gradient",
+    "backward": "weight",
+    "first_layers_bf16": "weight",
+    "last_layers_bf16": "weight",
+    "bf16_modules": "weight",
+}
+
+
 def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) -> Recipe:
     """Returns the recipe of a side: the named one, changed by the section's other fields.
 
@@ -67,42 +107,12 @@ def side_recipe(precision: ml_collections.ConfigDict, side: str, layers: int) ->
         recipe = get_recipe(precision[side])
         _check_patterns(recipe.bf16_modules)
         recipe.layer_segments(layers)
-    if precision.kv_cache != "recipe":
-        with _field("kv_cache"):
-            recipe = dataclasses.replace(recipe, **_kv_fields(precision.kv_cache))
-    if precision.attention == "fp8" and recipe.kv_e4m3:  # else refused by `combinations`
-        with _field("attention"):
-            recipe = dataclasses.replace(recipe, fp8_attention=True)
-    if precision.head == "f32":
-        recipe = dataclasses.replace(recipe, head=FLOAT32)
-    if precision.kernels != "auto":
-        recipe = dataclasses.replace(recipe, kernels=precision.kernels)
-    if precision.cpu_products == "exact":
-        recipe = dataclasses.replace(recipe, kernels="exact")
-    return _change_layers(recipe, precision, layers) if recipe.quantized else recipe
-
-
-def _change_layers(recipe: Recipe, precision, layers: int) -> Recipe:
-    """Returns a quantising recipe with the section's policies, and layers and modules in bf16."""
-    if precision.backward != "recipe":
-        gradient = recipe.gradient or Operand()
-        recipe = dataclasses.replace(recipe, backward=precision.backward, gradient=gradient)
-    for name in recipe.operands:
-        policy = precision[f"{name}_policy"]
-        if policy:
-            with _field(f"{name}_policy"):
-                recipe = recipe.with_policies(**{name: get_scaling_policy(policy)})
-    for end in ("first_layers", "last_layers"):
-        count = precision[f"{end}_bf16"]
-        if count:
-            with _field(f"{end}_bf16"):
-                recipe = dataclasses.replace(recipe, **{end: count})
+    for name, change in _CHANGES.items():
+        changes = name not in OF_OPERANDS or OF_OPERANDS[name] in recipe.operands
+        if changes and FIELDS["precision"][name].is_set(precision[name]):
+            with _field(name):
+                recipe = change(recipe, precision[name])
                 recipe.layer_segments(layers)
-    if precision.bf16_modules:
-        with _field("bf16_modules"):
-            patterns = tuple(p.strip() for p in precision.bf16_modules.split(",") if p.strip())
-            _check_patterns(patterns or (precision.bf16_modules,))
-            recipe = dataclasses.replace(recipe, bf16_modules=patterns)
     return recipe
 
 

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.config.combinations import check_planned
+from fp8rl_jax.config.combinations import unmet_needs
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.models import PAGE, least_pages, pages_of, param_shapes
 from fp8rl_jax.models.stacks import RUNS
@@ -189,8 +189,8 @@ def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]
       UserError: a feature of the configuration excludes continuous batching, which plans assume.
     """
     resolved = planned.resolved
-    others = ("tensor parallelism", "routing replay")
-    check_planned(resolved, "continuous batching", others, "fp8rl plan --rollout")
+    for path, problem, _ in unmet_needs(resolved, {"rollout.slots": resolved.step_samples}):
+        raise UserError(f"fp8rl plan --rollout cannot plan that: {problem}: leave {path} out")
 
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
         on_gpu = dataclasses.replace(recipe, kernels="gpu")

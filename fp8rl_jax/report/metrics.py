@@ -290,7 +290,10 @@ _OPTIMISER = (
         when=_CLIPS,
     ),
     Metric(
-        "clipfrac_dual", "share", "tokens at the bound of algo.dual_clip", when="algo.dual_clip"
+        "clipfrac_dual",
+        "share",
+        "tokens at the bound of the loss",
+        when="algo.loss=ppo(dual_clip=N)",
     ),
     Metric(
         "kl_ref",

@@ -77,13 +77,7 @@ def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
       UserError: a name is unknown or its arguments do not fit.
     """
     ((_, loss),) = choose(
-        algo.loss,
-        LOSSES,
-        "algo.loss",
-        most=1,
-        clip_low=algo.clip_low,
-        clip_high=algo.clip_high,
-        dual_clip=algo.dual_clip,
+        algo.loss, LOSSES, "algo.loss", most=1, clip_low=algo.clip_low, clip_high=algo.clip_high
     )
     corrections = []
     if correction != "none":

@@ -102,7 +102,6 @@ PRESET_FIELDS = (
     "loss",
     "clip_low",
     "clip_high",
-    "dual_clip",
     "loss_aggregation",
     "loss_length",
     "kl_coef",

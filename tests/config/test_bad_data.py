@@ -21,8 +21,6 @@ def rows(place, tmp_path):
 _FIELDS = {
     "template": ("env.prompt_template=Solve this:", ["prompt_template", "{question}"]),
     "pattern": ("env.answer_pattern=(", ["answer_pattern", "no regular expression", "write one"]),
-    "overlong": ("env.overlong=cut", ["env.overlong", "drop, error"]),
-    "fraction": ("env.eval_fraction=0.9", ["env.eval_fraction", "from 0 to 0.5"]),
     "no file": ("env.task=row.jsonl", ["row.jsonl does not exist", "rows.jsonl"]),
     "another kind": ("env.task=./tiny.py", ["kind that is not known", ".jsonl", ".parquet"]),
     "no column": ("env.question_key=q", ["rows.jsonl:1", "'q'", "question, answer"]),

@@ -1,21 +1,16 @@
 """Fields with values that cannot work, and fields that contradict each other: one sentence.
 
 The sentence must hold the words given with the case: the place of the mistake and the way out.
-Pairs of features are in test_combinations.py.
+What follows from a field's row is in test_fields.py, and combinations are in test_combinations.py.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 
 import pytest
 from refusals import REFUSALS, assert_words, begins, train_command
-
-from fp8rl_jax.base.bounds import BOUNDS
-from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.config import all_fields, checks, load_config
 
 pytestmark = REFUSALS
 
@@ -29,35 +24,17 @@ _FIELDS = {
     "rollout=3": ["rollout is a section", "--config.rollout.FIELD=VALUE"],
     "=3": ["command line"],
     "rollout.group_size": ["rollout.group_size", "no value"],
-    "rollout.group_size=abc": ["rollout.group_size", "abc", "whole number"],
-    "rollout.group_size=1.5": ["rollout.group_size", "1.5", "whole number"],
-    "rollout.group_size=": ["rollout.group_size", "whole number"],
-    "rollout.temperature=hot": ["rollout.temperature", "hot", "a number"],
-    "algo.dynamic_sampling=maybe": ["algo.dynamic_sampling", "maybe", "True or False"],
     # precision
     "precision.rollout=fp9": ["precision.rollout", "'fp9'", "'fp8'"],
     "precision.learner=qqqqq": ["precision.learner", "'qqqqq'", "fp8_blockwise", "bf16"],
-    "precision.rollout=": ["precision.rollout", "fp8_blockwise", "bf16"],
     # rollout
-    "rollout.temperature=0": ["rollout.temperature", "from 1e-06 to 100"],
-    "rollout.temperature=-1": ["rollout.temperature", "from 1e-06 to 100"],
-    "rollout.temperature=nan": ["rollout.temperature"],
-    "rollout.temperature=inf": ["rollout.temperature"],
-    "rollout.temperature=1e9": ["rollout.temperature", "to 100"],
-    "eval.temperature=101": ["eval.temperature", "to 100"],
     # numbers that float32 does not have
-    "rollout.temperature=1e-40": ["rollout.temperature", "from 1e-06"],
     "rollout.top_p=1e-320": ["rollout.top_p", "0 in float32"],
-    "algo.kl_coef=1e30": ["algo.kl_coef", "from 0 to 1000"],
-    "optimizer.learning_rate=1e-45": ["optimizer.learning_rate", "0 in float32"],
     # sizes that no machine holds
     "rollout.group_size=100000000": ["rollout.group_size", "200,000,000", "GiB", "lower"],
     "rollout.max_new_tokens=1000000000": ["rollout.max_new_tokens = 1,000,000,000", "GiB"],
     "eval.batch_size=1000000000": ["eval.batch_size", "GiB", "lower"],
     "model.hidden_size=8388608": ["the train state", "GiB", "smaller model", "offload"],
-    "rollout.top_p=0": ["rollout.top_p", "above 0, up to 1"],
-    "rollout.top_p=1.01": ["rollout.top_p", "above 0, up to 1"],
-    "rollout.top_p=nan": ["rollout.top_p", "above 0, up to 1"],
     "rollout.top_k=1000": ["rollout.top_k", "1000"],
     "rollout.max_prompt_tokens=5": ["rollout.max_prompt_tokens", "5", "raise it to", "Calculate"],
     "rollout.max_new_tokens=1": ["rollout.max_new_tokens", "raise it to"],
@@ -69,16 +46,10 @@ _FIELDS = {
         "equal parts",
     ],
     "learner.tokens_per_batch=100": ["learner.tokens_per_batch is 100", "multiple of 64", "write"],
-    "learner.tokens_per_batch=1.5": ["learner.tokens_per_batch", "whole number"],
     "algo.num_minibatches=3": ["algo.num_minibatches", "4", "3", "equal parts"],
     "sft.batch_size=9": ["sft.batch_size", "9", "sft.questions", "8"],
     "rollout.prompts_per_step=9": ["rollout.prompts_per_step", "9", "env.train_questions", "8"],
     # numbers out of their range
-    "optimizer.learning_rate=nan": ["optimizer.learning_rate"],
-    "optimizer.learning_rate=inf": ["optimizer.learning_rate"],
-    "model.rope_theta=nan": ["model.rope_theta"],
-    "algo.clip_low=-0.1": ["algo.clip_low"],
-    "algo.clip_high=-0.1": ["algo.clip_high"],
     "algo.preset=drgrpo": ["algo.preset", "'drgrpo'", "write one of grpo, dr_grpo"],
     "algo.preset=ppo": ["algo.preset", "for that loss write algo.loss=ppo"],
     "algo.loss=ppo(clip_low=-1)": ["algo.loss", "ppo(clip_low=-1)", "from 0 "],
@@ -94,38 +65,19 @@ _FIELDS = {
     "algo.correction=veto(auto)": ["algo.correction", "arguments are numbers"],
     "algo.correction=tiss": ["algo.correction", "'tiss'", "seq_tis"],
     "algo.correction=os:getcwd": ["algo.correction", "'os:getcwd'", "(weights, keep)"],
-    "algo.dual_clip=0.5": ["dual_clip", "0, or a number above 1"],
     "algo.overlong_buffer=5": ["algo.overlong_buffer", "5", "max_new_tokens", "4"],
     "precision.reference=fp9": ["precision.reference", "'fp9'", "'fp8'"],
     "run.loggers=wandbb": ["run.loggers", "'wandbb'", "tensorboard"],
-    "optimizer.b1=1.5": ["optimizer.b1"],
-    "optimizer.b2=-0.5": ["optimizer.b2"],
-    "optimizer.weight_decay=-1": ["optimizer.weight_decay"],
-    "sft.b2=1.5": ["sft.b2"],
-    "sft.weight_decay=-1": ["sft.weight_decay"],
-    "sft.end_fraction=-1": ["sft.end_fraction"],
-    "optimizer.end_fraction=2": ["optimizer.end_fraction"],
-    "eval.average_last=0": ["eval.average_last"],
-    "run.seed=-1": ["run.seed"],
     # model
-    "model.hidden_size=0": ["model.hidden_size", "from 1 to 16777216"],
-    "model.num_hidden_layers=-1": ["model.num_hidden_layers", "from 1 "],
-    "model.num_attention_heads=0": ["model.num_attention_heads", "from 1 "],
     "model.num_key_value_heads=3": ["model.num_key_value_heads", "multiple"],
     "model.head_dim=15": ["model.head_dim", "even"],
-    "model.head_dim=258": ["model.head_dim", "256"],
-    "model.num_experts=-1": ["model.num_experts", "from 0 "],
     "model.num_experts=1": ["model.num_experts_per_tok = 2", "model.num_experts = 1"],
-    "model.moe_intermediate_size=0": ["model.moe_intermediate_size", "from 1 "],
     # mesh, on one device
     "mesh.data=2": ["mesh.data", "2 places", "1 devices"],
-    "mesh.data=0": ["mesh", "-1, or a whole number from 1 "],
     "mesh.fsdp=-1": ["mesh", "at most one"],
-    "mesh.tensor=2": ["mesh.tensor", "2 places", "1 devices"],
     "mesh.fsdp=2": ["mesh.fsdp", "2 places"],
     # task, reward, tokenizer
     "env.task=basic_arithmetics": ["env.task", "'basic_arithmetics'", "'basic_arithmetic'"],
-    "env.task=zzzzzz": ["env.task", "'zzzzzz'", "reasoning_gym"],
     "env.task_options.min_terms=0": ["env.task_options", "min_terms"],
     f"env.task_options.min_terms={10**400}": ["env.task_options.min_terms", "401 digits", "2^53"],
     "env.task_options.operators=[1e999]": ["env.task_options.operators.0", "inf", "2^53"],
@@ -134,21 +86,17 @@ _FIELDS = {
     "env.task_options.nope=3": ["env.task_options", "nope"],
     "env.task_options.a.b=3": ["env.task_options", "a.b"],
     "env.task_options.size=3": ["env.task_options", "size"],
-    "env.task_options=3": ["env.task_options", "write"],
     "env.train_questions=100000": ["env.task", "100000", "'train'", "lower"],
     "env.reward=no_such_module:f": ["env.reward", "no_such_module", "PYTHONPATH"],
     "env.reward=no_such_package.module:f": ["env.reward", "no_such_package", "PYTHONPATH"],
     "env.reward=__main__:f": ["env.reward", "__main__"],
     "env.reward=math:nope": ["env.reward", "math", "nope"],
     "env.reward=exact_mach": ["env.reward", "exact_match", "'module:function'"],
-    "env.reward=math": ["env.reward", "'module:function'"],
-    "env.reward=:f": ["env.reward", "'module:function'"],
     "env.reward=math:pi": ["env.reward", "'math:pi'", "function"],
     "data.tokenizer=nope.json": ["data.tokenizer", "nope.json", "'byte'"],
     "data.tokenizer=tiny.py": ["data.tokenizer", "tiny.py"],
     # places that cannot be written
     "run.dir=tiny.py": ["run.dir", "tiny.py"],
-    "run.dir=tiny.py/run": ["run.dir", "tiny.py/run"],
     "run.dir=/proc/run": ["run.dir", "/proc/run"],
     "run.dir=" + "x" * 300: ["run.dir", "xxx"],
     "run.cache_dir=tiny.py/cache": ["run.cache_dir", "tiny.py/cache"],
@@ -159,42 +107,6 @@ _FIELDS = {
 def test_field(field, refused_fields):
     """One field with a value that cannot work."""
     assert_words(refused_fields(field), _FIELDS[field])
-
-
-_NUMBERS = [p for p, f in all_fields().items() if type(f.default) in (int, float)]
-
-
-def test_every_number_has_bounds():
-    """A field without bounds, or bounds of nothing, cannot be added unnoticed."""
-    sections = {name.split(".")[0] for name in all_fields()}
-    of_fields = {name for name in BOUNDS if name.split(".")[0] in sections}
-    assert of_fields == {*_NUMBERS, "model.vocab_size"}
-
-
-@pytest.mark.parametrize("path", _NUMBERS)
-def test_field_out_of_its_bounds(path, refused_fields):
-    """Every bound of the table is enforced, and stands in the sentence; no size is a traceback."""
-    bounds, whole = BOUNDS[path], isinstance(all_fields()[path].default, int)
-    below = bounds.least - (not bounds.above)
-    below -= below in bounds.also
-    assert_words(refused_fields(f"{path}={below}"), [path, str(bounds)])
-    config = load_config("tiny.py")
-    for value in (
-        [bounds.most + 1, 2**63, 10**400, -(10**400)]
-        if whole
-        else [bounds.most * 1.01, 1e39, math.inf, -math.inf, math.nan, 1e-320]
-    ):
-        section, _, name = path.partition(".")
-        config[section][name] = value
-        with pytest.raises(UserError, match=f"^{path} is .*; write .* (from|above) .*$"):
-            checks.check_fields(config)
-
-
-@pytest.mark.parametrize("path", [p for p, f in all_fields().items() if f.choices])
-def test_field_outside_its_choices(path, refused_fields):
-    """A word that is none of the choices: all of them are named."""
-    choices = all_fields()[path].choices
-    assert_words(refused_fields(f"{path}=perhaps"), [path, "'perhaps'", *choices])
 
 
 # Several fields.
@@ -209,14 +121,6 @@ _SEVERAL = {
             "rollout.group_size=1000",
         ],
         ["1,000,000 responses", "10,000 rounds", "lower"],
-    ),
-    "bands of llama3 in the wrong order": (
-        ["model.rope_type=llama3", "model.rope_low_freq_factor=4"],
-        ["model.rope_low_freq_factor", "4.0", "model.rope_high_freq_factor"],
-    ),
-    "turns of yarn in the wrong order": (
-        ["model.rope_type=yarn", "model.rope_beta_slow=33"],
-        ["model.rope_beta_fast", "model.rope_beta_slow = 33.0"],
     ),
     "a pattern of windows without one": (
         ["model.sliding_window_pattern=6"],

@@ -28,30 +28,6 @@ _FILE = {
     "unknown section": (f"{_HEAD}    c.rolout = dict(x=3)\n    return c", ["'rolout'", "rollout"]),
     "field without a section": (f"{_HEAD}    c.seed = 3\n    return c", ["'seed'"]),
     "section as a field": (f"{_HEAD}    c.rollout = 3\n    return c", ["rollout", "FIELD"]),
-    "number for text": (
-        f"{_HEAD}    c.env = dict(task=3)\n    return c",
-        ["env.task", "3", "text such as"],
-    ),
-    "text for a number": (
-        f"{_HEAD}    c.rollout = dict(group_size='3')\n    return c",
-        ["rollout.group_size", "'3'", "a whole number such as"],
-    ),
-    "fraction for a whole number": (
-        f"{_HEAD}    c.rollout = dict(group_size=3.5)\n    return c",
-        ["rollout.group_size", "3.5", "a whole number such as"],
-    ),
-    "bool for a number": (
-        f"{_HEAD}    c.rollout = dict(temperature=True)\n    return c",
-        ["rollout.temperature", "True", "a number such as"],
-    ),
-    "number for a bool": (
-        f"{_HEAD}    c.algo = dict(dynamic_sampling=1)\n    return c",
-        ["algo.dynamic_sampling", "True or False"],
-    ),
-    "options that are no dict": (
-        f"{_HEAD}    c.env = dict(task_options=3)\n    return c",
-        ["env.task_options", "dict"],
-    ),
 }
 
 

@@ -1,10 +1,10 @@
 """What a user gets wrong in the section `precision` costs one sentence too, and its neighbours run.
 
 With the fixtures of conftest.py: exit status 2, one sentence on standard
-error with the words given here, nothing compiled, nothing written. Proven for every field of the
-section and for fields that do not go together: recipes, layers and modules in bf16, the KV cache,
-FP8 attention, the health switch, zero drift. Policies are in test_bad_policies.py. What lies just
-inside each bound is accepted.
+error with the words given here, nothing compiled, nothing written. Proven for fields whose text has
+a grammar, and for fields that do not go together: recipes, layers and modules in bf16, the KV
+cache, FP8 attention, zero drift. Policies are in test_bad_policies.py. What lies just inside each
+bound is accepted.
 """
 
 from __future__ import annotations
@@ -48,32 +48,13 @@ def _begins(*fields: str) -> bool:
 
 _VALUES = {
     "kv_cache=FP8": ["recipe", "bf16", "fp8", "fp8_calibrated"],
-    "kv_cache=none": ["'none'", "recipe", "bf16", "fp8", "fp8_calibrated"],
     "kv_cache=calibrated": ["'calibrated'", "fp8_calibrated"],
-    "kv_cache=": ["''", "fp8_calibrated"],
-    "attention=FP8": ["'FP8'", "bf16", "fp8"],
-    "attention=f32": ["'f32'", "bf16", "fp8"],
-    "attention=": ["''", "bf16", "fp8"],
-    "kernels=cuda": ["'cuda'", "auto", "reference", "triton"],
     "kernels=triton": ["'triton'", "cpu", "'reference'"],
     "kernels=mosaic": ["'mosaic'", "cpu", "'reference'"],
-    "cpu_products=float64": ["'float64'", "auto", "exact"],
-    "kv_margin=0.99": ["0.99", "from 1 to 100"],
-    "kv_margin=nan": ["nan", "from 1 "],
-    "kv_margin=inf": ["inf", "to 100"],
-    "kv_margin=x": ["'x'", "a number"],
-    "health=maybe": ["'maybe'", "True or False"],
-    "health=2": ["'2'", "True or False"],
-    "health=": ["''", "True or False"],
-    "first_layers_bf16=-1": ["-1", "from 0 "],
-    "last_layers_bf16=-1": ["-1", "from 0 "],
-    "first_layers_bf16=1.5": ["'1.5'", "whole number"],
-    "last_layers_bf16=True": ["'True'", "whole number"],
     "bf16_modules=lm_head": ["'lm_head'", "q_proj", "o_proj", "gate_proj", "down_proj"],
     "bf16_modules=down_proj,down_porj": ["'down_porj'", "q_proj", "down_proj"],
     "bf16_modules=q_proj k_proj": ["'q_proj k_proj'", "q_proj", "k_proj"],
     "bf16_modules=[q": ["'[q'", "q_proj"],
-    "zero_drift=True": ["'True'", "auto", "required", "report"],
     "weight_polcy=dynamic": ["did you mean precision.weight_policy?"],
     "kvcache=fp8": ["did you mean precision.kv_cache?"],
     "bf16_layers=1": ["did you mean precision."],
@@ -85,27 +66,6 @@ def test_field(field, refused_fields):
     """One field with a value that cannot work: the sentence holds it, and what may be written."""
     name = f"precision.{field.partition('=')[0]}"
     bad.assert_words(refused_fields(f"precision.{field}"), [name, *_VALUES[field]])
-
-
-@pytest.mark.parametrize(
-    ("field", "kind"),
-    [
-        ("health=1", "True or False"),
-        ("health='True'", "True or False"),
-        ("first_layers_bf16=1.0", "whole number"),
-        ("bf16_modules=['q_proj']", "text"),
-        ("weight_policy=None", "text"),
-        ("weight_policy=lambda: 3", "text"),
-        ("kv_cache=8", "text"),
-    ],
-)
-def test_field_of_the_file(field, kind, refused, tmp_path):
-    """What only a file can hold: values of another type."""
-    source = f"get_config = lambda: C({{'precision': dict({field})}})"
-    (tmp_path / "mine.py").write_text(f"from ml_collections import ConfigDict as C\n{source}\n")
-    name = field.partition("=")[0]
-    message = refused(*bad.train_command(config="mine.py"))
-    bad.assert_words(message, ["mine.py", f"precision.{name}", "write", kind])
 
 
 # Fields that do not go together.
@@ -156,10 +116,6 @@ _SEVERAL = {
         ["gradient_policy"],
     ),
     "no module named": (["bf16_modules=,"], ["precision.bf16_modules", "q_proj"]),
-    "margin beyond float32": (
-        ["kv_cache=fp8_calibrated", "kv_margin=1e39"],
-        ["kv_margin", "1e+39"],
-    ),
     **{
         f"{field} of bf16": ([*_BF16, field], [field.partition("=")[0], "(bf16, bf16)", "fp8"])
         for field in (

@@ -1,15 +1,50 @@
-"""The table of features that do not work together: every pair is refused, and nothing else."""
+"""What a configuration cannot have together: every need and every pair is refused, nothing else."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from refusals import CONFIG, assert_words
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.config import load_config
-from fp8rl_jax.config.combinations import FEATURES, PAIRS
+from fp8rl_jax.config import all_fields, checks, default_config, literal, load_config
+from fp8rl_jax.config.combinations import PAIRS, check_combinations, unmet_needs
 from fp8rl_jax.config.resolve import resolve_config
 
+# The needs of every field; dropping one from the table must be noticed.
+_SLOTS, _ONE_ROW, _ONE_REPLY = ["rollout.slots"], ["learner.tokens_per_batch"], ["env.max_turns"]
+_NEEDS = {
+    "precision.attention": ["model.kv_lora_rank=0"],
+    "mesh.tensor": ["rollout.slots=0", "model.kv_lora_rank=0"],
+    "mesh.expert": ["model.num_experts"],
+    "data.system_prompt": ["data.chat"],
+    "data.chat_options": ["data.chat"],
+    "env.step": _ONE_REPLY,
+    "env.tools": _ONE_REPLY,
+    "env.max_turns": ["env.step or env.tools", "rollout.slots"],
+    "rollout.max_turn_tokens": _ONE_REPLY,
+    "rollout.most_versions": [*_SLOTS, "env.max_turns=1", "algo.dynamic_sampling=False"],
+    "rollout.pages": _SLOTS,
+    "algo.credit": [*_ONE_REPLY, "algo.dynamic_sampling=False"],
+    "algo.loss_length": ["algo.loss_aggregation=seq_mean_token_sum_norm"],
+    "algo.truncated_sampling": ["rollout.top_k or rollout.top_p"],
+    "algo.routing_replay": [
+        "model.num_experts",
+        "rollout.slots=0",
+        "rollout.ahead=0",
+        "mesh.rollout=0",
+    ],
+    "algo.router_aux_loss_coef": ["model.num_experts"],
+    "learner.gradient_accumulation_steps": ["learner.tokens_per_batch=0"],
+    "learner.share_prompts": [*_ONE_ROW, "algo.router_aux_loss_coef=0"],
+    "learner.offload": ["lora.rank=0"],
+    "lora.alpha": ["lora.rank"],
+    "lora.modules": ["lora.rank"],
+    "lora.checkpoint": ["lora.rank"],
+    "lora.base": ["lora.rank"],
+    "eval.average_last": ["lora.rank=0"],
+}
 _LATENT = [
     "model.kv_lora_rank=16",
     "model.qk_nope_head_dim=16",
@@ -19,120 +54,149 @@ _LATENT = [
     "model.qk_norm=False",
     "model.num_key_value_heads=2",
 ]
-_TENSORWISE = ["precision.rollout=fp8_tensorwise", "precision.learner=fp8_tensorwise"]
-_STEP = ["env.step=fp8rl_jax.envs.tiny.guessing:step"]
-# Fields that give a configuration each feature; [] for one that tiny.py has.
-_ON: dict[str, list[str]] = {
-    "dense model": [],
-    "latent attention": _LATENT,
-    "tensor parallelism": ["mesh.tensor=2"],
-    "adapters": ["lora.rank=4"],
-    "no adapters": [],
-    "fields of adapters": ["lora.alpha=16.0"],
-    "moments in host memory": ["learner.offload=moments"],
-    "mean weights": ["eval.average_last=2"],
-    "expert parallelism": ["mesh.expert=2"],
-    "routing replay": ["algo.routing_replay=experts"],
-    "balance loss of routers": ["algo.router_aux_loss_coef=0.1"],
-    "zero drift": [],
-    "required zero drift": ["precision.zero_drift=required"],
-    "recipes that differ": ["precision.learner=bf16"],
-    "scales of a whole batch": _TENSORWISE,
-    "scales from observed values": ["precision.rollout=fp8_delayed"],
-    "FP8 attention": ["precision.attention=fp8"],
-    "calibrated scales of K and V": ["precision.kv_cache=fp8_calibrated"],
-    "K and V in two formats": ["precision.kv_cache=k=int8,v=fp8"],
-    "a recipe without K and V in E4M3": [],
-    "continuous batching": ["rollout.slots=2"],
-    "all samples at once": [],
-    "pages": ["rollout.pages=9"],
-    "rollouts ahead": ["rollout.ahead=1"],
-    "devices for rollouts": ["mesh.rollout=1"],
-    "partial rollouts": ["rollout.most_versions=2"],
-    "environment": _STEP,
-    "no environment": [],
-    "one reply": [],
-    "tools beside an environment": [*_STEP, "env.tools=fp8rl_jax.envs.tiny.calculator:TOOLS"],
-    "several replies": ["env.max_turns=3"],
-    "length of a reply": ["rollout.max_turn_tokens=3"],
-    "credit by turn": ["algo.credit=turn"],
-    "drawing from all tokens": [],
-    "log-probabilities over the vocabulary": ["algo.truncated_sampling=whole"],
-    "groups of one": ["rollout.group_size=1"],
-    "questions without chat": [],
-    "system prompt": ["data.system_prompt=Think."],
-    "variables of the chat template": ["data.chat_options.enable_thinking=False"],
-    "rows without answers": ["env.answer_key=-"],
-    "supervised fine-tuning": [],
-    "advantages within a group": [],
-    "dynamic sampling": ["algo.dynamic_sampling=True"],
-    "correction": ["algo.correction=tis"],
-    "the rollout's log-probabilities": ["algo.old_logprobs=rollout"],
-    "loss reinforce": ["algo.loss=reinforce"],
-    "older versions without a correction": ["rollout.ahead=1"],
-    "several updates of a rollout": ["algo.num_minibatches=2"],
-    "KL in the reward": ["algo.kl_in=reward", "algo.kl_coef=0.1"],
-    "another estimator than k1": ["algo.kl_estimator=k2"],
-    "another loss than ppo": ["algo.loss=gspo"],
-    "dual clip": ["algo.dual_clip=3.0"],
-    "no divergence": [],
-    "loss none": ["algo.loss=none"],
-    "a mean without a constant": [],
-    "constant length": ["algo.loss_length=7"],
-    "rows of several sequences": ["learner.tokens_per_batch=128"],
-    "a row for each sequence": [],
-    "shared prompts": ["learner.share_prompts=True"],
-    "micro-batches": ["learner.gradient_accumulation_steps=2"],
+# What sets a field, where not the next number or choice does.
+_SET = {
+    "model.kv_lora_rank": _LATENT,
+    "model.num_experts": ["model.num_experts=4"],
+    "data.system_prompt": ["data.system_prompt=Think."],
+    "data.chat_options": ["data.chat_options.enable_thinking=False"],
+    "env.step": ["env.step=fp8rl_jax.envs.tiny.guessing:step"],
+    "env.tools": ["env.tools=fp8rl_jax.envs.tiny.calculator:TOOLS"],
+    "lora.modules": ["lora.modules=q_proj"],
+    "lora.checkpoint": ["lora.checkpoint=adapter"],
 }
-# What a pair needs so that no earlier pair of the table is met.
-_BESIDE = {
-    ("balance loss of routers", "shared prompts"): [
-        "learner.tokens_per_batch=128",
-        "model.num_experts=4",
+_TENSORWISE = ["precision.rollout=fp8_tensorwise", "precision.learner=fp8_tensorwise"]
+# What makes tiny.py a configuration with both features of a pair.
+_BOTH = {
+    ("latent attention", "K and V calibrated or in two formats"): [
+        *_LATENT,
+        "precision.kv_cache=k=int8,v=fp8",
     ],
-    ("dynamic sampling", "groups of one"): ["algo.baseline=none", "algo.scale=none"],
-    ("all samples at once", "several replies"): _STEP,
-    ("questions without chat", "tools beside an environment"): [
+    ("FP8 attention", "a recipe without K and V in E4M3"): ["precision.attention=fp8"],
+    ("scales from observed values", "recipes that differ"): ["precision.rollout=fp8_delayed"],
+    ("required zero drift", "recipes that differ"): [
+        "precision.zero_drift=required",
+        "precision.learner=bf16",
+    ],
+    ("zero drift", "scales of a whole batch"): _TENSORWISE,
+    ("continuous batching", "scales of a whole batch"): [
+        *_TENSORWISE,
+        "precision.zero_drift=report",
+        "rollout.slots=2",
+    ],
+    ("tools beside an environment", "questions without chat"): [
+        *_SET["env.step"],
+        *_SET["env.tools"],
         "env.max_turns=3",
         "rollout.slots=2",
     ],
-    ("dynamic sampling", "credit by turn"): [*_STEP, "env.max_turns=3", "rollout.slots=2"],
-    ("continuous batching", "routing replay"): ["model.num_experts=4"],
-    ("partial rollouts", "several replies"): [*_STEP, "rollout.slots=2"],
-    ("partial rollouts", "dynamic sampling"): ["rollout.slots=2"],
-    ("devices for rollouts", "routing replay"): ["model.num_experts=4"],
-    ("rollouts ahead", "routing replay"): ["model.num_experts=4"],
-    ("continuous batching", "scales of a whole batch"): ["precision.zero_drift=report"],
+    ("rows without answers", "supervised fine-tuning"): ["env.answer_key=-"],
+    ("comparison within a group", "groups of one"): ["rollout.group_size=1"],
+    ("correction", "the rollout's log-probabilities"): [
+        "algo.correction=tis",
+        "algo.old_logprobs=rollout",
+    ],
+    ("loss reinforce", "several updates of a rollout"): [
+        "algo.loss=reinforce",
+        "algo.num_minibatches=2",
+    ],
+    ("loss reinforce", "older versions without a correction"): [
+        "algo.loss=reinforce",
+        "rollout.ahead=1",
+    ],
+    ("loss none", "no divergence"): ["algo.loss=none"],
+    ("KL in the reward", "another estimator than k1"): [
+        "algo.kl_in=reward",
+        "algo.kl_coef=0.1",
+        "algo.kl_estimator=k2",
+    ],
 }
 
 
 @pytest.fixture
-def resolved(tmp_path):
-    """resolved(*fields): tiny.py with these fields."""
+def resolved(tmp_path, monkeypatch):
+    """resolved(*fields): tiny.py with these fields, whatever contradicts itself in it."""
     (tmp_path / "tiny.py").write_text(CONFIG)
+    monkeypatch.setattr(checks, "check", lambda resolved: None)
     overrides = "--config.{}".format
     return lambda *fields: resolve_config(
         load_config(str(tmp_path / "tiny.py"), list(map(overrides, fields)))
     )
 
 
+def _set(path: str) -> list[str]:
+    """Returns what sets a field."""
+    if path in _SET:
+        return _SET[path]
+    field = all_fields()[path]
+    others = [choice for choice in field.choices if choice != field.default]
+    value = others[0] if others else field.default is False or field.default + 1
+    return [f"{path}={value}"]
+
+
+def _meets(need: str, wanted: bool) -> list[str]:
+    """Returns what gives a configuration of defaults a need, or takes it away."""
+    path, equals, text = need.partition(" or ")[0].partition("=")
+    if equals and literal(text) != all_fields()[path].default:
+        return [f"{path}={text}"] if wanted else []
+    return _set(path) if wanted != bool(equals) else []
+
+
+def test_the_needs_of_every_field():
+    table = {path: list(field.needs) for path, field in all_fields().items() if field.needs}
+    assert table == _NEEDS
+
+
+@pytest.mark.parametrize("path", _NEEDS)
+def test_every_need_is_refused(path, resolved):
+    """The sentence names the field and what it needs; where that is met there is none."""
+    needs = all_fields()[path].needs
+    for missing in needs:
+        fields = [field for need in needs for field in _meets(need, need != missing)]
+        unmet = [found for found in unmet_needs(resolved(*fields, *_set(path))) if found[0] == path]
+        ((_, problem, _),) = unmet
+        assert problem.startswith(f"{path} is ") and "\n" not in problem
+        assert_words(problem, [f", which needs {missing}", needs[missing]])
+    met = [field for need in needs for field in _meets(need, True)]
+    assert path not in {name for name, _, _ in unmet_needs(resolved(*met, *_set(path)))}
+
+
+def test_the_first_need_is_raised(resolved):
+    with pytest.raises(UserError, match=r"^rollout\.pages is 9, which needs rollout\.slots: set "):
+        check_combinations(resolved("rollout.pages=9"))
+    with pytest.raises(
+        UserError, match=r"or rollout\.top_p \(.*\): set one of them, or leave algo"
+    ):
+        check_combinations(resolved("algo.truncated_sampling=whole"))
+
+
+def test_shapes_are_those_of_the_model(resolved):
+    """Experts of a published model are no field of the configuration."""
+    config = default_config()
+    config.model.name = "qwen3_30b_a3b"
+    config.mesh.expert = 2
+    assert not list(unmet_needs(resolve_config(config)))
+
+
+def test_what_a_plan_assumes(resolved):
+    """Values in the place of the configuration's."""
+    assumed = {"rollout.slots": 2}
+    assert not list(unmet_needs(resolved("rollout.pages=9"), assumed))
+    assert [path for path, _, _ in unmet_needs(resolved("mesh.tensor=2"), assumed)] == [
+        "mesh.tensor"
+    ]
+
+
+def test_every_pair_has_a_case():
+    assert [(pair.one, pair.other) for pair in PAIRS] == list(_BOTH)
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.one} + {pair.other}")
 def test_every_pair_is_refused(pair, resolved):
-    """A configuration with both features gets this pair's sentence, which names the field."""
-    fields = [*_BESIDE.get((pair.one, pair.other), ()), *_ON[pair.one], *_ON[pair.other]]
+    """A configuration with both features gets this pair's sentence, and none of tiny.py has."""
     with pytest.raises(UserError) as refusal:
-        resolved(*fields)
+        check_combinations(resolved(*_BOTH[pair.one, pair.other]))
     message = str(refusal.value)
-    assert message.endswith(f": {pair.remedy}")
-    assert_words(message, [part for part in pair.reason.split("{one}") if part])
-    assert "\n" not in message and "{one}" not in message and not message.startswith(",")
-
-
-def test_features_are_all_of_the_pairs(resolved):
-    """No feature without a pair, and the small configuration has only those that it starts with."""
-    assert set(FEATURES) == {name for pair in PAIRS for name in (pair.one, pair.other)} == set(_ON)
-    assert len({(pair.one, pair.other) for pair in PAIRS}) == len(PAIRS)
-    plain = resolved()
-    assert {name for name, feature in FEATURES.items() if feature.on(plain)} == {
-        name for name, fields in _ON.items() if not fields
-    }
+    assert message.endswith(f": {pair.remedy}") and "\n" not in message and "{" not in message
+    assert_words(message, re.split(r"\{.*?\}", pair.problem))
+    assert not pair.on(resolved())

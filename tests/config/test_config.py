@@ -10,19 +10,18 @@ import ml_collections
 import pytest
 
 from fp8rl_jax import cli, sharding
-from fp8rl_jax.base.bounds import BOUNDS
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import (
     FIELDS,
     all_fields,
     checks,
     default_config,
-    describe_fields,
     flatten,
     literal,
     load_config,
     set_options,
 )
+from fp8rl_jax.config.files import packaged
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.envs import check_source
 from fp8rl_jax.models import param_shapes, param_shardings
@@ -88,55 +87,6 @@ def test_numbers_for_a_float_field(load, value):
     for config in (load({"algo": {"kl_coef": value}}), load({}, f"algo.kl_coef={value}")):
         assert config.algo.kl_coef == value
         assert type(config.algo.kl_coef) is float
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("rollout.group_size", True),
-        ("rollout.group_size", 4.0),
-        ("rollout.group_size", "4"),
-        ("rollout.group_size", None),
-        ("rollout.group_size", [4]),
-        ("rollout.temperature", False),
-        ("rollout.temperature", "1.0"),
-        ("algo.dynamic_sampling", 1),
-        ("algo.dynamic_sampling", "True"),
-        ("precision.rollout", 8),
-        ("precision.rollout", None),
-        ("run.dir", {"a": "b"}),
-        ("env.task_options", "min_terms"),
-    ],
-)
-def test_a_file_with_the_wrong_type(load, path, value):
-    """bool is no int and int no bool; the sentence names the file, the field and the value."""
-    section, name = path.split(".")
-    with pytest.raises(UserError) as error:
-        load({section: {name: value}})
-    assert path in str(error.value)
-    assert "config.py" in str(error.value)
-    assert "write" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("override", "needed"),
-    [
-        ("rollout.group_size=four", "whole number"),
-        ("rollout.group_size=4.5", "whole number"),
-        ("rollout.group_size=True", "whole number"),
-        ("rollout.group_size=", "whole number"),
-        ("rollout.temperature=hot", "a number"),
-        ("algo.dynamic_sampling=perhaps", "True or False"),
-    ],
-)
-def test_a_command_line_with_the_wrong_type(load, override, needed):
-    """Text that is no value of the field: the sentence names it and says what to write."""
-    with pytest.raises(UserError) as error:
-        load({}, override)
-    message = str(error.value)
-    assert override.split("=")[0] in message
-    assert needed in message
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -241,37 +191,6 @@ def test_unknown_section_names_the_nearest_section(load, wrong, near):
     assert hint.rstrip("?").strip("'\"") in (near, f"{near}.group_size"), str(error.value)
 
 
-def test_flatten_lists_every_field_once():
-    """One entry a field, under 'section.field'; free-form fields are dicts."""
-    flat = flatten(default_config())
-    assert set(flat) == set(_NAMES)
-    assert len(_NAMES) == len(set(_NAMES))
-    for path, field in all_fields().items():
-        assert flat[path] == ({} if field.is_free else field.default)
-
-
-def test_every_field_has_a_meaning():
-    """The table that `--help` prints explains every field in its own words."""
-    meanings = [field.meaning for field in all_fields().values()]
-    assert all(meaning.strip() == meaning and len(meaning) >= 4 for meaning in meanings)
-    assert not any("\n" in meaning for meaning in meanings)
-
-
-def test_describe_fields_shows_name_default_and_meaning():
-    """Each field stands there as it would be written on the command line."""
-    lines = describe_fields().splitlines()
-    for path, field in all_fields().items():
-        shown = "{}" if field.is_free else repr(field.default)
-        index = lines.index(f"--config.{path}={shown}")
-        assert lines[index + 1].strip() == field.meaning
-
-
-def test_defaults_are_allowed():
-    for path, field in all_fields().items():
-        assert path not in BOUNDS or BOUNDS[path].hold(field.default), path
-        assert not field.choices or field.default in field.choices, path
-
-
 def test_more_tokens_than_a_published_vocabulary():
     """Known from the model's name, before any tokenizer is read."""
     config = default_config()
@@ -322,8 +241,7 @@ def _shipped(name: str, case: str):
 
 def test_shipped_configs_are_valid():
     """All of them are tested here; those of small models and the defaults pass the checks."""
-    names = {path.stem for path in (_ROOT / "configs").glob("*.py")}
-    assert names == {*_PUBLISHED, *_SMALL}
+    assert packaged().keys() == {*_PUBLISHED, *_SMALL}
     for rung in ("d4", "d8", "d16", "m8", "m16", "m32", "s16", "m32x16"):
         model = _resolve(load_config(f"{_ROOT}/studies/ladder.py:{rung}", ())).model
         assert (model.num_experts == 0) == rung.startswith("d")
@@ -519,17 +437,7 @@ def test_options_that_are_no_json(load):
         load({}, "env.task_options.x={1, 2}")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "run.dir",
-        "run.cache_dir",
-        "run.compilation_cache",
-        "model.checkpoint",
-        "data.tokenizer",
-        "env.data_dir",
-    ],
-)
+@pytest.mark.parametrize("name", [path for path, f in all_fields().items() if f.is_path])
 def test_home_in_paths(name, load, monkeypatch):
     """`~` alike in every path, from a file and from the command line, as a shell expands it."""
     section, field = name.split(".")

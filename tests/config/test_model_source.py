@@ -126,7 +126,7 @@ def test_fields_beside_a_checkpoint(checkpoint, tmp_path):
     [
         ({"data": {"tokenizer": "byte"}}, r"data\.tokenizer='checkpoint'"),
         ({"rollout": {"max_new_tokens": 100}}, r"= 140 is more than the 128 positions"),
-        ({"data": {"system_prompt": "be brief"}}, r"data\.system_prompt.*data\.chat=True"),
+        ({"data": {"system_prompt": "be brief"}}, r"data\.system_prompt.*needs data\.chat"),
         ({"data": {"chat_options": {"a": 1}}}, r"data\.chat_options is \{'a': 1\}"),
     ],
 )
@@ -141,8 +141,11 @@ _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"mesh": {"tensor": 2}}, ["mesh.tensor is 2", "write 1"]),
-        ({"precision": {"attention": "fp8", "kv_cache": "fp8"}}, ["precision.attention", "'bf16'"]),
+        ({"mesh": {"tensor": 2}}, ["mesh.tensor is 2", "leave mesh.tensor out"]),
+        (
+            {"precision": {"attention": "fp8", "kv_cache": "fp8"}},
+            ["precision.attention", "in bf16"],
+        ),
         ({"precision": {"kv_cache": "fp8_calibrated"}}, ["precision.kv_cache", "kv_cache='fp8'"]),
     ],
 )

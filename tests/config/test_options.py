@@ -68,7 +68,7 @@ def test_a_config_file_may_have_dicts_in_lists(tmp_path):
         ("={'__class__': 1}", "write names without dots"),
         ("={'a.b': 1}", "write names without dots"),
         ("={1: 2}", "write names without dots"),
-        ("=3", "write its options one by one"),
+        ("=3", "write a dict, or its options one by one"),
         (".a.b=1", "holds no dot"),
     ],
 )

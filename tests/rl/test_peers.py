@@ -85,8 +85,8 @@ def _corrected(correction, **fields):
 CASES = {
     # verl always clips dually, by default at 3; to leave that out, its bound was 1e9.
     "verl/vanilla": Case(CLIP),
-    "verl/vanilla, dual": Case({**CLIP, **ROWS, "dual_clip": 1.9}),
-    "verl/vanilla, default": Case({"dual_clip": 3.0}),
+    "verl/vanilla, dual": Case({**CLIP, **ROWS, "loss": "ppo(dual_clip=1.9)"}),
+    "verl/vanilla, default": Case({"loss": "ppo(dual_clip=3.0)"}),
     "verl/vanilla, token TIS": Case(_corrected("tis(2.0)")),
     "verl/vanilla, sequence TIS, mean mask": Case(
         _corrected("seq_tis(5.0), mask_geometric(0.8, 1.25)", **ROWS)
@@ -101,7 +101,7 @@ CASES = {
     "verl/reinforce": Case({"loss": "reinforce", "loss_aggregation": "seq_mean_token_sum"}),
     "nemo_rl/clipped": Case(CLIP),
     "nemo_rl/clipped, sequence mean": Case({**CLIP, **ROWS}),
-    "nemo_rl/clipped, dual": Case({**CLIP, "dual_clip": 1.9}),
+    "nemo_rl/clipped, dual": Case({**CLIP, "loss": "ppo(dual_clip=1.9)"}),
     # Its gradient goes through the mean of log-ratios, ours token by token: the same where the
     # tokens of a response have one advantage and one weight.
     "nemo_rl/sequence ratio": Case(GSPO),

@@ -166,7 +166,7 @@ def test_presets(name):
         ("tis(", {}, ["not understood", "module:function"]),
         ("none", {"loss": "pop"}, ["algo.loss", "'pop'", "cispo"]),
         ("none", {"loss": "gspo(1, 2, 3)"}, ["algo.loss", "gspo(clip_low=0.0003"]),
-        ("none", {"dual_clip": 0.5}, ["algo.loss", "dual_clip"]),
+        ("none", {"loss": "ppo(dual_clip=0.5)"}, ["algo.loss", "dual_clip"]),
         ("none", {"loss": "ppo, gspo()"}, ["algo.loss", "names 2", "write 1 of ppo"]),
         ("none", {"loss": "()"}, ["algo.loss", "names 0"]),
         ("none", {"loss": "ppo(clip_low=0.1, clip_low=0.2)"}, ["algo.loss", "twice"]),
