@@ -13,7 +13,7 @@ import ml_collections
 
 from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.config.cases import CASES
-from fp8rl_jax.envs.rewards.terms import BUILT_IN
+from fp8rl_jax.envs.rewards.terms import BUILT_IN, IN_WORKERS
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.quant.recipe import BACKWARDS
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
@@ -217,7 +217,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "reward_timeout": Field(
             30.0,
-            "seconds that a call of task_score, math_equal or your own "
+            f"seconds that a call of {', '.join(IN_WORKERS)} or your own "
             "function may take; one that takes longer is not scored",
         ),
         "reward_memory_gb": Field(4.0, "GiB that a process for such calls may take; 0 for any"),
