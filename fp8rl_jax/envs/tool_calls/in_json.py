@@ -26,12 +26,12 @@ _LLAMA_ENDS = ("<|python_end|>", "<|python_tag|>", "```")
 _MISTRAL_HEAD = re.compile(
     r"\s*(?P<name>[^\s\[\]{}<`]+)\s*(?:\[CALL_ID\](?P<id>[^\[\]{}<`]*))?(?:\[ARGS\])?"
 )
-_KIMI_HEAD = re.compile(
+KIMI_HEAD = re.compile(
     r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<{]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
 )
 _RECIPIENT = re.compile(r"[^\s<]+")
 _MESSAGE = "<|message|>"
-_DEEPSEEK_HEAD = re.compile(
+DEEPSEEK_HEAD = re.compile(
     r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"
 )
 
@@ -64,7 +64,7 @@ def hermes(text: str, start: int) -> Found:
 
 def mistral(text: str, start: int) -> Found:
     if not text.startswith(("[", "{"), after_space(text, start)):
-        return _named(text, start, _MISTRAL_HEAD)
+        return named(text, start, _MISTRAL_HEAD)
     start = after_space(text, start)
     if text.startswith("{", start):
         raise Refusal('the tool calls are no list; write [{"name": ..., "arguments": {...}}]')
@@ -82,19 +82,11 @@ def mistral(text: str, start: int) -> Found:
     raise Refusal(f"the list of tool calls is empty; {_FORM}")
 
 
-def kimi(text: str, start: int) -> Found:
-    return _named(text, start, _KIMI_HEAD)
-
-
 def harmony(text: str, start: int) -> Found:
     """Reads what follows 'to=' in the header of a message of gpt-oss."""
     name, behind = _RECIPIENT.match(text, start), text.index(_MESSAGE, start) + len(_MESSAGE)
     assert name
     return arguments_at(text, behind, name[0].removeprefix("functions."))
-
-
-def deepseek(text: str, start: int) -> Found:
-    return _named(text, start, _DEEPSEEK_HEAD)
 
 
 def arguments_at(text: str, start: int, name: str, id: str = "") -> Found:
@@ -151,7 +143,8 @@ def llama(text: str, start: int) -> Found:
             raise Refusal("text follows the JSON of the tool call; write ';' between calls")
 
 
-def _named(text: str, start: int, head: re.Pattern) -> Found:
+def named(text: str, start: int, head: re.Pattern) -> Found:
+    """Reads a call whose head, a pattern with the group `name`, stands before its arguments."""
     found = head.match(text, start)
     if not found:
         raise Refusal(f"the tool call does not begin with a name; write NAME, then {_NAMED_FORM}")

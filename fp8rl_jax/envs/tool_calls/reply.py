@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -76,13 +77,13 @@ _FORMS = {
     "gemma": _Form("```tool_code", in_python.block, "```"),
     "kimi": _Form(
         r"<\|tool_call_begin\|>",
-        in_json.kimi,
+        functools.partial(in_json.named, head=in_json.KIMI_HEAD),
         r"<\|tool_call_end\|>|(?=<\|tool_call_begin\|>)|\Z",
         True,
     ),
     "deepseek": _Form(
         "<｜tool▁call▁begin｜>",
-        in_json.deepseek,
+        functools.partial(in_json.named, head=in_json.DEEPSEEK_HEAD),
         "<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)|\\Z",
         True,
     ),
