@@ -29,7 +29,7 @@ from fp8rl_jax.base.bounds import (
 )
 from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.config.cases import CASES
-from fp8rl_jax.envs.rewards.terms import BUILT_IN
+from fp8rl_jax.envs.rewards.terms import BUILT_IN, IN_WORKERS
 from fp8rl_jax.models import REMAT, ModelConfig
 from fp8rl_jax.quant.recipe import BACKWARDS
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
@@ -343,7 +343,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "reward_timeout": Field(
             30.0,
-            "seconds that a call of task_score, math_equal or your own "
+            f"seconds that a call of {', '.join(IN_WORKERS)} or your own "
             "function may take; one that takes longer is not scored",
             bounds=Bounds(0.01, 1e6),
         ),

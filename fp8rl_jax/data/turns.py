@@ -38,6 +38,9 @@ _MOST_HIDDEN = 0xFFFE
 _PRIVATE = re.compile(f"([{chr(_HIDDEN)}-{chr(_HIDDEN + _MOST_HIDDEN - 1)}])")
 _LONGEST_TOKEN = 64  # characters
 Called = Sequence[tuple[str, str]]  # (name, identifier) of each call of a reply, '' if unknown
+# Identifiers of calls that the policy did not write, of the tool's name and the call's index:
+# Kimi's, and Mistral's for templates that refuse those.
+_IDENTIFIERS = ("functions.{}:{}", "{1:09}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +69,21 @@ class Turns:
         return self.most + max(map(len, around))
 
     def encode(
-        self, observation: str | Sequence[str], last: int, called: Called = ()
+        self, observations: Sequence[str], last: int, called: Called = ()
     ) -> tuple[list[int], list[str]]:
-        """Encodes an observation with what stands between two replies.
+        """Encodes what the environment says with what stands between two replies.
 
         Args:
-          observation: text that the environment says; or a list of texts, each a message of its own
-            in the role of a tool, and a line in the role 'user' and in plain text.
+          observations: texts that the environment says, each a message of its own in the role of a
+            tool, and a line in the role 'user' and in plain text.
           last: the last token of the reply before it. If it is the end token that the template
             writes there, it is not repeated; the template's end follows any other.
-          called: the calls in the reply, of which each text of the list answers one.
+          called: the calls in the reply, of which each text answers one.
 
         Returns:
           The tokens, `slots` at most, and the texts of the messages, which may have been cut.
         """
-        texts = [observation] if isinstance(observation, str) else list(observation)
+        texts = list(observations)
         if self.chat is None or self.role == "user":
             texts = ["\n".join(texts)]
         room = self.most
@@ -111,7 +114,7 @@ class Turns:
             return self.tokenizer
         if self._behind_call:
             return self.tokenizer.ending_also(self._tokens([""], ())[0])
-        found = self.tokenizer.first_added(self._between(""))
+        found = self.tokenizer.first_added(self._between([""]))
         ends = self.tokenizer.eos_ids
         if found is None or any(found[0] in group and {*ends} & {*group} for group in self._alike):
             return self.tokenizer
@@ -184,10 +187,9 @@ class Turns:
             return self.tokenizer.encode(text)
         return [token for piece in self._pieces(self._hidden(text)) for token in piece]
 
-    def _between(self, observation: str | Sequence[str], called: Called = ()) -> str:
+    def _between(self, texts: Sequence[str], called: Called = ()) -> str:
         """Returns the text between the content of a reply, or the last argument of its call, and
         the content of the next reply."""
-        texts = [observation] if isinstance(observation, str) else observation
         if self.chat is None:
             return "".join(f"{text}\n" for text in texts)
         return self._conversation([(_REPLY, texts, called)], self._behind_call).partition(_REPLY)[2]
@@ -195,15 +197,11 @@ class Turns:
     def _conversation(
         self, turns: Sequence[tuple[str, Sequence[str], Called]], behind_call: bool
     ) -> str:
-        """Renders turns (reply, observations, calls) behind a question. Identifiers of calls that
-        the policy did not write are Kimi's, or Mistral's if the template refuses those."""
-        for form in ("functions.{}:{}", "{1:09}"):
-            with contextlib.suppress(UserError):
-                return self._render(self._messages(turns, behind_call, form))
+        """Renders turns (reply, observations, calls) behind a question; without the policy's
+        identifiers of calls if the template refuses those."""
         unknown = [(reply, texts, [(n, "") for n, _ in called]) for reply, texts, called in turns]
-        with contextlib.suppress(UserError):  # it refuses the policy's identifiers
-            return self._render(self._messages(unknown, behind_call, "{1:09}"))
-        return self._render(self._messages(turns, behind_call, "functions.{}:{}"))
+        forms = [(turns, form) for form in _IDENTIFIERS] + [(unknown, _IDENTIFIERS[-1])]
+        return self._first_rendered([self._messages(t, behind_call, form) for t, form in forms])
 
     def _messages(
         self, turns: Sequence[tuple[str, Sequence[str], Called]], behind_call: bool, form: str
@@ -230,15 +228,21 @@ class Turns:
         assert self.chat is not None
         return self.chat.render({"messages": messages, "tools": self.tools or None}, begin_answer)
 
+    def _first_rendered(
+        self, attempts: Sequence[Sequence[Mapping[str, Any]]], begin_answer: bool = True
+    ) -> str:
+        """Renders the first of several lists of messages that the template does not refuse; raises
+        UserError as for the first if it refuses all."""
+        for messages in attempts:
+            with contextlib.suppress(UserError):
+                return self._render(messages, begin_answer)
+        return self._render(attempts[0], begin_answer)
+
     def reply_with_call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Returns a reply that calls a tool, as the template writes it and the policy would."""
         prompt = self._render(_ASKED)
-        try:
-            call = _with_call(name, arguments, f"functions.{name}:0")
-            text = self._render([*_ASKED, call], begin_answer=False)
-        except UserError:
-            call = _with_call(name, arguments, "0" * 9)
-            text = self._render([*_ASKED, call], begin_answer=False)
+        calls = [_with_call(name, arguments, form.format(name, 0)) for form in _IDENTIFIERS]
+        text = self._first_rendered([[*_ASKED, call] for call in calls], begin_answer=False)
         pairs = enumerate(zip(prompt, text, strict=False))
         begun = next((place for place, (one, other) in pairs if one != other), len(prompt))
         return self.tokenizer.decode(self.tokenizer.encode(text[begun:]))

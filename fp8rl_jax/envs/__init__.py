@@ -25,7 +25,6 @@ from fp8rl_jax.envs.rewards.terms import Term, load_rewards, reward_names
 from fp8rl_jax.envs.rows import NO_ANSWER
 from fp8rl_jax.envs.sources import check_source, eval_tasks, is_generated
 from fp8rl_jax.envs.step import Step, StepFunction
-from fp8rl_jax.envs.step_calls import StepCall, load_step, tool_functions, tool_schemas
+from fp8rl_jax.envs.step_calls import Answered, StepCall, load_step, tool_functions, tool_schemas
 from fp8rl_jax.envs.tasks import check_task, make_questions
-from fp8rl_jax.envs.tool_calls import calls_in
 from fp8rl_jax.envs.tools import check_calls, tool_step

@@ -46,7 +46,7 @@ def answer_text(value: Any) -> Any:
     if isinstance(value, numbers.Number):
         return _number_text(value)
     if isinstance(value, list | tuple | Mapping):
-        return text_of_json(_whole(value)) if has_value(value) else ""
+        return text_of_json(with_integers(value)) if has_value(value) else ""
     return value
 
 
@@ -73,11 +73,11 @@ def _number_text(value: Any) -> str:
     return _number_text(number) if number == number.to_integral_value() else text
 
 
-def _whole(value: Any) -> Any:
-    """Copies a value, with floats that are integers as int, at any depth."""
+def with_integers(value: Any) -> Any:
+    """Copies a value of JSON, with floats that are integers as int, at any depth: 2 for 2.0."""
     if isinstance(value, Mapping):
-        return {key: _whole(part) for key, part in value.items()}
+        return {key: with_integers(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_whole(part) for part in value]
+        return [with_integers(part) for part in value]
     whole = isinstance(value, float) and value.is_integer()
     return int(decimal.Decimal(str(value))) if whole else value

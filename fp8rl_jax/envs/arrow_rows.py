@@ -1,7 +1,7 @@
 """Reads the rows of parquet and Arrow files.
 
-A value that Python cannot hold (a year after 9999, a text that is not UTF-8, two columns of one
-name) becomes an `Unreadable`: an error in a question or an answer, else left out of the row that a
+A value that Python cannot hold (a year after 9999, a text that is not UTF-8, a list or struct with
+one) becomes an `Unreadable`: an error in a question or an answer, else left out of the row that a
 reward gets. So a column that no question needs cannot stop a run.
 
 Python's types do not depend on pandas being installed. Times are cut to microseconds, as Python has
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fp8rl_jax.base.errors import raised, refused
-from fp8rl_jax.envs.rows import Rows, Unreadable, marked
+from fp8rl_jax.envs.rows import TWICE, Rows, Unreadable
 
 _BATCH = 1024  # rows
 PARQUET = ".parquet"
@@ -29,139 +29,107 @@ def read(path: pathlib.Path) -> Rows:
     Raises:
       UserError: the file is damaged.
     """
-    numbers, parquet = itertools.count(1), _is_parquet(path)
+    numbers = itertools.count(1)
+    is_parquet = path.name.lower().endswith(PARQUET)
     with refused(f"{path} cannot be read", "save the data anew"):
-        for batch in _batches(path):
-            for row in _rows(batch, trusted=parquet):
-                yield f"{path}, row {next(numbers)}", row
+        for batch in (_of_parquet if is_parquet else _of_stream)(path):
+            names = batch.schema.names
+            columns = [
+                [TWICE] * batch.num_rows if names.count(name) > 1 else _values(column, is_parquet)
+                for name, column in zip(names, batch.columns, strict=True)
+            ]
+            for row in zip(*columns, strict=True):
+                yield f"{path}, row {next(numbers)}", dict(zip(names, row, strict=True))
 
 
-def _is_parquet(path: pathlib.Path) -> bool:
-    return path.name.lower().endswith(PARQUET)
-
-
-def _batches(path: pathlib.Path) -> Iterator[Any]:
-    import pyarrow
+def _of_parquet(path: pathlib.Path) -> Iterator[Any]:
     import pyarrow.parquet
 
-    if _is_parquet(path):
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches(batch_size=_BATCH)
-        return
-    with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        yield from file.iter_batches(batch_size=_BATCH)
+
+
+def _of_stream(path: pathlib.Path) -> Iterator[Any]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
         for batch in stream:
             yield from (batch.slice(i, _BATCH) for i in range(0, batch.num_rows, _BATCH))
 
 
-def _rows(batch: Any, trusted: bool) -> list[dict[str, Any]]:
-    """Returns the rows of a pyarrow record batch. `trusted`: its buffers come from the parquet
-    reader, hence are valid; Arrow files hold raw buffers, which could be read out of bounds."""
-    names = batch.schema.names
-    twice = [Unreadable("the file has several columns of that name")] * batch.num_rows
-    columns = [
-        twice if names.count(name) > 1 else _values(batch.column(index), trusted)
-        for index, name in enumerate(names)
-    ]
-    return [marked(dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
-
-
 def _values(column: Any, trusted: bool) -> list[Any]:
-    """Converts the values of a column to Python types, or `Unreadable`."""
+    """Converts the values of a column to Python types, or `Unreadable`. `trusted`: its buffers come
+    from the parquet reader, hence are valid; Arrow files hold raw buffers, which could be read out
+    of bounds."""
     try:
         if not trusted:
-            _with_bytes(column).validate(full=True)
-    except Exception as error:  # damaged, or a nested text is not UTF-8
+            column.validate(full=True)
+    except Exception as error:  # damaged, or a text is not UTF-8
         return [Unreadable(raised(error))] * len(column)
     try:
-        return _cast(column).to_pylist()
+        return _converted(column)
     except Exception:  # conversions to Python's types raise many types
-        return [_value(scalar) for scalar in column]
+        return [_value(column.slice(index, 1)) for index in range(len(column))]
 
 
-def _with_bytes(column: Any) -> Any:
-    """Views a column of texts as bytes, since each text is checked for UTF-8 separately."""
+def _value(one: Any) -> Any:
+    """Converts an array of one value."""
+    try:
+        return _converted(one)[0]
+    except Exception as error:
+        return Unreadable(raised(error))
+
+
+def _converted(array: Any) -> list[Any]:
+    """Converts an array to Python types; raises an exception if Python cannot hold one value."""
     import pyarrow as pa
 
-    if pa.types.is_string(column.type):
-        return column.view(pa.binary())
-    return column.view(pa.large_binary()) if pa.types.is_large_string(column.type) else column
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return _converted(array.dictionary_decode())
+    if isinstance(kind, pa.BaseExtensionType):
+        return _converted(array.storage)
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        float_ = kind.to_pandas_dtype()  # numpy's, which writes the shortest decimal
+        return [None if x is None else float(str(float_(x))) for x in array.to_pylist()]
+    if getattr(kind, "unit", "") == "ns":
+        return array.cast(_in_microseconds(kind), safe=False).to_pylist()
+    if pa.types.is_struct(kind):
+        return _structs(array)
+    if pa.types.is_nested(kind) and hasattr(array, "flatten"):
+        return _lists(array)
+    return array.to_pylist()
 
 
-def _cast(column: Any) -> Any:
-    """Casts the column to types that Python has; raises where Arrow cannot."""
+def _in_microseconds(kind: Any) -> Any:
     import pyarrow as pa
 
-    def with_floats(float32: Any) -> Any:
-        def leaf(kind: Any) -> Any:
-            if pa.types.is_float16(kind):
-                raise NotImplementedError("Arrow has no shortest decimal of it")
-            return float32 if pa.types.is_float32(kind) else _micro(kind)
-
-        return _mapped(column.type, leaf)
-
-    # Through text, so that a float32 becomes the float64 with the same shortest decimal.
-    texts, plain = with_floats(pa.string()), with_floats(pa.float64())
-    if texts != column.type:
-        column = column.cast(texts, safe=False)
-    return column if plain == texts else column.cast(plain)
-
-
-def _micro(kind: Any) -> Any:
-    """Returns the type with microseconds for nanoseconds."""
-    import pyarrow as pa
-
-    if getattr(kind, "unit", "") != "ns":
-        return kind
     if pa.types.is_timestamp(kind):
         return pa.timestamp("us", kind.tz)
     return pa.duration("us") if pa.types.is_duration(kind) else pa.time64("us")
 
 
-def _mapped(kind: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Applies `leaf` to the primitive types within a type, as far as Arrow can cast them."""
+def _structs(array: Any) -> list[Any]:
+    names = [field.name for field in array.type]
+    if len({*names}) < len(names):
+        raise ValueError("it has several parts of one name")
+    parts = [_converted(part) for part in array.flatten()]
+    return [
+        {name: part[index] for name, part in zip(names, parts, strict=True)} if valid else None
+        for index, valid in enumerate(array.is_valid().to_pylist())
+    ]
+
+
+def _lists(array: Any) -> list[Any]:
+    """Converts an array of lists; a map becomes a list of pairs, as in Arrow."""
     import pyarrow as pa
+    import pyarrow.compute
 
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_mapped(field.type, leaf)) for field in kind])
+    kind = array.type
     if pa.types.is_map(kind):
-        return pa.map_(_mapped(kind.key_type, leaf), _mapped(kind.item_type, leaf))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_mapped(kind.value_type, leaf)))
-    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-        inner = kind.value_field.with_type(_mapped(kind.value_type, leaf))
-        return pa.list_(inner, getattr(kind, "list_size", -1))
-    # Arrow cannot cast within these kinds.
-    view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-    if view or pa.types.is_dictionary(kind):
-        inner = _mapped(kind.value_type, leaf)
-        return kind if inner == kind.value_type else pa.large_list(inner) if view else inner
-    return leaf(kind) if pa.types.is_primitive(kind) else kind
-
-
-def _value(scalar: Any) -> Any:
-    """Converts one value; each part that Python cannot hold becomes an `Unreadable`."""
-    import numpy as np  # imported late, like pyarrow: reward workers need neither
-    import pyarrow as pa
-
-    kind = scalar.type
-    if not scalar.is_valid:
-        return None
-    if isinstance(scalar, pa.ExtensionScalar | pa.DictionaryScalar):
-        return _value(scalar.value)
-    if pa.types.is_struct(kind):
-        names = [field.name for field in kind]
-        if len(set(names)) < len(names):
-            return Unreadable("it has several parts of one name")
-        return {name: _value(part) for name, part in scalar.items()}
+        array = array.cast(pa.list_(pa.struct([kind.key_field, kind.item_field])))
+    items = iter(_converted(array.flatten()))
     if pa.types.is_map(kind):
-        parts = scalar.values
-        return [(_value(key), _value(part)) for key, part in zip(*parts.flatten(), strict=True)]
-    if isinstance(scalar, pa.ListScalar):
-        return [_value(part) for part in scalar.values]
-    try:
-        if pa.types.is_float16(kind) or pa.types.is_float32(kind):
-            type_ = np.float16 if pa.types.is_float16(kind) else np.float32
-            return float(str(type_(scalar.as_py())))
-        return scalar.cast(_micro(kind), safe=False).as_py()
-    except Exception as error:  # Python's types cannot hold it
-        return Unreadable(raised(error))
+        items = (tuple(item.values()) for item in items)
+    lengths = pa.compute.list_value_length(array).to_pylist()
+    return [None if length is None else [*itertools.islice(items, length)] for length in lengths]

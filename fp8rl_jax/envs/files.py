@@ -17,11 +17,11 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from fp8rl_jax.base.errors import UserError, did_you_mean
+from fp8rl_jax.base.errors import UserError, did_you_mean, refused_by_system
 from fp8rl_jax.base.json_file import check_regular, is_file_name, read_json
 from fp8rl_jax.base.paths import expanded
 from fp8rl_jax.envs import arrow_rows, text_rows
-from fp8rl_jax.envs.rows import Rows
+from fp8rl_jax.envs.rows import Rows, names_of
 from fp8rl_jax.envs.splits import HELD_OUT, TRAIN, splits_named
 
 _ARROW = ".arrow"
@@ -92,10 +92,8 @@ def find(name: str) -> Found:
         words = folder if alone or _NO_NAME.fullmatch(stem) else stem
         found = Found({TRAIN: [path]}, _held_out_name(words), _missing_parts([path]))
     for file in itertools.chain(*found.splits.values()):
-        try:
+        with refused_by_system(f"{file} cannot be read"):
             check_regular(file)
-        except OSError as error:
-            raise _unreadable(file, error) from None
     return found
 
 
@@ -129,9 +127,10 @@ def _find_in_directory(root: pathlib.Path) -> Found:
     own_name = os.path.basename(os.path.abspath(root))
     if os.path.lexists(saved) or os.path.lexists(state):
         if data:
+            others = names_of(_in(path, root) for path in data)
             raise UserError(
-                f"{root} holds what save_to_disk writes, and {_some(_in(p, root) for p in data)}: "
-                "name the one that is meant, or move the other elsewhere"
+                f"{root} holds what save_to_disk writes, and {others}: name the one that is meant, "
+                "or move the other elsewhere"
             )
         if os.path.lexists(saved):
             splits, named = {s: _arrow_files(root / s)[0] for s in _saved_splits(saved)}, ""
@@ -149,13 +148,13 @@ def _find_in_directory(root: pathlib.Path) -> Found:
         splits, said = _by_split(root, data)
         if missing := _missing_parts(data):
             raise UserError(
-                f"{root} lacks {_some(missing)}, by the count in the names of other files: "
+                f"{root} lacks {names_of(missing)}, by the count in the names of other files: "
                 "download it again, or name one file itself"
             )
         return Found(splits, "" if said else _held_out_name(own_name), unread)
     raise UserError(
         f"the directory {root} holds no data (parquet, JSONL, CSV or JSON files, or what "
-        f"save_to_disk writes){', but ' + _some(unread) if unread else ''}; name {_FORMS}"
+        f"save_to_disk writes){', but ' + names_of(unread) if unread else ''}; name {_FORMS}"
     )
 
 
@@ -222,13 +221,6 @@ def _in(path: pathlib.Path, root: pathlib.Path) -> str:
     return path.relative_to(root).as_posix()
 
 
-def _some(names: Iterable[str]) -> str:
-    """Joins at most six names for a message."""
-    names = list(names)
-    more = f" and {len(names) - 6:,} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more
-
-
 def _by_split(
     root: pathlib.Path, files: list[pathlib.Path]
 ) -> tuple[dict[str, list[pathlib.Path]], bool]:
@@ -258,8 +250,8 @@ def _by_split(
             plain = {name.removesuffix(suffix(name)) for name in different}
             several = sorted(plain if len(plain) == len(different) else different)
             raise UserError(
-                f"{root} holds several data sets for the split {split!r} ({_some(several)}): name "
-                "the directory or the file of one"
+                f"{root} holds several data sets for the split {split!r} ({names_of(several)}): "
+                "name the directory or the file of one"
             )
     return splits, said
 

@@ -51,24 +51,17 @@ _LAST_ROLES = ("user", "tool")  # of the last message of a prompt
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """A stand-in for a row's value that Python cannot hold, with the reason."""
+    """A stand-in for the value of a row's column that Python cannot hold, with the reason."""
 
     reason: str
 
 
-class PartlyReadable(dict):
-    """A row that holds an `Unreadable` at some depth."""
+TWICE = Unreadable("the file has several columns of that name")
 
 
-def marked(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row, as `PartlyReadable` if it holds an `Unreadable` at any depth."""
-    return PartlyReadable(row) if _holds_unreadable(row) else row
-
-
-def _holds_unreadable(value: Any) -> bool:
-    if isinstance(value, dict | list | tuple):
-        return any(map(_holds_unreadable, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Unreadable)
+def without_unreadable(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a row without its unreadable columns."""
+    return {key: value for key, value in row.items() if not isinstance(value, Unreadable)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +71,7 @@ class RowForm:
     Attributes:
       question_key, answer_key: names of columns; 'a.b' is key b in column a; '-' for no answer.
       input_key: name of a column whose text is put below the question; '' for none.
-      conversation: whether the first question is a list of messages.
+      conversation: whether a question among the first rows is a list of messages.
       pattern: expression that finds the answer in its column; None to use the last '####'.
       mark: what counts as an answer after the last '####': 'line', any text, if the mark begins a
         line (all first rows end so); 'number', only a number (some first rows end so); '' if no
@@ -252,9 +245,6 @@ def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowFor
     question = env.question_key or _first(rows, QUESTION_KEYS, place, "question")
     with_input = question == _INSTRUCTION and not env.question_key
     answer = env.answer_key or _first(rows, ANSWER_KEYS, place, "answer")
-    asked = next((v for row in rows if has_value(v := _find(row, question))), None)
-    if asked is None and question in rows[0]:
-        asked = rows[0][question]
     pattern = re.compile(env.answer_pattern) if env.answer_pattern else None
     answers = [] if answer == NO_ANSWER else [_find(row, answer) for row in rows]
     mark = _mark([text for value in answers if (text := _answer_or_none(value))])
@@ -262,7 +252,7 @@ def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowFor
         question,
         answer,
         _INPUT if with_input else "",
-        isinstance(asked, list | tuple),
+        any(isinstance(_find(row, question), list | tuple) for row in rows),
         pattern,
         mark,
     )
@@ -333,31 +323,9 @@ def _column(row: Mapping[str, Any], key: str, place: str, field: str) -> Any:
             f"{place}: the row has no {key!r}, only {names_of(row)}: put it there, or name another "
             f"column by {field}"
         )
-    if isinstance(row, PartlyReadable):
-        _refuse_unreadable(value, place, key)
-    return value
-
-
-def _refuse_unreadable(value: Any, place: str, key: str) -> None:
     if isinstance(value, Unreadable):
         raise UserError(f"{place}: {key!r} cannot be read ({value.reason}): save the data anew")
-    parts = value.values() if isinstance(value, Mapping) else value
-    for part in parts if isinstance(value, Mapping | list | tuple) else ():
-        _refuse_unreadable(part, place, key)
-
-
-def _readable(value: Any) -> Any:
-    """Copies a value; an `Unreadable` part loses its key in a mapping and is None elsewhere."""
-    if isinstance(value, Mapping):
-        return {k: _readable(v) for k, v in value.items() if not isinstance(v, Unreadable)}
-    if type(value) in (list, tuple):
-        return type(value)(map(_readable, value))
-    return None if isinstance(value, Unreadable) else value
-
-
-def without_unreadable(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a row without its unreadable values."""
-    return _readable(row) if isinstance(row, PartlyReadable) else row
+    return value
 
 
 def _text(value: Any, place: str, key: str) -> str:
@@ -429,7 +397,7 @@ def without_none(value: Any) -> Any:
 
 def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the function schemas in the column `tools` (a list or its JSON); [] for none."""
-    tools = objects(without_none(_readable(row.get(_TOOLS))))
+    tools = objects(without_none(row.get(_TOOLS)))
     return tools if all(tools) else []
 
 

@@ -18,6 +18,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.envs.rewards.call import Failure, as_number, attempt, definition
 from fp8rl_jax.envs.rewards.terms import FLOAT32_MAX, Limits, Term, source_digest
 from fp8rl_jax.envs.step import Step
+from fp8rl_jax.envs.tool_calls import calls_in
 from fp8rl_jax.envs.tools import tool_schema, tool_step
 
 _FORM = (
@@ -53,6 +54,23 @@ class StepCall(NamedTuple):
     cut: bool = False
 
 
+class Answered(NamedTuple):
+    """A checked `Step`, as a worker returns it.
+
+    Attributes:
+      state: the pickled state; b"" for None.
+      texts: texts of the observation, at least one, which may be ''.
+      reward, done: as in `Step`.
+      called: name and identifier of each call of a tool in the reply, '' if unknown.
+    """
+
+    state: bytes
+    texts: list[str]
+    reward: float
+    done: bool
+    called: list[tuple[str, str]]
+
+
 @dataclasses.dataclass(frozen=True)
 class StepForm:
     """Calls a step function, and checks its result; the counterpart of `rewards.form.Form`.
@@ -64,15 +82,15 @@ class StepForm:
     takes_cut: bool = False
     takes_row: ClassVar[bool] = True
 
-    def call(self, function: Callable, about: StepCall, file: str) -> Step | Failure:
-        """Returns the step with its state pickled, as in `StepCall`; a Failure if the function
-        raised an exception, or returned no right Step. `file`: as for `Form.call`."""
+    def call(self, function: Callable, about: StepCall, file: str) -> Answered | Failure:
+        """Returns the checked step; a Failure if the function raised an exception, or returned no
+        right Step. `file`: as for `Form.call`."""
         found = self._called(function, about, file)
         if isinstance(found, Failure) and not found.place:
             return found._replace(place=definition(function))
         return found
 
-    def _called(self, function: Callable, about: StepCall, file: str) -> Step | Failure:
+    def _called(self, function: Callable, about: StepCall, file: str) -> Answered | Failure:
         state = None
         if about.state:
             state = attempt(pickle.loads, (about.state,), {}, file)
@@ -108,8 +126,8 @@ class StepForm:
             sizes = f"{len(kept) / 2**20:,.1f} MiB pickled, more than {most / 2**20:,.1f}"
             return Failure("large state", f"its state takes {sizes} ({_STATE}): keep less in it")
         kept = b"" if step.state is None else kept
-        texts = [each.encode(errors="replace").decode() for each in texts]
-        return Step(kept, texts if len(texts) > 1 else "".join(texts), reward, done)
+        texts = [each.encode(errors="replace").decode() for each in texts or [""]]
+        return Answered(kept, texts, reward, done, calls_in(about.reply))
 
 
 def load_step(name: str, role: str, seconds: float = 30.0, memory_gb: float = 4.0) -> Term:

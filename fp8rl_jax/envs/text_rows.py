@@ -1,32 +1,37 @@
 """Reads rows of text files: JSON Lines, a JSON list of objects, CSV with a header; each also .gz.
 
 The length of a line and of a JSON list, and the depth of JSON (base/json_file.py), are limited. CSV
-cells stay texts: '007' and '24.0' are kept, and an empty cell is an empty text. (Arrow's CSV reader
-would need the types of all columns in advance, and blocks as long as the longest row.)
+cells stay texts: '007' and '24.0' are kept, and an empty cell is an empty text. A '.json' file may
+also hold one object a line, as for Hugging Face's `datasets`.
 
-A '.json' file may also hold one object a line, as for Hugging Face's `datasets`. Not read: an
-object of columns, a list below a key, CSV with another separator than the comma.
+Python's `json` and `csv` read them, since Arrow's readers give a column one type: of JSON they
+refuse answers of several types (42 and "x"), turn the text "2024-01-05" into a time and an integer
+of 30 digits into a float, and give each object the keys of all; of CSV they refuse rows that lack
+cells, and read a quote that is not closed as text.
+
+Not read: an object of columns, a list below a key, CSV with another separator than the comma.
 """
 
 from __future__ import annotations
 
-import collections
+import codecs
 import csv
+import decimal
 import gzip
 import io
-import itertools
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json
-from fp8rl_jax.envs.rows import Rows, Unreadable, marked
+from fp8rl_jax.envs.rows import TWICE, Rows
 
 JSONL, JSON, CSV = (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".csv", ".csv.gz")
 _LONGEST_LIST = 2**28  # bytes of a JSON list, which is parsed in one piece
+_MOST_DIGITS = 4000  # of an int; Python's limit is 4300
+_FORM = "write one object a line, in UTF-8, or into a .json file a list of objects, [{...}, {...}]"
 _File = io.BufferedReader | gzip.GzipFile
-_BLANK = b"\xef\xbb\xbf \t\r\n"
 
 
 def read(path: pathlib.Path) -> Rows:
@@ -38,132 +43,96 @@ def read(path: pathlib.Path) -> Rows:
     """
     name = path.name.lower()
     with gzip.open(path) if name.endswith(".gz") else path.open("rb") as file:
+        if file.peek(3).startswith(codecs.BOM_UTF8):
+            file.read(3)
         if name.endswith(CSV):
             yield from _read_csv(path, file)
-        elif name.endswith(JSON):
-            yield from _read_json(path, file)
+        elif name.endswith(JSON) and file.peek(4096).lstrip().startswith(b"["):
+            yield from _read_list(path, file)
         else:
-            yield from _read_jsonl(path, file)
+            for place, line in _lines(path, file):
+                if line.strip():
+                    yield place, _checked(place, _parsed(place, line))
 
 
-def _lines(path: pathlib.Path, file: _File) -> Iterator[tuple[int, str]]:
-    """Yields (number, text) of the lines of a file, without a byte order mark."""
+def _lines(path: pathlib.Path, file: _File) -> Iterator[tuple[str, bytes]]:
+    """Yields the lines of a file with their places."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         place = f"{path}:{number}"
         if len(line) > LONGEST:
             raise UserError(
                 f"{place} has more than {LONGEST:,} bytes: write one row a line, and no larger ones"
             )
-        try:
-            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{place} is not UTF-8 (byte {error.start + 1} of the line): save it as UTF-8"
-            ) from None
+        yield place, line
 
 
-def _read_jsonl(path: pathlib.Path, file: _File, form: str = "one object a line") -> Rows:
-    for number, line in _lines(path, file):
-        place = f"{path}:{number}"
-        if not (text := line.strip()):
-            continue
-        try:
-            row = _parsed(text)
-        except ValueError as error:
-            raise UserError(f"{place} is not JSON ({error}): write {form}") from None
-        yield place, _checked(place, row, form)
-
-
-def _read_json(path: pathlib.Path, file: _File) -> Rows:
-    """Yields the rows of a JSON list of objects, or of one object a line."""
-    form = "a list of objects, [{...}, {...}], or one object a line"
-    head = file.peek(4096).lstrip(_BLANK)
-    if not head.startswith(b"["):
-        lines = _read_jsonl(path, file, form)
-        first = list(itertools.islice(lines, 2))
-        if len(first) == 1:  # an object of columns, or rows below a key
-            raise UserError(f"{path} holds one object: write {form}")
-        yield from itertools.chain(first, lines)
-        return
+def _read_list(path: pathlib.Path, file: _File) -> Rows:
     content = file.read(_LONGEST_LIST + 1)
     if len(content) > _LONGEST_LIST:
         raise UserError(
             f"{path} has more than {_LONGEST_LIST:,} bytes in one list: write one object a line "
             "into a .jsonl file"
         )
-    try:
-        rows = _parsed(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start + 1}): save it as UTF-8") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): write {form}") from None
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(_parsed(str(path), content), 1):
         place = f"{path}, row {number}"
-        yield place, _checked(place, row, "a list of objects")
+        yield place, _checked(place, row)
 
 
-def _parsed(text: str) -> Any:
-    """Parses a JSON text; values that Python cannot hold become `Unreadable`."""
-    return parse_json(text, _object, _integer)
-
-
-def _integer(digits: str) -> int | Unreadable:
+def _parsed(place: str, content: bytes) -> Any:
     try:
-        return int(digits)
-    except ValueError:  # Python's limit on digits
-        return Unreadable(f"a whole number of {len(digits.lstrip('-')):,} digits")
+        return parse_json(content, _object, _integer)
+    except ValueError as error:
+        raise UserError(f"{place} is not JSON ({error}): {_FORM}") from None
+
+
+def _integer(digits: str) -> int | decimal.Decimal:
+    return int(digits) if len(digits) <= _MOST_DIGITS else decimal.Decimal(digits)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        again = Unreadable("the key stands there twice")
-        found |= dict.fromkeys(_repeated(key for key, _ in pairs), again)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:60]!r} stands twice in an object")
+        found[key] = value
     return found
 
 
-def _repeated(names: Iterable[str]) -> list[str]:
-    return [name for name, count in collections.Counter(names).items() if count > 1]
-
-
-def _checked(place: str, row: Any, form: str) -> dict[str, Any]:
+def _checked(place: str, row: Any) -> dict[str, Any]:
     """Returns the row if it is an object; else raises UserError."""
-    if isinstance(row, dict):
-        return marked(row)
-    kind = "int" if isinstance(row, Unreadable) else type(row).__name__
-    raise UserError(f"{place} is {kind}; write {form}")
+    if not isinstance(row, dict):
+        raise UserError(f"{place} is {type(row).__name__}; {_FORM}")
+    return row
 
 
 def _read_csv(path: pathlib.Path, file: _File) -> Rows:
+    """Yields the rows of a CSV file; the place of a row is its last line."""
     csv.field_size_limit(LONGEST)  # for the process; the default is 128 KiB
-    lines = (line for _, line in _lines(path, file))
-    head = next(lines, "")
-    for separator, name in ((";", "';'"), ("\t", "tabs")):
-        if separator in head and "," not in head:
-            raise UserError(
-                f"{path} seems to be separated by {name} (its first line has no comma): save it "
-                "separated by commas"
-            )
-    reader = csv.reader(itertools.chain([head], lines), strict=True)
-    names, begin = list[str](), 1
-    twice: dict[str, Any] = {}
+    texts = (line.decode() for _, line in _lines(path, file))
+    reader = csv.DictReader(texts, restval="", strict=True)
+    begin = 1
     try:
-        for cells in reader:
-            place, begin = f"{path}:{begin}", reader.line_num + 1
-            if len(cells) > len(names) > 0:
+        header = reader.fieldnames or ()
+        # Columns without a name are named as in pandas.
+        names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(header)]
+        if len(names) == 1 and {";", "\t"} & {*names[0]}:
+            raise UserError(
+                f"{path} has one column, {names[0][:60]!r}: save it separated by commas"
+            )
+        reader.fieldnames = names
+        begin = reader.line_num + 1
+        twice = {name: TWICE for name in names if names.count(name) > 1}
+        for row in reader:
+            place = f"{path}:{reader.line_num}"
+            begin = reader.line_num + 1
+            if extra := row.get(None):
                 raise UserError(
-                    f"{place} has {len(cells)} cells, and the header {len(names)}: put texts that "
-                    "hold commas in quotes"
+                    f"{place} has {len(names) + len(extra)} cells, and the header {len(names)}: "
+                    "put texts that hold commas in quotes"
                 )
-            if names and cells:
-                row = dict(itertools.zip_longest(names, cells, fillvalue=""))
-                yield place, marked(row | twice)
-            elif cells:  # the header; columns without a name are named as in pandas
-                names = [name.strip() or f"Unnamed: {index}" for index, name in enumerate(cells)]
-                again = Unreadable("the file has several columns of that name")
-                twice = dict.fromkeys(_repeated(names), again)
-    except csv.Error as error:
+            yield place, row | twice
+    except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}:{begin} is not CSV ({error}): put texts that hold commas, quotes or line "
-            'breaks in quotes, and write a quote in them twice ("")'
+            f"{path}:{begin} is not CSV ({error}): save it as UTF-8, put texts that hold commas, "
+            'quotes or line breaks in quotes, and write a quote in them twice ("")'
         ) from None

@@ -15,7 +15,7 @@ from typing import Any
 from fp8rl_jax.base.errors import UserError, raised, refused, refused_by_system
 from fp8rl_jax.base.json_file import check_regular, parse_json, read_json
 from fp8rl_jax.base.paths import expanded, tfds_home
-from fp8rl_jax.envs.rows import Rows, Unreadable, marked
+from fp8rl_jax.envs.rows import Rows
 
 FORMAT = "array_record"
 JSON_COLUMNS = "fp8rl_json_columns"  # key of the metadata: columns that are stored as JSON
@@ -120,7 +120,7 @@ def _rows(builder: Any, split: str, encoded: Sequence[str]) -> Rows:
         for number in range(len(source)):
             place = f"{builder.data_dir} {split}, row {number + 1}"
             row = _plain(source[number])
-            yield place, marked({k: parse_json(v) if k in encoded else v for k, v in row.items()})
+            yield place, {k: parse_json(v) if k in encoded else v for k, v in row.items()}
     except Exception as error:  # a damaged file: array_record raises many types
         raise UserError(f"{place} cannot be read ({raised(error)}): prepare it again") from None
 
@@ -131,8 +131,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         try:
             return value.decode()
-        except UnicodeDecodeError as error:
-            return Unreadable(raised(error))
+        except UnicodeDecodeError:
+            return value  # an error where a text is needed
     if isinstance(value, Mapping):
         return {name: _plain(v) for name, v in value.items()}
     if hasattr(value, "tolist"):

@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union
 
 from fp8rl_jax.base.errors import UserError, did_you_mean, raised
+from fp8rl_jax.envs.answers import with_integers
 from fp8rl_jax.envs.step import Step, StepFunction
-from fp8rl_jax.envs.tool_calls import ToolCall, parse_tool_calls
+from fp8rl_jax.envs.tool_calls import Refusal, ToolCall, parse_tool_calls
 
 _TYPES = {
     int: "integer",
@@ -46,10 +47,6 @@ _OF_MACHINE = re.compile(
     r"""'~?/[^']*'|"~?/[^"]*"|(?<![\w.:/~])~?/[^\s'"()<>,;:]+|(?<=\ at\ )0x[0-9a-f]+""", re.VERBOSE
 )
 _CUT = "Error: the reply was cut; call a tool or answer in fewer words"  # fits 64 bytes
-
-
-class _Refusal(Exception):
-    """A sentence for the policy: what is wrong with its call, and what to write."""
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -180,7 +177,7 @@ def check_calls(
         reply = written(name, example)
         match parse_tool_calls(reply):
             case [ToolCall(name=found) as call] if found == name:
-                with contextlib.suppress(_Refusal):
+                with contextlib.suppress(Refusal):
                     if _arguments(call, parameters) == example:
                         continue
         raise UserError(
@@ -215,11 +212,11 @@ def _answer(call: ToolCall | str, tools: _Tools) -> str:
         if call.name not in tools:
             known = f"the tools are {', '.join(tools)}" if tools else "there are no tools"
             hint = did_you_mean(call.name, tools, known)
-            raise _Refusal(f"no tool has the name {_short(call.name)}; {hint}")
+            raise Refusal(f"no tool has the name {_short(call.name)}; {hint}")
         function, parameters = tools[call.name]
         result = function(**_arguments(call, parameters))
         return result if isinstance(result, str) else _as_json(result)
-    except _Refusal as refusal:
+    except Refusal as refusal:
         return f"Error: {refusal}"
     except KeyboardInterrupt:
         raise
@@ -295,16 +292,16 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _arguments(call: ToolCall, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call as its tool takes them; raises a _Refusal otherwise."""
+    """Returns the arguments of a call as its tool takes them; raises a Refusal otherwise."""
     schemas = parameters["properties"]
     for key in parameters.get("required", ()):
         if key not in call.arguments:
-            raise _Refusal(f"{call.name} needs the argument {_short(key)}")
+            raise Refusal(f"{call.name} needs the argument {_short(key)}")
     found = {}
     for key, value in call.arguments.items():
         if key not in schemas:
             known = f"it takes {', '.join(schemas)}" if schemas else "it takes none"
-            raise _Refusal(f"{call.name} takes no argument {_short(key)}; {known}")
+            raise Refusal(f"{call.name} takes no argument {_short(key)}; {known}")
         schema = {name: part for name, part in schemas[key].items() if name != "description"}
         values = [value]
         if call.texts:  # templates write the three constants as Python does
@@ -313,10 +310,10 @@ def _arguments(call: ToolCall, parameters: Mapping[str, Any]) -> dict[str, Any]:
                 parsed = json.loads(text)
                 if not isinstance(parsed, str):  # quotes are part of a text
                     values = [parsed, value]
-        values.append(_with_integers(values[0]))
+        values.append(with_integers(values[0]))
         right = [each for each in values if _fits(each, schema)]
         if not right:
-            raise _Refusal(
+            raise Refusal(
                 f"{call.name}'s argument {_short(key)} is {_short(value)} and must be of "
                 f"{json.dumps(schema)}"
             )
@@ -351,17 +348,6 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if isinstance(value, dict):
         return all(_fits(each, schema.get("additionalProperties", {})) for each in value.values())
     return True
-
-
-def _with_integers(value: Any) -> Any:
-    """Returns a JSON value with 2 for 2.0, which is an integer by JSON schema."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_with_integers(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _with_integers(each) for key, each in value.items()}
-    return value
 
 
 def _short(value: Any) -> str:

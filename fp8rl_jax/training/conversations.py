@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8rl_jax.data.turns import Turns
-from fp8rl_jax.envs import Question, Step, StepCall, Tally, Term, calls_in
+from fp8rl_jax.envs import Answered, Question, StepCall, Tally, Term
 from fp8rl_jax.envs.rewards.scoring import begin_calls
 from fp8rl_jax.rollout import Extension, Progress, Replies, Rollout
 from fp8rl_jax.training.rewards import Rewards
@@ -152,17 +152,15 @@ class Conversations:
         if step.done:
             return _Answer(row, [])
         last = int(rollout.tokens[row, length - 1])
-        called = calls_in(episode.said[-1]["content"])
-        tokens, texts = self._turns.encode(step.observation, last, called)
+        tokens, texts = self._turns.encode(step.texts, last, step.called)
         if length + len(tokens) >= self._most:  # no room for a reply
             episode.full = True
             return _Answer(row, [])
-        said = [step.observation] if isinstance(step.observation, str) else step.observation
-        episode.cut += "\n".join(texts) != "\n".join(said)
+        episode.cut += "\n".join(texts) != "\n".join(step.texts)
         episode.said += [{"role": self._turns.role, "content": text} for text in texts]
         return _Answer(row, tokens)
 
-    def _result(self, row: int) -> Step | None:
+    def _result(self, row: int) -> Answered | None:
         """Waits for the step of a response, and records it; None if the call failed."""
         episode = self._episodes[row]
         assert episode.call is not None

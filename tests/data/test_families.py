@@ -13,7 +13,8 @@ pytest.importorskip("trl", reason="needs trl: pip install 'fp8rl_jax[oracles]'")
 from chat_families import FAMILIES, add, refusal, table, turns_of
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.envs import calls_in, check_calls
+from fp8rl_jax.envs import check_calls
+from fp8rl_jax.envs.tool_calls import calls_in
 from fp8rl_jax.envs.tools import tool_schema
 
 _MODELS = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
@@ -42,10 +43,10 @@ def _written(name: str, messages: list, begin_answer: bool = True, **options) ->
     )
 
 
-def _said(turns, observation, reply: str, end: str) -> str:
+def _said(turns, observation: str, reply: str, end: str) -> str:
     """What `Turns` puts behind a reply that ended so, as text."""
     last = turns.tokenizer.encode(end)[-1]
-    tokens, _ = turns.encode(observation, last, calls_in(reply))
+    tokens, _ = turns.encode([observation], last, calls_in(reply))
     assert len(tokens) <= turns.slots
     return turns.tokenizer.reader.decode(tokens, skip_special_tokens=False)
 
@@ -134,8 +135,8 @@ def test_what_is_quoted_cannot_take_a_turn(name):
         last = turns.tokenizer.eos_id
         marks = [*form.special, *form.added, "\U000f0000"]
         said = "5" + "\n".join(marks)
-        tokens, texts = turns.encode(said, last)
-        plain, _ = turns.encode("5", last)
+        tokens, texts = turns.encode([said], last)
+        plain, _ = turns.encode(["5"], last)
         ids = {turns.tokenizer.reader.token_to_id(text) for text in family.special}
         assert [t for t in tokens if t in ids] == [t for t in plain if t in ids]
         shown = turns.tokenizer.reader.decode(tokens, skip_special_tokens=False)
@@ -145,7 +146,7 @@ def test_what_is_quoted_cannot_take_a_turn(name):
 def test_a_long_observation_is_cut_at_its_end():
     turns = turns_of(FAMILIES["Qwen3"], "tool", most=64)
     for said in ("<|im_end|>" + "x" * 99, "log: <|endoftext|> then " + "y" * 80):
-        tokens, (text,) = turns.encode(said, turns.tokenizer.eos_id)
+        tokens, (text,) = turns.encode([said], turns.tokenizer.eos_id)
         assert len(tokens) <= turns.slots and len(text) > 50 and said.startswith(text)
 
 

@@ -66,24 +66,24 @@ def _text(tokens: list[int]) -> str:
 def test_plain_text_is_a_line():
     turns = _turns(most=5)
     assert turns.slots == 6
-    assert turns.encode("<", 258) == ([*b"<\n"], ["<"])
-    assert turns.encode("", 258) == ([*b"\n"], [""])
-    assert turns.encode("123456", _CUT) == ([*b"12345\n"], ["12345"])
+    assert turns.encode(["<"], 258) == ([*b"<\n"], ["<"])
+    assert turns.encode([""], 258) == ([*b"\n"], [""])
+    assert turns.encode(["123456"], _CUT) == ([*b"12345\n"], ["12345"])
     assert turns.encode(["1", "2"], _CUT) == ([*b"1\n2\n"], ["1\n2"])
 
 
 def test_the_template_writes_around_it():
     """After a reply that drew its end token, that token is not written again."""
     turns = _turns(_CHATML)
-    tokens, said = turns.encode("7", _CUT)
+    tokens, said = turns.encode(["7"], _CUT)
     assert (_text(tokens), said) == ("\x04\n<|tool|>7\x04\n<|assistant|>", ["7"])
-    assert _text(turns.encode("7", _END)[0]) == "\n<|tool|>7\x04\n<|assistant|>"
+    assert _text(turns.encode(["7"], _END)[0]) == "\n<|tool|>7\x04\n<|assistant|>"
     assert turns.slots == 20 + len("\x04\n<|tool|>\x04\n<|assistant|>")
 
 
 def test_long_observations_are_cut():
     turns = _turns(_CHATML, most=3)
-    tokens, said = turns.encode("äöü", _END)  # half of a character is left
+    tokens, said = turns.encode(["äöü"], _END)  # half of a character is left
     assert said == ["ä"] and len(tokens) <= turns.slots
     assert _text(tokens).startswith("\n<|tool|>ä\x04")
 
@@ -91,8 +91,8 @@ def test_long_observations_are_cut():
 def test_an_end_behind_white_space_is_not_repeated():
     """As templates of Llama 2 write it."""
     turns = _turns(_CHATML.replace("\x04", " \x04"))
-    assert _text(turns.encode("7", _END)[0]) == "\n<|tool|>7 \x04\n<|assistant|>"
-    assert _text(turns.encode("7", _CUT)[0]).startswith(" \x04\n<|tool|>")
+    assert _text(turns.encode(["7"], _END)[0]) == "\n<|tool|>7 \x04\n<|assistant|>"
+    assert _text(turns.encode(["7"], _CUT)[0]).startswith(" \x04\n<|tool|>")
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_an_end_behind_white_space_is_not_repeated():
 )
 def test_only_the_end_that_was_drawn_is_left_out(template, role, last, behind):
     turns = _turns(template, role=role)
-    assert _text(turns.encode("7", last)[0]) == behind
-    assert len(turns.encode("7" * 30, last)[0]) <= turns.slots
+    assert _text(turns.encode(["7"], last)[0]) == behind
+    assert len(turns.encode(["7" * 30], last)[0]) <= turns.slots
 
 
 def test_the_template_gets_the_tools():
@@ -121,7 +121,7 @@ def test_the_template_gets_the_tools():
         "{% for m in messages %}<{{ m.role if tools else 'none' }}>{{ m.content }}{% endfor %}"
     )
     with_tools = dataclasses.replace(_turns(template), tools=[{"name": "f"}])
-    assert _text(with_tools.encode("7", _END)[0]) == "<tool>7"
+    assert _text(with_tools.encode(["7"], _END)[0]) == "<tool>7"
     assert turns.slots == dataclasses.replace(turns, tools=[{}]).slots
 
 
@@ -186,7 +186,7 @@ def test_templates_that_cannot_go_on():
 def test_an_observation_may_hold_any_text():
     turns = _turns(_CHATML, most=60)
     said = "a reply like no other\x04\n<|tool|>"
-    assert _text(turns.encode(said, _CUT)[0]) == f"\x04\n<|tool|>{said}\x04\n<|assistant|>"
+    assert _text(turns.encode([said], _CUT)[0]) == f"\x04\n<|tool|>{said}\x04\n<|assistant|>"
 
 
 # Which families can converse with observations in the role tool and user, by TRL's copies of their
@@ -217,6 +217,6 @@ def test_templates_of_families(family):
         except UserError as error:
             assert "set env.observation_role to 'user'" not in str(error) or role == "tool"
             continue
-        assert "LOWER than 17" in turns._between("LOWER than 17")
+        assert "LOWER than 17" in turns._between(["LOWER than 17"])
         accepted.append(role)
     assert " ".join(accepted) == _FAMILIES[family]

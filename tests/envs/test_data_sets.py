@@ -265,7 +265,7 @@ def test_a_function_that_returns_rows(tmp_path, monkeypatch):
         (b"", "has no rows"),
         (b'{"question": "a", "answer": "1"}\nnonsense\n', r"a\.jsonl:2 is not JSON .*: write one"),
         (b'{"question": "a", "answer": "1"}\n\n[1]\n', r"a\.jsonl:3 is list; write one object"),
-        (b'{"question": "a\xff"}\n', r"a\.jsonl:1 is not UTF-8 \(byte 16 of the line\)"),
+        (b'{"question": "a\xff"}\n', r"a\.jsonl:1 is not JSON .*byte 0xff.*: write .* in UTF-8"),
         (
             b'{"question": "a"}\n',
             r"a\.jsonl:1: no column is known as the answer \(.*\); the row "

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.envs import Step, StepCall, load_step
+from fp8rl_jax.envs import Answered, StepCall, load_step
 from fp8rl_jax.envs.rewards.call import Failure
 from fp8rl_jax.envs.rewards.scoring import begin_calls
 
@@ -76,29 +76,31 @@ def _called(
 def test_an_episode_goes_from_worker_to_worker():
     """The state is the worker's alone: here it stays pickled, and the next call gets it back."""
     first = _called("count")
-    assert first == Step(first.state, "turn 1", 0.5, False) and isinstance(first.state, bytes)
-    assert _called("count", state=first.state)[1:] == ("turn 2", 1.0, True)
+    assert first == Answered(first.state, ["turn 1"], 0.5, False, [])
+    assert isinstance(first.state, bytes)
+    assert _called("count", state=first.state)[1:4] == (["turn 2"], 1.0, True)
     assert _called("count") == first
 
 
 def test_results_of_every_form():
-    assert _called("plain", "low") == Step(b"", "LOW", 1.0, False)
+    assert _called("plain", "low") == Answered(b"", ["LOW"], 1.0, False, [])
     assert _called("chance", "a") == _called("chance", "a") != _called("chance", "b")
-    assert _called("half").observation == "?", "what no tokenizer encodes"
+    assert _called("half").texts == ["?"], "what no tokenizer encodes"
     call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
-    assert _called("TOOLS", call, role="tools") == Step(b"", "8", 0.0, False)
-    assert _called("TOOLS", call * 2, role="tools") == Step(b"", ["8", "8"], 0.0, False)
-    assert _called("TOOLS", "8", role="tools") == Step(b"", "", 0.0, True)
+    found = _called("TOOLS", call, role="tools")
+    assert found == Answered(b"", ["8"], 0.0, False, [("double", "")])
+    assert _called("TOOLS", call * 2, role="tools").texts == ["8", "8"]
+    assert _called("TOOLS", "8", role="tools") == Answered(b"", [""], 0.0, True, [])
 
 
 def test_a_step_may_ask_whether_the_reply_was_cut():
     """By a parameter of this name; a first one of this name is the state."""
-    assert [_called("told", cut=cut).observation for cut in (False, True)] == ["a False", "a True"]
-    assert _called("any_name", cut=True).observation == "a {'cut': True}"
-    assert _called("named", cut=True).observation == "a None"
-    assert _called("plain", cut=True).observation == "A"
+    assert [_called("told", cut=cut).texts for cut in (False, True)] == [["a False"], ["a True"]]
+    assert _called("any_name", cut=True).texts == ["a {'cut': True}"]
+    assert _called("named", cut=True).texts == ["a None"]
+    assert _called("plain", cut=True).texts == ["A"]
     cut = _called("TOOLS", "8", role="tools", cut=True)
-    assert "was cut" in cut.observation and not cut.done
+    assert "was cut" in cut.texts[0] and not cut.done
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def refusal(turns: Turns, tools: Sequence = ()) -> str:
     """The sentence that refuses conversations or tools; '' if they can be held."""
     try:
         turns.check()
-        turns.encode("an observation", 0)
+        turns.encode(["an observation"], 0)
         check_calls(tools, turns.reply_with_call)
     except UserError as error:
         return str(error)

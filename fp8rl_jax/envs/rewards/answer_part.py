@@ -62,7 +62,6 @@ _PICKED = re.compile(
 _BOLD = re.compile(r"\*\*([^*\n]{1,80})\*\*")
 _TIME = re.compile(r"(?<![\d:])\d{1,2}:[0-5]\d(?:\s?[ap]\.?m\b\.?)?(?=\D*\Z)", re.IGNORECASE)
 _DENIED = re.compile(r",?\s(?:and\s|but\s)?not\s+\\?\$?\d[\d,./]*")
-_IS = re.compile(r"\A[A-Z][a-z]* .*\b(?:is|are|was|were)\s+(.*)", re.DOTALL)
 _WORD = r"(?:and|or)(?:\s+(?:maybe|perhaps|possibly|else|also|then))?"
 _SPACE = r"(?:[\s$*]|\\[()\[\],;: ])*"
 _BETWEEN = re.compile(
@@ -93,13 +92,9 @@ def answer_parts(text: str) -> Iterator[str]:
     for anchor in list(_ANCHOR.finditer(text))[-1:]:
         line = text[anchor.end() :].strip().partition("\n")[0][:_LONGEST]
         sentence = _SENTENCE_END.split(line, maxsplit=1)[0]
-        named = _IS.search(sentence)
-        if named and whole_number(named[1]):
-            yield named[1]
         if found := formulas(sentence):
             yield _joined(sentence, found[: _run(sentence, found)])
         yield sentence
-        yield line
         if number := last_number(sentence):
             yield str(number.value)
     yield from _PICKED.findall(text)[-1:]

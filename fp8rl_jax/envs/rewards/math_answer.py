@@ -136,8 +136,8 @@ def math_equal(prompt: str, response: str, answer: str) -> float:
 
 
 def _equal_as_written(answer: str, visible: str) -> bool:
-    rights = {same(answer), same(without_remark(answer))} - {""}
-    return not rights.isdisjoint(map(same, (visible, next(answer_parts(visible), ""))))
+    right = same(answer)
+    return right != "" and right in map(same, (visible, next(answer_parts(visible), "")))
 
 
 def math_answer(response: str) -> str | None:
@@ -205,9 +205,6 @@ def _read(text: str, right: bool = False) -> Answer | None:
 def _trimmed(text: str) -> str:
     """Returns a text without white space, marks and a period around it."""
     text = text.replace("{:}", ":").strip().strip("*").strip()
-    inside = formulas(text)
-    if len(inside) == 1 and inside[0][:2] == (0, len(text.rstrip(".。"))):
-        text = inside[0][2].strip()
     return text.rstrip("。").removesuffix(".")
 
 
@@ -272,54 +269,35 @@ def _names_differ(gold: Answer, given: Answer) -> bool:
 
 def _lists(gold: Answer, given: Answer) -> bool | None:
     """Lists are equal item by item: words, units, named values against a tuple."""
-    right, found = _named_items(gold), _named_items(given)
-    (kind, listed), (other, others) = right, found
-    if len(listed) != len(others) or not 1 < len(listed) <= _MOST_ITEMS:
+    gold_kind, gold_items = items(gold.text)
+    given_kind, given_items = items(given.text)
+    if len(gold_items) != len(given_items) or not 1 < len(gold_items) <= _MOST_ITEMS:
         return None
-    ordered = {kind, other} == {"("} or {kind, other} == {"["}
-    if {kind, other} in ({"(", "="}, {"", "="}):
-        by_name = "(" in (kind, other)
-        return all(map(_equal_texts, _values(*right, by_name), _values(*found, by_name)))
-    if ordered:
-        return all(map(_equal_texts, listed, others)) or None
-    if not {kind, other} <= {"", "{", "="}:
+    by_name = "(" in (gold_kind, given_kind)
+    gold_values = _values(gold_items, by_name)
+    given_values = _values(given_items, by_name)
+    if bool(gold_values) != bool(given_values):  # named values count in their order
+        pairs = zip(gold_values or gold_items, given_values or given_items, strict=True)
+        return all(_equal_texts(right, value) for right, value in pairs)
+    if not {gold_kind, given_kind} <= {"", "{"}:
         return None
-    for item in listed:
-        match = next((x for x in others if _equal_texts(item, x)), None)
+    for item in gold_items:
+        match = next((x for x in given_items if _equal_texts(item, x)), None)
         if match is None:
             return None
-        others = [x for x in others if x is not match]
+        given_items = [x for x in given_items if x is not match]
     return True
 
 
-def _named_items(answer: Answer) -> tuple[str, list[str]]:
-    """Returns kind and items of a list; '=' is the kind of a list of named values."""
-    kind, found = items(answer.text)
-    if kind == "" and len(found) == 1 and answer.sides:
-        name_kind, names = items(answer.name)
-        kind, values = items(answer.value)
-        if name_kind == kind == "(" and len(names) == len(values):
-            return "=", [f"{n} = {v}" for n, v in zip(names, values, strict=True)]
-        return kind, values
-    if kind == "" and len(found) > 1:
-        read = [_read(item) for item in found]
-        names = [same(r.name) if r else "" for r in read]
-        if all(names) and len({*names}) == len(names):
-            return "=", found
-        if read[0] and names[0] and not any(names[1:]):
-            return "", [read[0].value, *found[1:]]
-    return kind, found
-
-
-def _values(kind: str, listed: list[str], by_name: bool) -> list[str]:
-    """Returns the values of named items, perhaps in the order of their names; other items as they
-    are."""
-    if kind != "=":
-        return listed
-    read = [answer for answer in map(_read, listed) if answer]
+def _values(listed: list[str], by_name: bool) -> list[str]:
+    """Returns the values of items that all have names of their own, perhaps in the order of their
+    names; [] of other items."""
+    named = [answer for answer in map(_read, listed) if answer and answer.name]
+    if len({same(answer.name) for answer in named}) < len(listed):
+        return []
     if by_name:
-        read.sort(key=lambda answer: same(answer.name))
-    return [answer.value for answer in read]
+        named.sort(key=lambda answer: same(answer.name))
+    return [answer.value for answer in named]
 
 
 def _as_words(gold: Answer, given: Answer) -> bool | None:

@@ -1,9 +1,9 @@
 """Scores responses, and counts the calls that fail.
 
-Rewards that only compare texts (`terms.PLAIN`) are called in this process. User functions,
-`math_equal` and `task_score`, which may loop, end the process or take all memory, are called in
-worker processes (`pool`). A response with a failed call is not scored: its reward is nan. If all
-calls of a reward in a step or an evaluation fail, the step or evaluation fails.
+Rewards that only compare texts (`terms.PLAIN`) are called in this process. User functions and the
+other built-in rewards, which may loop, end the process or take all memory, are called in worker
+processes (`pool`). A response with a failed call is not scored: its reward is nan. If all calls of
+a reward in a step or an evaluation fail, the step or evaluation fails.
 """
 
 from __future__ import annotations

@@ -57,19 +57,39 @@ def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
     return reasoning_gym.get_score_answer_fn(task)
 
 
-BUILT_IN: dict[str, RewardFunction] = {}
-for _reward, _extract in (
-    (exact_match, lambda response: response.strip() or None),
-    (task_score, lambda response: response.strip() or None),
-    (math_equal, math_answer),
-    (gsm8k, lambda response: number_text(final_number(response))),
-    (gsm8k_strict, lambda response: number_text(strict_number(response))),
-):
-    vars(_reward)["extract"] = _extract
-    BUILT_IN[_reward.__name__] = _reward
+def _stripped(response: str) -> str | None:
+    return response.strip() or None
 
-# These only compare texts: they can neither end a process nor run for ever.
-PLAIN = ("exact_match", "gsm8k", "gsm8k_strict")
+
+class BuiltIn(NamedTuple):
+    """A built-in reward.
+
+    Attributes:
+      function: the reward, whose name is that of the function.
+      extract: its attribute of this name.
+      plain: whether it only compares texts: it can neither end a process nor run for ever, so it is
+        called in the run's process.
+      imports: a package that a worker imports before the first call's time begins; '' for none.
+    """
+
+    function: RewardFunction
+    extract: Callable[[str], str | None]
+    plain: bool = False
+    imports: str = ""
+
+
+_ROWS = (
+    BuiltIn(exact_match, _stripped, plain=True),
+    BuiltIn(task_score, _stripped, imports="reasoning_gym"),
+    BuiltIn(math_equal, math_answer, imports="math_verify"),
+    BuiltIn(gsm8k, lambda response: number_text(final_number(response)), plain=True),
+    BuiltIn(gsm8k_strict, lambda response: number_text(strict_number(response)), plain=True),
+)
+BUILT_IN = {row.function.__name__: row for row in _ROWS}
+for _row in _ROWS:
+    vars(_row.function)["extract"] = _row.extract
+PLAIN = [name for name, row in BUILT_IN.items() if row.plain]
+IN_WORKERS = [name for name, row in BUILT_IN.items() if not row.plain]
 FLOAT32_MAX = float.fromhex("0x1.fffffep127")
 
 
@@ -185,20 +205,21 @@ def _load(name: str) -> tuple[RewardFunction, Form]:
     be able to import its module.
     """
     if name in BUILT_IN:
-        return BUILT_IN[name], form_of(BUILT_IN[name], name)
+        function = BUILT_IN[name].function
+        return function, form_of(function, name)
     if not all(name.partition(":")):
         raise UserError(
             f"env.reward is {name!r}; write one of auto, {', '.join(BUILT_IN)}, or "
             "'module:function'"
         )
     module = name.partition(":")[0]
-    function = None if module == "__main__" else user_code.load(name, "env.reward:")
-    if function is None or getattr(sys.modules.get(module), "__spec__", None) is None:
+    loaded = None if module == "__main__" else user_code.load(name, "env.reward:")
+    if loaded is None or getattr(sys.modules.get(module), "__spec__", None) is None:
         raise UserError(
             f"env.reward: {name!r} is not in a module that a worker process can import: write the "
             "function in a file of its own, and name it 'FILE_WITHOUT_PY:FUNCTION'"
         )
-    return function, form_of(function, name)
+    return loaded, form_of(loaded, name)
 
 
 def source_digest(reward: str) -> str:

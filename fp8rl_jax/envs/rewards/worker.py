@@ -30,7 +30,7 @@ from typing import IO, Any, NamedTuple
 from fp8rl_jax.base.resource_limits import limit
 from fp8rl_jax.envs.rewards.call import Failure, attempt, failure_of
 from fp8rl_jax.envs.rewards.channel import Channel
-from fp8rl_jax.envs.rewards.terms import Term, load_rewards, module_file
+from fp8rl_jax.envs.rewards.terms import BUILT_IN, Term, load_rewards, module_file
 from fp8rl_jax.envs.step_calls import load_step
 
 _TICK = 5.0  # seconds
@@ -69,7 +69,6 @@ class Calls(NamedTuple):
     arguments: list[bytes]
 
 
-_LATE_IMPORTS = {"math_equal": "math_verify", "task_score": "reasoning_gym"}
 STALE = "stale"  # the worker has imported another source of the module
 
 
@@ -134,8 +133,8 @@ def _load(request: Load, terms: dict[tuple[str, str], Term]) -> Failure | str | 
             sys.path[:] = request.path
             os.chdir(request.directory)
             importlib.invalidate_caches()
-            if name in _LATE_IMPORTS:  # else imported in the first call, within its time limit
-                importlib.import_module(_LATE_IMPORTS[name])
+            if name in BUILT_IN and BUILT_IN[name].imports:
+                importlib.import_module(BUILT_IN[name].imports)
             if request.role == "reward":
                 (terms[key],) = load_rewards(name)
             else:

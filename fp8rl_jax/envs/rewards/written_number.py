@@ -143,13 +143,10 @@ class Number(NamedTuple):
 
     def _begins_with(self, other: Number) -> bool:
         """Returns whether this is a repeating decimal, and `other` its first 6 or more decimals."""
-        rest = self.value.denominator
-        for factor in (2, 5):
-            while rest % factor == 0:
-                rest //= factor
+        repeats = 10**40 % self.value.denominator > 0
         digits = next((k for k in range(6, 40) if 10**k % other.value.denominator == 0), 0)
         near = abs(self.value - other.value) * 10**digits <= 1
-        return rest > 1 and other.value.denominator >= 10**5 and digits > 0 and near
+        return repeats and other.value.denominator >= 10**5 and digits > 0 and near
 
 
 def whole_number(text: str, right: bool = False) -> Number | None:

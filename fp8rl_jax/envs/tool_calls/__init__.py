@@ -31,5 +31,5 @@ these tags; texts of Qwen3-Coder, GLM and in Python none of their own.
     call      what the readers return
 """
 
-from fp8rl_jax.envs.tool_calls.call import ToolCall
+from fp8rl_jax.envs.tool_calls.call import Refusal, ToolCall
 from fp8rl_jax.envs.tool_calls.reply import calls_in, parse_tool_calls

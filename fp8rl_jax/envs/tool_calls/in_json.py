@@ -1,7 +1,7 @@
 """Reads tool calls whose arguments are JSON.
 
-Each reader gets the reply, where the tag of the call ends, and where the next tag begins. It
-returns what it found, or raises a Refusal.
+Each reader gets the reply, and where the tag of the call ends. It returns what it found, or raises
+a Refusal.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NO_ARGUMENTS = ("<|tool_call_end|>", "<｜tool▁call▁end｜>", "[TOOL_CALLS]
 # What may follow Llama's calls.
 _LLAMA_ENDS = ("<|python_end|>", "<|python_tag|>", "```")
 _MISTRAL_HEAD = re.compile(
-    r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?P<id>[^\[\]{}]*))?(?:\[ARGS\])?"
+    r"\s*(?P<name>[^\s\[\]{}<`]+)\s*(?:\[CALL_ID\](?P<id>[^\[\]{}<`]*))?(?:\[ARGS\])?"
 )
-_KIMI_HEAD = re.compile(
+KIMI_HEAD = re.compile(
     r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<{]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
 )
 _RECIPIENT = re.compile(r"[^\s<]+")
 _MESSAGE = "<|message|>"
-_DEEPSEEK_HEAD = re.compile(
+DEEPSEEK_HEAD = re.compile(
     r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^\s<{]+)(?:<｜tool▁sep｜>)?(?:\s*```json)?"
 )
 
@@ -55,16 +55,16 @@ def json_at(text: str, start: int, form: str = _FORM) -> tuple[Any, int]:
     return value, after_space(text, end)
 
 
-def hermes(text: str, start: int, end: int) -> Found:
+def hermes(text: str, start: int) -> Found:
     value, behind = json_at(text, start)
     if behind < len(text) and not text.startswith("</tool_call>", behind):
         raise Refusal("text follows the JSON of the tool call; write </tool_call> there")
     return [_call(value)], behind
 
 
-def mistral(text: str, start: int, end: int) -> Found:
+def mistral(text: str, start: int) -> Found:
     if not text.startswith(("[", "{"), after_space(text, start)):
-        return _named(text, start, end, _MISTRAL_HEAD)
+        return named(text, start, _MISTRAL_HEAD)
     start = after_space(text, start)
     if text.startswith("{", start):
         raise Refusal('the tool calls are no list; write [{"name": ..., "arguments": {...}}]')
@@ -82,19 +82,11 @@ def mistral(text: str, start: int, end: int) -> Found:
     raise Refusal(f"the list of tool calls is empty; {_FORM}")
 
 
-def kimi(text: str, start: int, end: int) -> Found:
-    return _named(text, start, end, _KIMI_HEAD)
-
-
-def harmony(text: str, start: int, end: int) -> Found:
+def harmony(text: str, start: int) -> Found:
     """Reads what follows 'to=' in the header of a message of gpt-oss."""
     name, behind = _RECIPIENT.match(text, start), text.index(_MESSAGE, start) + len(_MESSAGE)
     assert name
     return arguments_at(text, behind, name[0].removeprefix("functions."))
-
-
-def deepseek(text: str, start: int, end: int) -> Found:
-    return _named(text, start, end, _DEEPSEEK_HEAD)
 
 
 def arguments_at(text: str, start: int, name: str, id: str = "") -> Found:
@@ -119,7 +111,7 @@ def bare(text: str, start: int) -> Found | None:
     if not values or not all(map(_is_call, values)):
         return None
     if isinstance(value, dict):
-        return llama(text, start, len(text))
+        return llama(text, start)
     if behind < len(text) and not text.startswith(_LLAMA_ENDS, behind):
         raise Refusal("text follows the JSON of the tool calls; leave it out")
     return [_call(each) for each in values], behind
@@ -133,7 +125,7 @@ def _is_call(value: Any) -> bool:
     return given and isinstance(_call(value), ToolCall)
 
 
-def llama(text: str, start: int, end: int) -> Found:
+def llama(text: str, start: int) -> Found:
     calls: list[ToolCall | str] = []
     while True:
         try:  # the calls before a malformed one are made
@@ -151,8 +143,9 @@ def llama(text: str, start: int, end: int) -> Found:
             raise Refusal("text follows the JSON of the tool call; write ';' between calls")
 
 
-def _named(text: str, start: int, end: int, head: re.Pattern) -> Found:
-    found = head.match(text, start, end)
+def named(text: str, start: int, head: re.Pattern) -> Found:
+    """Reads a call whose head, a pattern with the group `name`, stands before its arguments."""
+    found = head.match(text, start)
     if not found:
         raise Refusal(f"the tool call does not begin with a name; write NAME, then {_NAMED_FORM}")
     parts = found.groupdict()

@@ -13,14 +13,14 @@ _BLOCK_FORM = "write NAME(KEY=VALUE, ...), a call in each line"
 _JSON_NAMES = {"true": True, "false": False, "null": None}  # also taken in Python
 
 
-def listed(text: str, start: int, end: int) -> Found:
+def listed(text: str, start: int) -> Found:
     """Reads a list of calls, up to Llama's tag of its end or the end of the text."""
     last = text.find("<|python_end|>", start)
     last = len(text) if last < 0 else last
     return _calls(text[start:last], _LIST_FORM), last
 
 
-def block(text: str, start: int, end: int) -> Found:
+def block(text: str, start: int) -> Found:
     """Reads the lines behind '```tool_code', each a call or print(call)."""
     last = text.find("```", start)
     last = len(text) if last < 0 else last

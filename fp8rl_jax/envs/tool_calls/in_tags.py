@@ -31,7 +31,7 @@ _ARGUMENT = re.compile(
 )
 
 
-def function(text: str, start: int, end: int) -> Found:
+def function(text: str, start: int) -> Found:
     """Reads what follows '<function='."""
     name = _FUNCTION_NAME.match(text, start)
     if name is None:
@@ -62,7 +62,7 @@ def function(text: str, start: int, end: int) -> Found:
     return [ToolCall(name[1].strip(), arguments, texts=True)], behind
 
 
-def keyed(text: str, start: int, end: int) -> Found | None:
+def keyed(text: str, start: int) -> Found | None:
     """Reads what follows '<tool_call>' in GLM's form; None if it has another."""
     name = _KEYED_NAME.match(text, start)
     if name is None:

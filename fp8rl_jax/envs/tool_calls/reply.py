@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 _UNENDED = "Error: the tool call stands in a thought that does not end; end it before the call"
 
 
-def _bare(text: str, start: int, end: int) -> Found:
+def _bare(text: str, start: int) -> Found:
     """Reads the calls of a text without a tag; none if it is an answer, perhaps in JSON."""
     first = in_json.after_space(text, start)
     if fence := _FENCE.match(text, first):
@@ -30,17 +31,17 @@ def _bare(text: str, start: int, end: int) -> Found:
     if found := in_json.bare(text, first):
         return found
     if _BARE_JSON.match(text, first):
-        return in_json.llama(text, first, end)
+        return in_json.llama(text, first)
     if _BARE_PYTHON.match(text, first):
-        return in_python.listed(text, first, end)
+        return in_python.listed(text, first)
     return [], start
 
 
-def _tagged(text: str, start: int, end: int) -> Found:
+def _tagged(text: str, start: int) -> Found:
     """Reads what follows '<tool_call>'."""
     if text.startswith("<function=", in_json.after_space(text, start)):
         return [], start  # the next tag
-    return in_tags.keyed(text, start, end) or in_json.hermes(text, start, end)
+    return in_tags.keyed(text, start) or in_json.hermes(text, start)
 
 
 class _Form(NamedTuple):
@@ -54,7 +55,7 @@ class _Form(NamedTuple):
     """
 
     tag: str
-    reader: Callable[[str, int, int], Found]
+    reader: Callable[[str, int], Found]
     end: str
     special: bool = False
 
@@ -76,13 +77,13 @@ _FORMS = {
     "gemma": _Form("```tool_code", in_python.block, "```"),
     "kimi": _Form(
         r"<\|tool_call_begin\|>",
-        in_json.kimi,
+        functools.partial(in_json.named, head=in_json.KIMI_HEAD),
         r"<\|tool_call_end\|>|(?=<\|tool_call_begin\|>)|\Z",
         True,
     ),
     "deepseek": _Form(
         "<｜tool▁call▁begin｜>",
-        in_json.deepseek,
+        functools.partial(in_json.named, head=in_json.DEEPSEEK_HEAD),
         "<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)|\\Z",
         True,
     ),
@@ -128,12 +129,10 @@ class _Reply:
         self._missing: set[str] = set()  # marks that no thought ends with any more
 
     def calls(self) -> list[ToolCall | str]:
-        tags = list(_TAG.finditer(self._text))
-        ends = [tag.start() for tag in tags[1:]] + [len(self._text)]
         thought = False  # whether one has ended
         unended = False  # whether the reply began with one that does not end
         analysis = False  # whether the message is a thought of gpt-oss
-        for tag, end in zip(tags, ends, strict=True):
+        for tag in _TAG.finditer(self._text):
             kind = tag.lastgroup
             assert kind
             quoted = self._text[tag.start() - 1 : tag.start()] == "`" and not tag[0].startswith("`")
@@ -144,11 +143,11 @@ class _Reply:
                 unended |= not behind and not self._text[: tag.start()].strip()
                 if behind:
                     thought = True
-                    self._attempt("begin", behind, end)
+                    self._attempt("begin", behind)
             elif kind == "answer" and not (self._harmony or thought or unended):
                 self._calls.clear()
                 thought = True
-                self._attempt("begin", tag.end(), end)
+                self._attempt("begin", tag.end())
             analysis = kind == "analysis" or (analysis and kind not in ("message", "recipient"))
             if kind in _FORMS and not analysis:
                 if unended and not _FORMS[kind].special:
@@ -156,7 +155,7 @@ class _Reply:
                         return [_UNENDED]
                     continue
                 unended = False
-                self._attempt(kind, tag.end(), end)
+                self._attempt(kind, tag.end())
         if len(self._calls) > _MOST_CALLS:
             last = f"Error: only the first {_MOST_CALLS} calls of a reply are made"
             self._calls[_MOST_CALLS:] = [last]
@@ -171,13 +170,13 @@ class _Reply:
             return 0
         return end + len(mark)
 
-    def _attempt(self, kind: str, start: int, end: int) -> None:
-        """Reads the calls that begin at `start`; `end`: where the next tag begins."""
+    def _attempt(self, kind: str, start: int) -> None:
+        """Reads the calls that begin at `start`."""
         self._read = max(self._read, start)
         if len(self._calls) > _MOST_CALLS:
             return
         try:
-            found, behind = _FORMS[kind].reader(self._text, start, max(start, end))
+            found, behind = _FORMS[kind].reader(self._text, start)
         except Refusal as refusal:
             found, behind = [f"Error: {refusal}"], self._refused(kind, start)
         self._calls += found
