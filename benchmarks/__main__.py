@@ -7,9 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from fp8rl_jax import cli
-from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import Command, argument, note, read_config, writable, writing
-from fp8rl_jax.cli.bench import DEFAULT, STARTS, out_option, repeats, write_json
+from fp8rl_jax.cli.bench import STARTS, out_option, repeats, write_json
 
 _PROGRAM = "python -m benchmarks"
 
@@ -49,32 +48,6 @@ def _gemm_error(values: argparse.Namespace) -> int:
     return 0
 
 
-def _processes(values: argparse.Namespace) -> int:
-    if values.processes < 2 or values.pairs < 1:
-        raise UserError(
-            f"{_PROGRAM} processes: --processes is {values.processes} and --pairs "
-            f"{values.pairs}; write at least 2 and 1"
-        )
-    config = read_config(f"{_PROGRAM} processes", values)
-    if config.rollout.slots:
-        raise UserError(
-            f"{_PROGRAM} processes: rollout.slots is "
-            f"{config.rollout.slots}, whose programs are not timed: write --config.rollout.slots=0"
-        )
-    if config.mesh.rollout:
-        raise UserError(
-            f"{_PROGRAM} processes: mesh.rollout is {config.mesh.rollout}, and rollouts are timed "
-            "on the learner's devices: write --config.mesh.rollout=0"
-        )
-    from benchmarks import processes
-    from fp8rl_jax.sharding import abstract_mesh
-
-    abstract_mesh(config.mesh.to_dict(), values.processes)  # UserError if it has others
-    arguments = [values.config, *values.overrides]
-    print(processes.format_table(processes.bench(arguments, values.processes, values.pairs, note)))
-    return 0
-
-
 _COMMANDS = (
     Command(
         "step",
@@ -98,18 +71,6 @@ _COMMANDS = (
             argument("--recipes", "recipes to measure (default: all named recipes)"),
             out_option("runs/gemm_error", "gemm_error.json and gemm_error.png"),
         ),
-    ),
-    Command(
-        "processes",
-        "cost of several processes: one training run with one process and with several, in turns",
-        _processes,
-        (
-            argument(
-                "--processes", f"processes, and devices in all {DEFAULT}", "N", type=int, default=2
-            ),
-            argument("--pairs", f"timed steps of each run {DEFAULT}", "N", type=int, default=10),
-        ),
-        config=True,
     ),
 )
 COMMANDS = {

@@ -1,4 +1,6 @@
-"""Benchmark `processes`: one process with N devices compared with N processes with one device.
+"""Compares one process with two devices with two processes of one device each.
+
+    JAX_PLATFORMS=cpu python docs/scripts/processes.py CONFIG --config.mesh.data=2
 
 Both forms run the same training and take turns: a step of one, then the same step of the other.
 Figures are medians of the steps. CPU seconds are those of all processes of a form, without their
@@ -9,6 +11,7 @@ records, and communication between the hosts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -49,7 +52,8 @@ class _Form:
                 free.bind(("localhost", 0))
                 port = free.getsockname()[1]
             variables |= {"FP8RL_COORDINATOR": f"localhost:{port}", "FP8RL_PROCESSES": str(count)}
-        command = [sys.executable, "-m", __name__, *arguments, f"--config.run.dir={folder / 'run'}"]
+        run_dir = f"--config.run.dir={folder / 'run'}"
+        command = [sys.executable, __file__, "--worker", *arguments, run_dir]
         self._processes = []
         for number, errors in enumerate(self._errors):
             own = {"FP8RL_PROCESS_ID": str(number)} if count > 1 else {}
@@ -83,7 +87,7 @@ class _Form:
             texts = (errors.read_text(errors="replace").strip() for errors in self._errors)
             said = next(filter(None, texts), "").splitlines()
             raise UserError(
-                f"python -m benchmarks processes: processes x devices of {self.name} ended: "
+                f"processes x devices of {self.name} ended: "
                 + (said[-1] if said else "nothing was said")
             )
         self.steps.append(json.loads(line))
@@ -235,5 +239,13 @@ def _worker(arguments: list[str]) -> None:
     training.train(config, stop=clock.turn)
 
 
+def main(arguments: list[str]) -> None:
+    note = functools.partial(print, file=sys.stderr, flush=True)
+    print(format_table(bench(arguments, 2, 10, note)))
+
+
 if __name__ == "__main__":
-    _worker(sys.argv[1:])
+    if sys.argv[1:2] == ["--worker"]:
+        _worker(sys.argv[2:])
+    else:
+        main(sys.argv[1:])
