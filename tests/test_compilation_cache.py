@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from marks import slow
 from random_model import initial_params
+from small_models import NARROW
 from tiny_run import CONFIG
 
 from fp8rl_jax import cli
@@ -114,27 +115,18 @@ def _gradient(model: ModelConfig, recipe: str):
 
 @pytest.mark.parametrize("recipe", ["bf16", slow("fp8")])
 def test_a_program_from_the_cache_has_the_bits_of_a_fresh_one(recipe, tmp_path):
-    model = ModelConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-    )
-    params = initial_params(model)
+    params = initial_params(NARROW)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
-    given = params, tokens, rope_tables(model, 9)
+    given = params, tokens, rope_tables(NARROW, 9)
     use_compilation_cache(str(tmp_path))
     with without_compilation_cache():
-        fresh = _gradient(model, recipe)(*given)
+        fresh = _gradient(NARROW, recipe)(*given)
         assert not list(tmp_path.rglob("*-cache"))
     found = []
     for _ in range(2):
         jax.clear_caches()
         compilation_cache._counts.update(wanted=0, found=0)
-        found.append(_gradient(model, recipe)(*given))
+        found.append(_gradient(NARROW, recipe)(*given))
         line = found_programs()
     wanted = compilation_cache._counts["wanted"]
     assert line == (

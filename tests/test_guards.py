@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_model import DENSE, LATENT
+from small_models import UNEVEN, UNEVEN_LATENT
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import prevent_fma, round_bf16
@@ -91,7 +91,7 @@ def _simplifiable(jaxpr) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", ["f32", "bf16", "fp8"])
-@pytest.mark.parametrize("model", [DENSE, LATENT], ids=["dense", "latents and experts"])
+@pytest.mark.parametrize("model", [UNEVEN, UNEVEN_LATENT], ids=["dense", "latents and experts"])
 def test_forward(model, recipe):
     """With a cache, and logits over temperatures."""
 

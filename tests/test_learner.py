@@ -15,11 +15,12 @@ from balance_steps import COEFFICIENT, MODEL, TAPS, balance_batch
 from balance_steps import run as balance_gradients
 from devices import run_script
 from random_model import initial_params
+from small_models import NARROW
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.batch import Batch, make_batch
 
-_MODEL = models.ModelConfig(64, 32, 48, 1, 2, 1, 16)
+_MODEL = dataclasses.replace(NARROW, num_hidden_layers=1)
 _ROWS, _TOKENS, _RESPONSE = 8, 16, 6
 _SGD = optax.sgd(0.05)
 

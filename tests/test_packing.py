@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from kind_of_cpu import kind_of_cpu
 from marks import slow
 from random_model import initial_params
+from small_models import NARROW
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.batch import Batch, SharedPrompts, assign, make_batch, pack
@@ -26,7 +27,6 @@ from fp8rl_jax.models.logprobs import token_logprobs
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rl import losses
 
-_MODEL = models.ModelConfig(64, 32, 48, 2, 2, 1, 16)
 _PROMPT, _RESPONSE = 150, 500
 _LONGEST, _CAPACITY = 650, 704
 _LENGTHS = [(1, 1), (62, 1), (1, 62), (60, 4), (20, 44), (5, 60), (64, 1), (80, 433), (3, 500)]
@@ -65,12 +65,12 @@ def _batch(lengths=_LENGTHS, seed=0) -> Batch:
 
 @functools.cache
 def _rope():
-    tables = models.rope_tables(_MODEL, _PROMPT + _RESPONSE)
+    tables = models.rope_tables(NARROW, _PROMPT + _RESPONSE)
     return tuple(jnp.asarray(table) for table in tables)
 
 
 def _score(batch: Batch, recipe: str, params) -> np.ndarray:
-    return np.asarray(learner.make_score(_MODEL, recipe)(params, {}, batch, _rope()))
+    return np.asarray(learner.make_score(NARROW, recipe)(params, {}, batch, _rope()))
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
@@ -81,7 +81,7 @@ def _bits(x: np.ndarray) -> np.ndarray:
 def test_rows_of_several_sequences_have_the_bits_of_rows(recipe):
     """Sequences of 2, 63, 64, 65 and 513 tokens, in any order, and what a neighbour holds changes
     nothing."""
-    params, batch = initial_params(_MODEL), _batch()
+    params, batch = initial_params(NARROW), _batch()
     mask = batch.mask > 0
     want = _score(batch, recipe, params)[mask]
     assert np.isfinite(want).all()
@@ -115,7 +115,7 @@ def test_rows_of_several_sequences_have_the_bits_of_rows(recipe):
 @pytest.mark.parametrize("recipe", ["f32", slow("fp8")])
 def test_shared_prompts_have_the_bits_of_rows(recipe):
     """In any order, and with groups that one row cannot hold."""
-    params, batch = initial_params(_MODEL), _batch(_SHARED)
+    params, batch = initial_params(NARROW), _batch(_SHARED)
     mask = batch.mask > 0
     want = _score(batch, recipe, params)[mask]
     order = np.random.default_rng(1).permutation(len(mask))
@@ -163,8 +163,8 @@ def test_gradients_are_those_of_rows(name):
     config = learner.LossConfig(loss)
     if kl:
         config = learner.LossConfig(loss, lambda logp, ref: (logp - ref) ** 2, kl)
-    step = learner.make_train_step(_MODEL, "f32", _SGD, config, donate=False)
-    params = initial_params(_MODEL)
+    step = learner.make_train_step(NARROW, "f32", _SGD, config, donate=False)
+    params = initial_params(NARROW)
     state = learner.new_state(params, _SGD, np.zeros(2, np.uint32), "f32")
     for lengths in (_LENGTHS, [(1, 2), *_LENGTHS[:8]], [(2, 2)] * 9, _SHARED[:9]):
         batch = _batch(lengths)

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow
 from tiny_run import CONFIG, overrides, reproducible, train_counting
 from train_process import finish, kill_after_records, start, wait_for_records
 
@@ -196,8 +195,9 @@ class _Died(BaseException):
 
 
 def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys):
-    """SIGTERM in fine-tuning saves and leaves; later a process dies that has written the records
-    of a step, but not its checkpoint. In the end every record is that of the run in one piece."""
+    """SIGTERM in fine-tuning, and after an RL step that is not to be saved, saves and leaves; later
+    a process dies that has written the records of a step, but not its checkpoint. In the end every
+    record is that of the run in one piece."""
     write = RunLogs.write
 
     def run(resume, name=None, step=None, event=None):
@@ -213,13 +213,19 @@ def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys
     def die():
         raise _Died
 
-    outcome = run(False, "sft", 3, lambda: signal.raise_signal(signal.SIGTERM))
-    assert not outcome.finished and outcome.stopped_by == "SIGTERM"
-    assert "stopped by SIGTERM after sft step 3, saved" in capsys.readouterr().out
-    assert len(reproducible(tmp_path)["sft"]) == 3
+    def terminate():
+        signal.raise_signal(signal.SIGTERM)
+
+    for resume, log, step, phase in ((False, "sft", 3, "sft"), (True, "metrics", 3, "rl")):
+        outcome = run(resume, log, step, terminate)
+        assert not outcome.finished and outcome.stopped_by == "SIGTERM"
+        assert f"stopped by SIGTERM after {phase} step 3, saved" in capsys.readouterr().out
+        assert len(reproducible(tmp_path)[log]) == 3
+        number = 3 + (8 if phase == "rl" else 0)
+        assert Checkpoints(tmp_path / "run" / "checkpoints", keep=2).latest() == number
     with pytest.raises(_Died):
         run(True, "metrics", 5, die)
-    assert "resuming after sft step 3" in capsys.readouterr().out
+    assert "resuming after rl step 3" in capsys.readouterr().out
     assert len(reproducible(tmp_path)["metrics"]) == 5
     assert run(True).finished
     assert "resuming after rl step 4" in capsys.readouterr().out
@@ -229,9 +235,10 @@ def test_stopped_and_resumed_is_the_same(tiny_run, tmp_path, monkeypatch, capsys
 _ASKED = 1 + 8 + 1 + 6  # at the start, after each update of fine-tuning, before RL, after RL steps
 
 
-# In and at the end of fine-tuning (1, 8), before RL (9), after a step without a checkpoint (10),
-# with one (11), with an evaluation (12), and after the last (15).
-@pytest.mark.parametrize("asked", [*map(slow, (1, 8)), 9, *map(slow, (10, 11)), 12, slow(15)])
+# At the beginning and the end of fine-tuning (1, 8), before RL (9), after a step with a checkpoint
+# (11), with an evaluation (12), and after the last (15).
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [1, 8, 9, 11, 12, 15])
 def test_stopped_at_any_point(tiny_run, tmp_path, capsys, asked):
     """A signal that is first seen after so many questions: what is said to be saved is saved."""
     calls = []

@@ -19,15 +19,14 @@ import optax
 from jax.sharding import AxisType
 from jax.tree_util import tree_leaves_with_path as leaves_with_path
 from random_model import initial_params
+from small_models import NARROW
 
 from fp8rl_jax import learner, models, sharding
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch, make_batch
 from fp8rl_jax.models.taps import ROUTING
 
-MODEL = models.ModelConfig(
-    64, 32, 48, 2, 2, 1, 16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
-)
+MODEL = dataclasses.replace(NARROW, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 COEFFICIENT = 0.5
 _ROWS, _TOKENS, _RESPONSE = 8, 20, 6
 TAPS = ("post_attention_layernorm/output", "router_logits", "router_experts")

@@ -6,7 +6,6 @@ one, and `quantize_params`, called outside a program, compiles every operation b
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import jax
@@ -17,36 +16,6 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params
 from fp8rl_jax.quant import Recipe, calibrated_scales
 from fp8rl_jax.quant.kv import with_kv_scales
-
-# Shapes in which 136 columns cross a block of 128, and no width is a power of two.
-DENSE = ModelConfig(
-    vocab_size=50,
-    hidden_size=48,
-    intermediate_size=136,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=24,
-)
-LATENT = dataclasses.replace(
-    DENSE,
-    num_key_value_heads=4,
-    kv_lora_rank=136,
-    q_lora_rank=40,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=24,
-    qk_norm=False,
-    rope_interleave=True,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=64,
-    scoring_func="sigmoid",
-    n_group=4,
-    topk_group=2,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-)
 
 
 def initial_params(config: ModelConfig, seed: int = 0):

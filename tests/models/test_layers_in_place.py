@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_model import initial_params, quantized
+from small_models import BLOCKS
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.models import (
-    ModelConfig,
     forward,
     init_cache,
     init_paged_cache,
@@ -27,15 +27,7 @@ from fp8rl_jax.quant import Activation, Rows, get_recipe, missing_scales, quanti
 from fp8rl_jax.quant.kv import with_kv_scales
 from fp8rl_jax.quant.qarray import E4M3
 
-_DENSE = ModelConfig(
-    vocab_size=96,
-    hidden_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=256,
-)
+_DENSE = dataclasses.replace(BLOCKS, num_hidden_layers=3)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
 _LATENT = dict(
     kv_lora_rank=32,

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from drift_harness import Case, make_params, run, with_adapters
 from marks import slow
-from random_model import DENSE, LATENT, initial_params
+from random_model import initial_params
+from small_models import UNEVEN, UNEVEN_LATENT
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
@@ -29,7 +30,7 @@ from fp8rl_jax.models.lora import Adapted, adapted, merged, new_adapters, traine
 from fp8rl_jax.quant import get_recipe, is_weight
 
 _EXPERTS = dataclasses.replace(
-    DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+    UNEVEN, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
 )
 
 
@@ -39,7 +40,7 @@ def _key():
 
 @pytest.mark.parametrize("recipe", ["f32", "bf16", "fp8"])
 def test_without_b_it_is_the_base(recipe):
-    params = initial_params(DENSE)
+    params = initial_params(UNEVEN)
     own = Adapted(params, new_adapters(params, 4, ("*",), _key()), 2.0)
     found, wanted = (exact_jit(lambda p: quantize_params(p, recipe))(p) for p in (own, params))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -124,10 +125,10 @@ def _gradients(config, own: Adapted, recipe: str):
 @pytest.mark.parametrize(
     ("config", "recipe", "bound"),
     [
-        pytest.param(DENSE, "f32", 1e-5, id="f32"),
+        pytest.param(UNEVEN, "f32", 1e-5, id="f32"),
         slow(_EXPERTS, "f32", 1e-5, id="f32 experts"),
-        slow(LATENT, "f32", 1e-5, id="f32 latent"),
-        slow(DENSE, "bf16", 0.02, id="bf16"),
+        slow(UNEVEN_LATENT, "f32", 1e-5, id="f32 latent"),
+        slow(UNEVEN, "bf16", 0.02, id="bf16"),
         slow(_EXPERTS, "fp8", 0.1, id="fp8 experts"),
     ],
 )
@@ -185,4 +186,4 @@ def test_zero_drift(case):
 )
 def test_what_cannot_be_adapted_is_refused(rank, modules, words):
     with pytest.raises(UserError, match=words):
-        new_adapters(initial_params(DENSE), rank, modules, _key())
+        new_adapters(initial_params(UNEVEN), rank, modules, _key())

@@ -11,23 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_model import initial_params, quantized
+from small_models import BLOCKS
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, Swap, forward, layers, trainable_params
+from fp8rl_jax.models import Swap, forward, layers, trainable_params
 from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Operand, get_recipe, power_of_two, static
 from fp8rl_jax.quant.operands import fuses_quantisation
 from fp8rl_jax.quant.scaling import dynamic
 
-_DENSE = ModelConfig(
-    vocab_size=96,
-    hidden_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=256,
-)
 _FP8 = dataclasses.replace(get_recipe("fp8"), kernels="triton")
 
 
@@ -69,16 +61,16 @@ def fused(monkeypatch):
 
 def _run(recipe, swaps=None, remat="none"):
     """Logits and gradient of a model on one batch."""
-    params = initial_params(_DENSE)
+    params = initial_params(BLOCKS)
     tokens = jax.random.randint(
-        jax.random.key(1, impl="threefry2x32"), (3, 20), 0, _DENSE.vocab_size
+        jax.random.key(1, impl="threefry2x32"), (3, 20), 0, BLOCKS.vocab_size
     )
     weights = quantized(params, recipe)
 
     def loss(params):
         paired = trainable_params(params, weights, recipe)
         out = forward(
-            paired, tokens, _DENSE, recipe, remat=remat, observe=Observe(swaps=swaps or {})
+            paired, tokens, BLOCKS, recipe, remat=remat, observe=Observe(swaps=swaps or {})
         )
         return jax.nn.log_softmax(out.logits)[..., 0].sum(), out.logits
 
@@ -100,7 +92,7 @@ def test_bits(fused, remat):
 @pytest.mark.parametrize("name", ["input_layernorm/output", "gated", "self_attn/q_proj/input"])
 def test_swapped_values_are_read(fused, name):
     """What a swap puts in the place of a value reaches the products behind it."""
-    width = _DENSE.intermediate_size if name == "gated" else _DENSE.hidden_size
+    width = BLOCKS.intermediate_size if name == "gated" else BLOCKS.hidden_size
     value = jax.random.normal(jax.random.key(2, impl="threefry2x32"), (2, 3, 20, width))
     swaps = {name: Swap(jnp.asarray([False, True]), value)}
     want = _run(get_recipe("fp8"), swaps)

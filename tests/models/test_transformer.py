@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from drift_harness import FAMILIES, Case
 from oracles import decoder_oracle as oracle
-from random_model import DENSE, LATENT
+from small_models import UNEVEN, UNEVEN_LATENT
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, rope_tables
@@ -25,13 +25,13 @@ def _params(model, seed=0):
     return oracle.random_params(param_shapes(model), seed)
 
 
-def _tokens(model=DENSE, batch=2, length=_LENGTH, seed=0):
+def _tokens(model=UNEVEN, batch=2, length=_LENGTH, seed=0):
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (batch, length))
     return tokens.astype(np.int32)
 
 
 @functools.cache
-def _program(recipe, model=DENSE):
+def _program(recipe, model=UNEVEN):
     """(params, tokens, rope) -> logits, and whether each layer's output is finite."""
 
     def run(params, tokens, rope):
@@ -41,7 +41,7 @@ def _program(recipe, model=DENSE):
     return exact_jit(run)
 
 
-def _whole(recipe, tokens, model=DENSE):
+def _whole(recipe, tokens, model=UNEVEN):
     """Logits without a cache, as the learner computes them."""
     return np.asarray(
         _program(recipe, model)(_params(model), tokens, rope_tables(model, _SLOTS))[0]
@@ -55,7 +55,7 @@ def _logits(recipe):
 
 @functools.cache
 def _expected():
-    return oracle.decoder_logits(_params(DENSE), DENSE, _tokens())
+    return oracle.decoder_logits(_params(UNEVEN), UNEVEN, _tokens())
 
 
 # Against the oracle.
@@ -108,7 +108,7 @@ def test_rounding_error_within_recorded_bounds(recipe, low, high):
 
 
 @functools.cache
-def _cached_program(recipe, model=DENSE):
+def _cached_program(recipe, model=UNEVEN):
     def run(params, tokens, cache, positions, rope):
         out = forward(params, tokens, model, recipe, positions=positions, cache=cache, rope=rope)
         return out.logits, out.cache
@@ -116,13 +116,13 @@ def _cached_program(recipe, model=DENSE):
     return exact_jit(run)
 
 
-def _step(recipe, tokens, cache, positions, model=DENSE):
+def _step(recipe, tokens, cache, positions, model=UNEVEN):
     arguments = _params(model), tokens, cache, positions, rope_tables(model, _SLOTS)
     logits, cache = _cached_program(recipe, model)(*arguments)
     return np.asarray(logits), cache
 
 
-def _empty_cache(recipe, model=DENSE):
+def _empty_cache(recipe, model=UNEVEN):
     return init_cache(model, get_recipe(recipe), 2, _SLOTS)
 
 
@@ -162,12 +162,12 @@ def test_decoding_ragged_prompts_equals_the_whole(recipe):
 @pytest.mark.parametrize("recipe", ["f32", _SLOW("fp8")])
 def test_latents_and_experts_one_token_at_a_time_equal_the_whole(recipe):
     """DeepSeek's layers: the sorting of one step's tokens, and queries that meet latents."""
-    tokens, cache = _tokens(LATENT, length=9), _empty_cache(recipe, LATENT)
-    expected = _whole(recipe, tokens, LATENT)
+    tokens, cache = _tokens(UNEVEN_LATENT, length=9), _empty_cache(recipe, UNEVEN_LATENT)
+    expected = _whole(recipe, tokens, UNEVEN_LATENT)
     assert np.isfinite(expected).all()
     for step in range(9):
         position = np.full((2, 1), step, np.int32)
-        logits, cache = _step(recipe, tokens[:, step : step + 1], cache, position, LATENT)
+        logits, cache = _step(recipe, tokens[:, step : step + 1], cache, position, UNEVEN_LATENT)
         np.testing.assert_array_equal(logits[:, 0], expected[:, step])
 
 
@@ -177,7 +177,7 @@ def test_right_padding_changes_nothing_before_it(recipe):
     logits, tokens = _logits(recipe), _tokens()
     short = _whole(recipe, tokens[:, :12])
     np.testing.assert_array_equal(short, logits[:, :12])
-    tokens[:, 12:] = (tokens[:, 12:] + 1) % DENSE.vocab_size
+    tokens[:, 12:] = (tokens[:, 12:] + 1) % UNEVEN.vocab_size
     other = _whole(recipe, tokens)
     np.testing.assert_array_equal(other[:, :12], short)
     assert (other[:, 12:] != logits[:, 12:]).any(axis=-1).all()
@@ -203,18 +203,18 @@ def _loss_and_gradients(remat, recipe="f32"):
     """Mean negative log-probability of the next token, and its gradients by masters."""
 
     def loss(params, tokens, rope):
-        logits = forward(params, tokens, DENSE, recipe, rope=rope, remat=remat).logits
+        logits = forward(params, tokens, UNEVEN, recipe, rope=rope, remat=remat).logits
         logp = jax.nn.log_softmax(logits[:, :-1])
         return -jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1).mean()
 
     program = exact_jit(jax.value_and_grad(loss))
-    rope = rope_tables(DENSE, _SHORT)
-    return jax.device_get(program(_params(DENSE), _tokens(length=_SHORT), rope))
+    rope = rope_tables(UNEVEN, _SHORT)
+    return jax.device_get(program(_params(UNEVEN), _tokens(length=_SHORT), rope))
 
 
 def _plain_loss(params, tokens):
     """The same loss in plain jnp: batched einsum, whole softmax, a Python loop over layers."""
-    config, length = DENSE, tokens.shape[1]
+    config, length = UNEVEN, tokens.shape[1]
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
     def norm(x, weight):
@@ -256,7 +256,7 @@ def test_gradients_equal_those_of_a_plain_forward():
     """Every element of every gradient, through the custom rules of matmul and attention."""
     value, grads = _loss_and_gradients("none")
     program = jax.jit(jax.value_and_grad(_plain_loss))
-    plain_value, plain = program(_params(DENSE), _tokens(length=_SHORT))
+    plain_value, plain = program(_params(UNEVEN), _tokens(length=_SHORT))
     np.testing.assert_allclose(value, plain_value, rtol=1e-6)
     grads, plain = _named(grads), _named(plain)
     assert grads.keys() == plain.keys()
@@ -271,13 +271,13 @@ def test_gradients_equal_finite_differences():
     tokens = _tokens(length=_SHORT)
 
     def loss(params):
-        logits = oracle.decoder_logits(params, DENSE, tokens)[:, :-1]
+        logits = oracle.decoder_logits(params, UNEVEN, tokens)[:, :-1]
         top = logits.max(-1, keepdims=True)
         logp = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
         return -np.take_along_axis(logp, tokens[:, 1:, None], axis=-1).mean()
 
     value, grads = _loss_and_gradients("none")
-    params = oracle.to_float64(_params(DENSE))
+    params = oracle.to_float64(_params(UNEVEN))
     np.testing.assert_allclose(value, loss(params), rtol=1e-6)
     leaves, structure = jax.tree.flatten(params)
     rng = np.random.default_rng(0)
@@ -311,8 +311,8 @@ def test_remat_changes_no_bit_of_the_loss(recipe):
 
 def test_finite_names_the_first_bad_layer():
     """A NaN in the second layer's weights: the first layer's output is still finite."""
-    params = jax.tree.map(np.array, _params(DENSE))
-    rope = rope_tables(DENSE, _SLOTS)
+    params = jax.tree.map(np.array, _params(UNEVEN))
+    rope = rope_tables(UNEVEN, _SLOTS)
     _, finite = _program("f32")(params, _tokens(), rope)
     np.testing.assert_array_equal(finite, [True, True])
     params["layers"]["up_proj"]["kernel"][1, 0, 0] = np.nan
@@ -323,10 +323,10 @@ def test_finite_names_the_first_bad_layer():
 
 def test_one_bad_sequence_is_reported_and_spoils_no_other():
     """A NaN that one of two sequences meets: no layer is finite, the other's logits keep bits."""
-    params, tokens = jax.tree.map(np.array, _params(DENSE)), _tokens()
+    params, tokens = jax.tree.map(np.array, _params(UNEVEN)), _tokens()
     only_second = np.setdiff1d(tokens[1], tokens[0])[0]
     params["embed_tokens"][only_second] = np.nan
-    logits, finite = _program("f32")(params, tokens, rope_tables(DENSE, _SLOTS))
+    logits, finite = _program("f32")(params, tokens, rope_tables(UNEVEN, _SLOTS))
     np.testing.assert_array_equal(finite, [False, False])
     np.testing.assert_array_equal(logits[0], _logits("f32")[0])
     assert np.isnan(logits[1]).any()
@@ -349,8 +349,8 @@ def test_every_family_is_observed(family, recipe):
 def test_hidden_output_has_no_logits(recipe):
     """Hidden states in the compute dtype, and nothing of the vocabulary's size."""
     out = jax.eval_shape(
-        lambda params, tokens: forward(params, tokens, DENSE, recipe, output="hidden"),
-        _params(DENSE),
+        lambda params, tokens: forward(params, tokens, UNEVEN, recipe, output="hidden"),
+        _params(UNEVEN),
         _tokens(),
     )
     assert out.logits is None and out.cache is None
@@ -363,4 +363,4 @@ def test_unknown_choices_are_refused(field):
     """The message names the value and what may be written."""
     allowed = {"remat": "none, full", "output": "'logits' or 'hidden'"}[field]
     with pytest.raises(ValueError, match=f"{field} is 'some'; write .*{allowed}"):
-        forward(_params(DENSE), _tokens(), DENSE, "f32", **{field: "some"})
+        forward(_params(UNEVEN), _tokens(), UNEVEN, "f32", **{field: "some"})

@@ -11,6 +11,7 @@ import pytest
 from marks import slow
 from planned import mesh_of, resolved_as
 from random_model import initial_params
+from small_models import DENSE, EXPERTS, LATENT
 
 from fp8rl_jax import models
 from fp8rl_jax.base.errors import UserError
@@ -25,14 +26,7 @@ from fp8rl_jax.sharding import abstract_mesh
 from fp8rl_jax.training import engine, runtime
 
 _TINY = str(pathlib.Path(__file__).resolve().parents[2] / "configs" / "tiny_arithmetic.py")
-_DENSE = models.ModelConfig(97, 64, 64, 2, 4, 2, 16)
-_EXPERTS = dataclasses.replace(
-    _DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
-)
-_LATENT = models.ModelConfig(
-    97, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
-)
-_TIED = dataclasses.replace(_DENSE, tie_word_embeddings=True)
+_TIED = dataclasses.replace(DENSE, tie_word_embeddings=True)
 _SETTINGS = SamplerConfig(64, 4, (1,), 0)
 _GIB = 2**30
 
@@ -48,14 +42,14 @@ def _loop(model, recipe: str, **changes) -> Loop:
 @pytest.mark.parametrize(
     ("model", "recipe"),
     [
-        (_DENSE, "fp8"),
-        slow(_DENSE, "bf16"),
-        (_DENSE, "f32"),
-        slow(_DENSE, "fp8_delayed"),
+        (DENSE, "fp8"),
+        slow(DENSE, "bf16"),
+        (DENSE, "f32"),
+        slow(DENSE, "fp8_delayed"),
         slow(_TIED, "fp8"),
-        (_EXPERTS, "fp8"),
-        (_LATENT, "fp8"),
-        slow(_LATENT, "bf16"),
+        (EXPERTS, "fp8"),
+        (LATENT, "fp8"),
+        slow(LATENT, "bf16"),
     ],
     ids=["fp8", "bf16", "f32", "delayed", "tied", "experts", "latent", "latent bf16"],
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from random_model import DENSE, initial_params, quantized
+from random_model import initial_params, quantized
+from small_models import UNEVEN
 
 from fp8rl_jax.rollout.refit import changed_bytes, sampled_bytes
 
@@ -13,7 +14,7 @@ from fp8rl_jax.rollout.refit import changed_bytes, sampled_bytes
 @pytest.mark.parametrize(("recipe", "bound"), [("fp8", 1), ("fp8_delayed", 1), ("bf16", 0)])
 def test_share_of_bytes(recipe, bound):
     """Against a count in numpy, of a step that moves a tenth of the numbers."""
-    params = initial_params(DENSE)
+    params = initial_params(UNEVEN)
     rng = np.random.default_rng(0)
     moved = jax.tree.map(
         lambda x: np.where(rng.random(x.shape) < 0.1, np.asarray(x) * 1.2, x), params

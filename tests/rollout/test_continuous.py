@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import kv_formats
 import numpy as np
 import pytest
+import small_models
 from random_model import initial_params, quantized, rollout_weights
+from small_models import TINY
 from tiny_run import compilations
 
 from fp8rl_jax import models, rollout
@@ -27,21 +29,9 @@ from fp8rl_jax.rollout.sampler import Requests
 
 EOS, PAD = 330, 329
 PROMPT, NEW, GROUP = 70, 200, 3
-TINY = models.ModelConfig(61, 32, 32, 1, 2, 1, 16)
-DENSE = models.ModelConfig(331, 64, 64, 2, 4, 2, 16)
-EXPERTS = dataclasses.replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-LATENT = models.ModelConfig(
-    331,
-    64,
-    64,
-    2,
-    4,
-    4,
-    16,
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=16,
+DENSE, EXPERTS, LATENT = (  # with so many tokens that responses end late
+    dataclasses.replace(model, vocab_size=331)
+    for model in (small_models.DENSE, small_models.EXPERTS, small_models.LATENT)
 )
 LENGTHS = np.int32([3, 70, 64, 65, 1])
 SETTINGS = SamplerConfig(NEW, GROUP, (EOS,), PAD)

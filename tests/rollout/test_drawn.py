@@ -13,6 +13,7 @@ import pytest
 from marks import slow
 from random_model import initial_params
 from scipy import stats
+from small_models import TINY
 
 from fp8rl_jax import models
 from fp8rl_jax.quant import get_recipe
@@ -29,14 +30,13 @@ from fp8rl_jax.rollout import (
 )
 
 DRAWS = 4096
-_MODEL = models.ModelConfig(61, 32, 32, 1, 2, 1, 16)
 _PROMPT = np.int32([[3, 1, 4, 1, 5]])
 _RECIPE = get_recipe("f32")
 
 
 def _weights(seed: int):
     """Weights with a head that gives some tokens a few times the probability of others."""
-    params = initial_params(_MODEL, seed)
+    params = initial_params(TINY, seed)
     head = 3 * np.array(params["lm_head"])
     return make_refit(_RECIPE)({**params, "lm_head": jnp.asarray(head)}, {})[0]
 
@@ -51,7 +51,7 @@ def _arguments(weights, temperature: float, tokens: int) -> tuple:
             np.arange(DRAWS, dtype=np.int32),
             np.full(DRAWS, temperature, np.float32),
             np.full(DRAWS, tokens, np.int32),
-            tuple(map(jnp.asarray, models.rope_tables(_MODEL, 16))),
+            tuple(map(jnp.asarray, models.rope_tables(TINY, 16))),
         ),
     )
 
@@ -61,7 +61,7 @@ def _settings(tokens: int, top_k: int, top_p: float, **fields) -> SamplerConfig:
 
 
 def _continuous(settings: SamplerConfig) -> ContinuousSampler:
-    return ContinuousSampler(_MODEL, _RECIPE, settings, Batching(1024, 1100), part=2)
+    return ContinuousSampler(TINY, _RECIPE, settings, Batching(1024, 1100), part=2)
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def _sampler(kind: str, top_k: int, top_p: float):
     settings = _settings(2, top_k, top_p)
     if kind == "continuous":
         return _continuous(settings)
-    return make_sampler(_MODEL, _RECIPE, dataclasses.replace(settings, taps=("logits",)))
+    return make_sampler(TINY, _RECIPE, dataclasses.replace(settings, taps=("logits",)))
 
 
 def _one_reply(kind: str, temperature: float, top_k: int, top_p: float) -> Rollout:

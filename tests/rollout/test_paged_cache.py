@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_model import initial_params, quantized
+from small_models import DENSE, LATENT
 
 from fp8rl_jax import models
 from fp8rl_jax.base.exact_jit import exact_jit
@@ -25,10 +26,6 @@ from fp8rl_jax.quant import get_recipe, quantize_kv
 LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513)
 _HEADS, _KV, _DIM = 4, 2, 32
 _SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
-DENSE = models.ModelConfig(97, 64, 64, 2, _HEADS, _KV, 16)
-LATENT = models.ModelConfig(
-    97, 64, 64, 2, 4, 4, 16, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
-)
 
 
 def _pages(x: jax.Array, table: np.ndarray, pages: int, fill) -> jax.Array:
@@ -120,7 +117,7 @@ def test_the_whole_forward(model, recipe):
     recipe = get_recipe(recipe)
     weights = quantized(initial_params(model), recipe)
     rope = tuple(map(jnp.asarray, models.rope_tables(model, 192)))
-    tokens = np.random.default_rng(0).integers(0, 97, (2, 130)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (2, 130)).astype(np.int32)
     tokens[1, :64] = tokens[0, :64]
 
     @exact_jit

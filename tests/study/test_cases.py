@@ -11,7 +11,7 @@ import types
 
 import numpy as np
 import pytest
-from random_model import DENSE
+from small_models import UNEVEN
 from study_cells import fake_subject
 
 from fp8rl_jax.base.errors import UserError
@@ -226,7 +226,7 @@ def _subject(**fields) -> subjects.Subject:
     config = saved_config({"eval": {"questions": 8}, "rollout": {"prompts_per_step": 4}}, "a test")
     config.update(fields)
     runtime = types.SimpleNamespace(
-        config=config, questions={"eval": list(range(8))}, model=DENSE, data_digest=""
+        config=config, questions={"eval": list(range(8))}, model=UNEVEN, data_digest=""
     )
     return subjects.Subject("tiny", runtime, lambda: {"w": np.ones(3, np.float32)})
 

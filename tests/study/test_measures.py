@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from random_model import DENSE, LATENT, initial_params
+from random_model import initial_params
+from small_models import UNEVEN, UNEVEN_LATENT
 
 from studies import scoring
 from studies.measures import CAPS, POSITIONS, PROBABILITIES, SUMS, Pair, measure, pooled
@@ -257,7 +258,7 @@ def test_margin(groups):
     correction = draw(0, 0.3, (2, 6)).astype(np.float32) if groups else None
     router = {"scoring_func": "sigmoid", "n_group": groups, "topk_group": min(groups, 2)}
     config = dataclasses.replace(
-        DENSE, num_experts=6, num_experts_per_tok=2, **(router if groups else {})
+        UNEVEN, num_experts=6, num_experts_per_tok=2, **(router if groups else {})
     )
     found = np.asarray(scoring._margin(config, logits, correction))
     for place in np.ndindex(2, 3, 4):
@@ -273,7 +274,7 @@ def test_margin(groups):
 
 
 def test_corrections_of_routers():
-    params = initial_params(LATENT)
+    params = initial_params(UNEVEN_LATENT)
     params["layers"]["router"]["e_score_correction_bias"] = np.arange(8.0)[None]
     np.testing.assert_array_equal(scoring._correction(params), np.arange(8.0)[None])
-    assert scoring._correction(initial_params(DENSE)) is None
+    assert scoring._correction(initial_params(UNEVEN)) is None

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import pytest
 from devices import run_script
 from random_model import initial_params
+from small_models import NARROW
 
 from fp8rl_jax import models
-
-_MODEL = models.ModelConfig(64, 32, 48, 2, 2, 1, 16)
 
 
 def test_two_meshes_at_a_time():
@@ -23,12 +22,12 @@ def test_two_meshes_at_a_time():
 
 def test_a_mesh_of_the_context_is_refused():
     """Over its devices XLA would cut products, and bits would change without a word."""
-    params, tokens = initial_params(_MODEL), jnp.zeros((2, 4), jnp.int32)
+    params, tokens = initial_params(NARROW), jnp.zeros((2, 4), jnp.int32)
     mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
 
     def run(parallel):
         return jax.eval_shape(
-            lambda p: models.forward(p, tokens, _MODEL, "fp8", parallel=parallel).logits, params
+            lambda p: models.forward(p, tokens, NARROW, "fp8", parallel=parallel).logits, params
         )
 
     with jax.sharding.use_abstract_mesh(mesh):
