@@ -485,25 +485,20 @@ def attention(
     splits = -(-slots // operands.SPLIT)
     if one_split is None:
         one_split = operands.takes_one_split(batch, queries, heads, kv_heads, slots)
-    float32 = operands.in_float32(q, k, v, *ropes)
-    if float32:
+    if operands.in_float32(q, k, v, *ropes):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         ropes = tuple(None if x is None else x.astype(jnp.float32) for x in ropes)
-
-    rope_features = 0 if q_rope is None else q_rope.shape[3]
-    unused = jnp.zeros((1,), jnp.float32)
-    others = [unused if x is None else x for x in (*scales, *ropes, table)]
-    others.append(unused if layer is None else layer.reshape(1))
-    more = operands.window_and_sinks(window, sinks)
+    window = None if window is None else window.reshape(1).astype(jnp.int32)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
     rows = batch, queries, heads
     assert quantisation is None or v_features == K_BLOCK
     given = quantisation or Quantisation()
     results = (
         jax.ShapeDtypeStruct((*rows, v_features), dtype),
-        jax.ShapeDtypeStruct((*rows, v_features) if quantisation else (1,), given.dtype),
-        jax.ShapeDtypeStruct((heads, batch, queries) if quantisation else (1,), jnp.float32),
+        quantisation and jax.ShapeDtypeStruct((*rows, v_features), given.dtype),
+        quantisation and jax.ShapeDtypeStruct((heads, batch, queries), jnp.float32),
     )
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    rope_features = 0 if q_rope is None else q_rope.shape[3]
     of_splits = [(splits, *rows, v_features), (splits, *rows), (splits, *rows)]
     parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in of_splits]
     shape = {
@@ -530,11 +525,15 @@ def attention(
         k,
         v,
         positions,
-        *others,
-        *more,
-        positions.max(1) if one_split else unused,
-        positions.min(1) if one_split and window is not None else unused,
-        out=(*parts, one, one) if one_split else (results[0], one, one, *results[1:]),
+        *scales,
+        *ropes,
+        table,
+        None if layer is None else layer.reshape(1),
+        window,
+        sinks,
+        positions.max(1) if one_split else None,
+        positions.min(1) if one_split and window is not None else None,
+        out=(*parts, None, None) if one_split else (results[0], None, None, *results[1:]),
         grid=grid,
         warps=warps,
         stages=stages,
@@ -555,11 +554,15 @@ def attention(
         **shape,
     )
     if one_split:
-        found = triton_call(
+        values, top, total, *_ = found
+        y, y_q, y_scale = triton_call(
             join_kernel,
             positions,
-            *found[:3],
-            *more,
+            values,
+            top,
+            total,
+            window,
+            sinks,
             out=results,
             grid=(tiles, kv_heads, batch),
             warps=4,
@@ -568,8 +571,7 @@ def attention(
             **shape,
         )
     else:
-        found = found[0], *found[3:]
-    y, y_q, y_scale = found
+        y, _, _, y_q, y_scale = found
     if quantisation is None:
         return y
     tokens = batch * queries

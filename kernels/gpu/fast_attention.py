@@ -290,11 +290,11 @@ class Operands:
 
     Attributes:
       arrays: q, k, v in bf16 or float32, positions, the scales of q, k and v, one for each
-        vector, first slots, gaps and sinks; an unused placeholder for what is not given.
+        vector, first slots, gaps and sinks; None for what is not given.
       constants: constants of every kernel: shapes, factor of the scores, which scales are used.
     """
 
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple
     constants: dict[str, int | float | bool]
 
     def call(self, kernel, tables: dict, *more: jax.Array, out, over: str = "rows"):
@@ -357,7 +357,7 @@ def prepare(
     scales = [
         jnp.broadcast_to(jnp.float32(1) if given is None else given, like.shape[:3])
         if used
-        else jnp.zeros((1,), jnp.float32)
+        else None
         for given, like, used in (
             (q_scale, q, q_scaled),
             (k_scale, k, kv_scaled),
@@ -380,9 +380,8 @@ def prepare(
         "GAPPED": gap is not None,
         "SINKS": sinks is not None,
     }
-    unused = jnp.zeros((1,), jnp.float32)
-    more = (unused if given is None else given for given in (oldest, gap, sinks))
-    return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales, *more), constants)
+    arrays = (*(x.astype(dtype) for x in (q, k, v)), positions, *scales, oldest, gap, sinks)
+    return Operands(arrays, constants)
 
 
 def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -240,10 +240,6 @@ def kind_of(lhs: jax.Array, rhs: jax.Array, scaled: bool) -> str:
     return "bf16" if lhs.dtype == rhs.dtype == jnp.bfloat16 else "float32"
 
 
-def _unused(dtype) -> jax.Array:
-    return jnp.zeros((1,), dtype)
-
-
 def _rows_times(
     x, weights, x_scale, w_scales, experts, group: int, dtype, tile: Tile | None, residual=None
 ) -> list[jax.Array]:
@@ -259,21 +255,22 @@ def _rows_times(
     tile = tile or matmul_tile("wgrad" if by_column else kind, group, sum(columns), total // group)
     tile = tile.dividing(-(-depth // tile.depth))
     if x_scale is None:
-        x_scale, w_scales = _unused(jnp.float32), [_unused(jnp.float32)] * len(weights)
+        w_scales = [None] * len(weights)
     elif not by_column:
         w_scales = [scale.swapaxes(1, 2) for scale in w_scales]
+    # A kernel of two weights has a branch for the third, which needs its types.
     missing = 3 - len(weights)
     results = [(total, n) for n in columns] + [(1,)] * missing
     found = triton_call(
         matmul_kernel,
         x,
         *weights,
-        *[_unused(weights[0].dtype)] * missing,
+        *[jnp.zeros((1,), weights[0].dtype)] * missing,
         x_scale,
         *w_scales,
-        *[_unused(jnp.float32)] * missing,
-        _unused(jnp.int32) if experts is None else experts,
-        _unused(dtype) if residual is None else residual,
+        *[None] * missing,
+        experts,
+        residual,
         out=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in results),
         grid=(total // group * sum(tile.programs(group, n) for n in columns),),
         warps=tile.warps,
@@ -417,18 +414,16 @@ def grouped_wgrad(
     tile = tile or matmul_tile("wgrad" if kind == "fp8" else kind, depth, columns)
     ids = jnp.arange(count + 1, dtype=experts.dtype)
     starts = jnp.searchsorted(experts, ids, method="compare_all") * blocks  # one fusion, no loop
-    if x_scale is None or dy_scale is None:
-        x_scale = dy_scale = _unused(jnp.float32)
-    else:
+    if x_scale is not None and dy_scale is not None:
         x_scale, dy_scale = x_scale.reshape(-1, depth), dy_scale.reshape(-1, columns)
-    return triton_call(
+    (dw,) = triton_call(
         grouped_wgrad_kernel,
         x.reshape(total, depth).T,
         dy.reshape(total, columns).T,
         x_scale,
         dy_scale,
         starts.astype(jnp.int32),
-        out=jax.ShapeDtypeStruct((count, depth, columns), jnp.float32),
+        out=(jax.ShapeDtypeStruct((count, depth, columns), jnp.float32),),
         grid=(tile.programs(depth, columns), count),
         warps=tile.warps,
         stages=tile.stages,
@@ -439,3 +434,4 @@ def grouped_wgrad(
         STAGES=tile.stages,
         **tile.constants(kind),
     )
+    return dw
