@@ -150,8 +150,8 @@ def block_matmul(
         return unit.matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
 
     def plain(*operands):
-        way = _way(implementation)
-        return rounded(reference.matmul.block_matmul(*operands, way=way, devices=devices), dtype)
+        found = reference.matmul.block_matmul(*operands, way=_way(implementation), devices=devices)
+        return rounded(found, dtype)
 
     return by_platform(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
 
@@ -184,9 +184,9 @@ def attention(
 
     def kernel(arrays, layer, keywords):
         assert not keys_by_feature
-        run = gpu_kernels().attention.attention
-        settings = {"layer": layer, "dtype": dtype, "quantisation": quantisation}
-        return run(*arrays, scale=scale, **settings, **keywords)
+        return gpu_kernels().attention.attention(
+            *arrays, scale=scale, layer=layer, dtype=dtype, quantisation=quantisation, **keywords
+        )
 
     def plain(arrays, layer, keywords):
         assert quantisation is None
@@ -195,8 +195,16 @@ def attention(
             keywords = keywords | {"layer": layer}
         elif layer is not None:
             k, v, keywords = _of_layer((k, v, keywords), layer, q.shape[0])
-        keywords = keywords | {"keys_by_feature": keys_by_feature, "way": _way(implementation)}
-        found = reference.attention.attention(q, k, v, positions, scale=scale, **keywords)
+        found = reference.attention.attention(
+            q,
+            k,
+            v,
+            positions,
+            scale=scale,
+            keys_by_feature=keys_by_feature,
+            way=_way(implementation),
+            **keywords,
+        )
         return rounded(found, dtype)
 
     return by_platform(implementation, kernel, plain, arrays, layer, keywords)
@@ -240,8 +248,9 @@ def attention_vjp(
     """
 
     def kernel(arrays, scales, oldest, gap, sinks):
-        run = gpu_kernels().attention_gradient.attention_vjp
-        return run(*arrays, scale=scale, oldest=oldest, gap=gap, sinks=sinks, **scales)
+        return gpu_kernels().attention_gradient.attention_vjp(
+            *arrays, scale=scale, oldest=oldest, gap=gap, sinks=sinks, **scales
+        )
 
     def plain(arrays, scales, oldest, gap, sinks):
         *operands, positions, cotangent = arrays

@@ -287,13 +287,30 @@ def attention_vjp(
     """
     if not fast_attention.supports(q, v):
         assert sinks is None
-        whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
-        run = reference.attention_vjp_by_blocks
-        more = {"oldest": oldest, "gap": gap, "block": _WIDE_BLOCK}
-        return run(*whole, positions, cotangent, scale=scale, **more)
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    more = {"oldest": oldest, "gap": gap, "sinks": sinks}
-    operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales, **more)
+        return reference.attention_vjp_by_blocks(
+            dequantized(q, q_scale),
+            dequantized(k, k_scale),
+            dequantized(v, v_scale),
+            positions,
+            cotangent,
+            scale=scale,
+            oldest=oldest,
+            gap=gap,
+            block=_WIDE_BLOCK,
+        )
+    operands = fast_attention.prepare(
+        q,
+        k,
+        v,
+        positions,
+        scale=scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        oldest=oldest,
+        gap=gap,
+        sinks=sinks,
+    )
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)
     delta = jnp.where(positions[..., None] >= 0, delta, 0)  # `out` is NaN at negative positions
