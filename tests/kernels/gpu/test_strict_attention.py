@@ -95,7 +95,9 @@ def _float64(operands, scales, positions, scale):
     return tuple(np.einsum("bhts,bshd->bthd", weight, x) for x in (v, np.abs(v)))
 
 
-@pytest.mark.parametrize("kind", ["float32", "fp8", *map(_SLOW, ("bf16", *KINDS[3:]))])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("float32", "int8 and fp8") else _SLOW(kind) for kind in KINDS]
+)
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "dim"),
     [(70, 4, 2, 24), *(_SLOW(*s) for s in ((33, 8, 1, 96), (20, 4, 4, 128), (600, 1, 1, 16)))],
@@ -150,8 +152,8 @@ def _decode(operands, scales, position, slots=37, **more):
 @pytest.mark.parametrize(
     ("kind", "lengths"),
     [
-        ("fp8", (1, 64, 65, 127, 512, 513)),
-        ("int8 and fp8", (65, 513)),
+        ("fp8", (1, 64, 513)),
+        _SLOW("int8 and fp8", (65, 513)),
         *(_SLOW(kind, LENGTHS) for kind in ("fp8", "float32", "bf16", "fp8 one scale", *DTYPES)),
     ],
 )
@@ -215,25 +217,27 @@ def test_who_takes_a_split_changes_nothing(kind, slots):
     _same(_decode(operands, scales, 599, slots, one_split=True), first)
 
 
-def test_scales_of_values_of_any_size():
+_SIZES = {  # of the values' scales, by key
+    "any": lambda rng: np.exp(rng.uniform(-60, 9, 200)),
+    "tiny": lambda rng: np.full(200, 2.0**-50),
+    "rising": lambda rng: np.logspace(-14, 4, 200),
+    "falling": lambda rng: np.logspace(4, -14, 200),
+    "zero": lambda rng: np.where(rng.random(200) < 0.3, 0, 2.0**-20),
+}
+
+
+@pytest.mark.parametrize("name", ["any", *(_SLOW(name) for name in _SIZES if name != "any")])
+def test_scales_of_values_of_any_size(name):
     """Weights keep their bits beside tiny and large scales, whichever come first."""
     (q, k, v), scales = _case("fp8", 200)
-    rng = np.random.default_rng(3)
-    sizes = {
-        "tiny": np.full(200, 2.0**-50),
-        "rising": np.logspace(-14, 4, 200),
-        "falling": np.logspace(4, -14, 200),
-        "any": np.exp(rng.uniform(-60, 9, 200)),
-        "zero": np.where(rng.random(200) < 0.3, 0, 2.0**-20),
-    }
-    for name, size in sizes.items():
-        scales["v_scale"] = jnp.asarray(np.tile(size[None, :, None], (1, 1, 1)), jnp.float32)
-        whole = strict.attention(q, k, v, _positions(1, 200), scale=0.3, **scales)
-        want, terms = _float64((q, k, v), scales, _positions(1, 200), 0.3)
-        error = np.abs(np.asarray(whole) - want) / np.maximum(terms, 1e-30)
-        assert error.max() < 1.01 * 2**-11, name
-        for position in (0, 63, 64, 130, 199):
-            _same(_decode((q, k, v), scales, position)[:, 0], whole[:, position])
+    size = _SIZES[name](np.random.default_rng(3))
+    scales["v_scale"] = jnp.asarray(size[None, :, None], jnp.float32)
+    whole = strict.attention(q, k, v, _positions(1, 200), scale=0.3, **scales)
+    want, terms = _float64((q, k, v), scales, _positions(1, 200), 0.3)
+    error = np.abs(np.asarray(whole) - want) / np.maximum(terms, 1e-30)
+    assert error.max() < 1.01 * 2**-11
+    for position in (0, 63, 64, 130, 199):
+        _same(_decode((q, k, v), scales, position)[:, 0], whole[:, position])
 
 
 def test_queries_beyond_float16():
@@ -253,11 +257,13 @@ def test_large_scores_and_values_that_cancel():
     (q, k, v), _ = _case("float32", 700, heads=1)
     k = k.at[:, 520:].multiply(60.0)
     v = v.at[..., 0].set(-0.0).at[:, 600:, :, 1].set(0.0).at[:, :600, :, 1].set(-1e-38)
-    whole = strict.attention(q, k, v, _positions(1, 700), scale=0.3, one_split=False)
+    last = slice(496, 700)
+    positions = _positions(1, 700)[:, last]
+    whole = strict.attention(q[:, last], k, v, positions, scale=0.3, one_split=False)
     assert np.isfinite(whole).all()
-    for position in (511, 519, 520, 530, 640, 699):
+    for position in (511, 520, 640, 699):
         one = _decode((q, k, v), {}, position, one_split=True)
-        _same(one[:, 0], whole[:, position])
+        _same(one[:, 0], whole[:, position - 496])
         assert not np.signbit(one[..., 0]).any()  # not even of zero
 
 

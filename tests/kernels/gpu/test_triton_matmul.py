@@ -49,11 +49,11 @@ def _float64(lhs, rhs, lhs_scale, rhs_scale):
     return left @ right, np.abs(left) @ np.abs(right)
 
 
-_MORE = ((64, 128, 256), (65, 40, 384), (130, 129, 136))
+_MORE = ((1, 128, 128), (64, 128, 256), (65, 40, 384), (130, 129, 136))
 
 
 @pytest.mark.parametrize(
-    "rows, columns, depth", [(1, 128, 128), (7, 300, 200), *(slow(*shape) for shape in _MORE)]
+    "rows, columns, depth", [(7, 200, 200), *(slow(*shape) for shape in _MORE)]
 )
 @pytest.mark.parametrize("by_column", [False, slow(True)], ids=["blocks", "columns"])
 def test_fp8_equals_float64(rows, columns, depth, by_column):
