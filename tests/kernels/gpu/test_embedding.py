@@ -17,6 +17,7 @@ def test_rows_are_added_in_ascending_order(monkeypatch, interpreter, dtype):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 300, 70).astype(np.int32)
     tokens[10:50:4] = 7
+    tokens[[41, 42]] = 7  # the last of 32 from the first one on, and the next
     tokens[[3, 69]] = 299
     tokens[[5, 60]] = -1, 300
     rows = jnp.asarray(rng.standard_normal((70, 130)) * 10 ** rng.uniform(-3, 3, (70, 1)), dtype)

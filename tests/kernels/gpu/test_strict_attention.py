@@ -18,6 +18,7 @@ from fp8rl_jax.kernels import KV_CHUNK
 from fp8rl_jax.kernels.gpu import attention as strict
 from fp8rl_jax.kernels.gpu import attention_operands
 from fp8rl_jax.kernels.reference import attention as reference
+from fp8rl_jax.quant import quantize
 
 E4M3 = jnp.float8_e4m3fn
 LENGTHS = (1, 63, 64, 65, 96, 97, 127, 128, 129, 511, 512, 513, 1025)
@@ -238,6 +239,22 @@ def test_scales_of_values_of_any_size(name):
     assert error.max() < 1.01 * 2**-11
     for position in (0, 63, 64, 130, 199):
         _same(_decode((q, k, v), scales, position)[:, 0], whole[:, position])
+
+
+@pytest.mark.parametrize("one_split", [True, False])
+def test_quantises_its_result(one_split):
+    """As the next product's rows: a head of 128 features is a block."""
+    (q, k, v), scales = _case("fp8", 66, dim=128)
+    run = functools.partial(
+        strict.attention, scale=0.1, dtype=jnp.bfloat16, one_split=one_split, **scales
+    )
+    operands = q[:, 63:], k, v, _positions(1, 66)[:, 63:]
+    plain = run(*operands)
+    result, stored, scale = run(*operands, quantisation=strict.Quantisation())
+    np.testing.assert_array_equal(*(np.asarray(x).view(np.uint16) for x in (result, plain)))
+    wanted = quantize(plain.reshape(3, 256), (1, 128))
+    np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (stored, wanted.qvalue)))
+    np.testing.assert_array_equal(scale, wanted.scale.T)
 
 
 def test_queries_beyond_float16():
