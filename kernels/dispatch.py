@@ -88,33 +88,37 @@ def _way(implementation: str) -> Way | None:
     return EXACT if implementation == "exact" else None
 
 
-def _mosaic_matmul(implementation: str, lhs, rhs, rhs_scale, dtype) -> Callable | None:
-    """Returns the Mosaic kernel that an implementation takes for a product, or None for Triton."""
-    if implementation == "triton" or rhs_scale is None or not takes_hopper_code():
-        return None
-    by_block = rhs_scale.shape[1] == -(-rhs.shape[1] // K_BLOCK)
-    by_column = rhs_scale.shape[1] == rhs.shape[1] and implementation == "mosaic"
+def _products(implementation: str, x, weights, scales, dtype, stacked: bool):
+    """Returns the file of kernels/gpu that computes products of the same rows.
+
+    Args:
+      implementation: one of `IMPLEMENTATIONS`, of a kernel.
+      x: (M, K).
+      weights: (K, N) each, or with `stacked` (L, K, N).
+      scales: of each weight, or None.
+      dtype: of the results.
+      stacked: whether a layer of stacks is read in place.
+    """
+    if scales is None or implementation == "triton" or not takes_hopper_code():
+        return gpu_kernels().matmul
     from fp8rl_jax.kernels.gpu import mosaic_decode, mosaic_matmul
 
-    (rows, depth), columns, dtypes = lhs.shape, rhs.shape[1], (lhs.dtype, rhs.dtype, dtype)
-    if (by_block or by_column) and mosaic_matmul.supports(rows, columns, depth, dtypes):
-        return mosaic_matmul.fp8_matmul
-    few = implementation == "mosaic" and by_block
-    if few and mosaic_decode.supports(rows, depth, [columns], dtypes):
-        return mosaic_decode.matmul
-    return None
+    (rows, depth), columns = x.shape, [w.shape[-1] for w in weights]
+    dtypes = x.dtype, weights[0].dtype, dtype
+    by_block = scales[0].shape[-1] == -(-columns[0] // K_BLOCK)
+    named = implementation == "mosaic"
+    many = not stacked and mosaic_matmul.supports(rows, depth, columns[0], dtypes)
+    if many and (by_block or named):
+        return mosaic_matmul
+    if named and by_block and mosaic_decode.supports(rows, depth, columns, dtypes):
+        return mosaic_decode
+    return gpu_kernels().matmul
 
 
 def layer_kernels(implementation: str, x, stacks, layer, x_scale, scales, dtype, residual):
     """Computes `gpu.matmul.layer_matmuls` by the kernel that an implementation takes."""
-    run = gpu_kernels().matmul.layer_matmuls
-    if implementation == "mosaic" and scales is not None and takes_hopper_code():
-        from fp8rl_jax.kernels.gpu import mosaic_decode
-
-        columns = [w.shape[2] for w in stacks]
-        if mosaic_decode.supports(*x.shape, columns, (x.dtype, stacks[0].dtype, dtype)):
-            run = mosaic_decode.layer_matmuls
-    return run(x, stacks, layer, x_scale, scales, dtype, residual)
+    unit = _products(implementation, x, stacks, scales, dtype, stacked=True)
+    return unit.layer_matmuls(x, stacks, layer, x_scale, scales, dtype, residual)
 
 
 def block_matmul(
@@ -141,13 +145,13 @@ def block_matmul(
     """
 
     def kernel(lhs, rhs, lhs_scale, rhs_scale):
-        run = _mosaic_matmul(implementation, lhs, rhs, rhs_scale, dtype)
-        run = run or gpu_kernels().matmul.matmul
-        return run(lhs, rhs, lhs_scale, rhs_scale, dtype)
+        scales = None if rhs_scale is None else [rhs_scale]
+        unit = _products(implementation, lhs, [rhs], scales, dtype, stacked=False)
+        return unit.matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
 
     def plain(*operands):
-        way = _way(implementation)
-        return rounded(reference.matmul.block_matmul(*operands, way=way, devices=devices), dtype)
+        found = reference.matmul.block_matmul(*operands, way=_way(implementation), devices=devices)
+        return rounded(found, dtype)
 
     return by_platform(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
 
@@ -180,9 +184,9 @@ def attention(
 
     def kernel(arrays, layer, keywords):
         assert not keys_by_feature
-        run = gpu_kernels().attention.attention
-        settings = {"layer": layer, "dtype": dtype, "quantisation": quantisation}
-        return run(*arrays, scale=scale, **settings, **keywords)
+        return gpu_kernels().attention.attention(
+            *arrays, scale=scale, layer=layer, dtype=dtype, quantisation=quantisation, **keywords
+        )
 
     def plain(arrays, layer, keywords):
         assert quantisation is None
@@ -191,8 +195,16 @@ def attention(
             keywords = keywords | {"layer": layer}
         elif layer is not None:
             k, v, keywords = _of_layer((k, v, keywords), layer, q.shape[0])
-        keywords = keywords | {"keys_by_feature": keys_by_feature, "way": _way(implementation)}
-        found = reference.attention.attention(q, k, v, positions, scale=scale, **keywords)
+        found = reference.attention.attention(
+            q,
+            k,
+            v,
+            positions,
+            scale=scale,
+            keys_by_feature=keys_by_feature,
+            way=_way(implementation),
+            **keywords,
+        )
         return rounded(found, dtype)
 
     return by_platform(implementation, kernel, plain, arrays, layer, keywords)
@@ -236,8 +248,9 @@ def attention_vjp(
     """
 
     def kernel(arrays, scales, oldest, gap, sinks):
-        run = gpu_kernels().attention_gradient.attention_vjp
-        return run(*arrays, scale=scale, oldest=oldest, gap=gap, sinks=sinks, **scales)
+        return gpu_kernels().attention_gradient.attention_vjp(
+            *arrays, scale=scale, oldest=oldest, gap=gap, sinks=sinks, **scales
+        )
 
     def plain(arrays, scales, oldest, gap, sinks):
         *operands, positions, cotangent = arrays

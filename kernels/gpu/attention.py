@@ -71,24 +71,7 @@ from fp8rl_jax.kernels.gpu.quantiser import Quantisation, block_scales, magnitud
 from fp8rl_jax.kernels.gpu.triton_call import triton_call
 from fp8rl_jax.kernels.gpu.vectors import query_pairs, store_vectors, vectors
 
-SEQUENCES = tl.constexpr(128)  # that a program counts the splits of at once
-
-
-@triton.jit
-def _splits_seen(
-    start, latest, earliest, window, B: tl.constexpr, S: tl.constexpr, WINDOWED: tl.constexpr
-):
-    """Returns, for SEQUENCES sequences from `start` on, their numbers, first splits with keys that
-    are seen, and numbers of such splits."""
-    sequence = start + tl.arange(0, SEQUENCES)
-    there = sequence < B
-    last = tl.minimum(tl.load(latest + sequence, mask=there, other=-1), S - 1)
-    first = last
-    if WINDOWED:
-        first = tl.load(earliest + sequence, mask=there, other=0)
-    oldest, _ = first_seen(window, first, there, WINDOWED)
-    begin = oldest // SPLIT
-    return sequence, begin, tl.where(last >= 0, last // SPLIT + 1 - begin, 0)
+SEQUENCES = tl.constexpr(128)  # whose splits a program counts at once
 
 
 @triton.jit
@@ -96,16 +79,24 @@ def _listed(
     item, latest, earliest, window, B: tl.constexpr, S: tl.constexpr, WINDOWED: tl.constexpr
 ):
     """Returns the sequence and the split that stand at `item` in the list of all splits that are
-    seen, sequence after sequence."""
+    seen, sequence after sequence; and how many the list has."""
     found, split, before = 0, 0, 0
     for start in range(0, B, SEQUENCES):
-        sequence, begin, count = _splits_seen(start, latest, earliest, window, B, S, WINDOWED)
+        sequence = start + tl.arange(0, SEQUENCES)
+        there = sequence < B
+        last = tl.minimum(tl.load(latest + sequence, mask=there, other=-1), S - 1)
+        first = last
+        if WINDOWED:
+            first = tl.load(earliest + sequence, mask=there, other=0)
+        oldest, _ = first_seen(window, first, there, WINDOWED)
+        begin = oldest // SPLIT
+        count = tl.where(last >= 0, last // SPLIT + 1 - begin, 0)
         end = before + tl.cumsum(count, 0)
         here = (end > item) & (end - count <= item)
         found += tl.sum(tl.where(here, sequence, 0), 0)
         split += tl.sum(tl.where(here, begin + item - (end - count), 0), 0)
         before += tl.sum(count, 0)
-    return found, split
+    return found, split, before
 
 
 @triton.jit
@@ -276,36 +267,41 @@ def attention_kernel(
     pointers = q, k, v, positions, q_scale, k_scale, v_scale, q_rope, k_rope, table, layer, window
     if ONE_SPLIT:
         kv_head, tile = tl.program_id(0) % HKV, tl.program_id(0) // HKV
-        listed = 0
-        for start in range(0, B, SEQUENCES):
-            _, _, count = _splits_seen(start, latest, earliest, window, B, S, WINDOWED)
-            listed += tl.sum(count, 0)
-        # What does not change from item to item is computed again: it would take registers.
-        for item in tl.range(tl.program_id(1), listed, tl.num_programs(1), disable_licm=True):
-            sequence, split = _listed(item, latest, earliest, window, B, S, WINDOWED)
+        listed = _listed(0, latest, earliest, window, B, S, WINDOWED)[2]
+        first, step = tl.program_id(1), tl.num_programs(1)
+    else:
+        # The tiles with the most keys start first: they take longest.
+        tile = tl.num_programs(0) - 1 - tl.program_id(0)
+        batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+        first, listed, step = 0, 1, 1
+    # What does not change from item to item is computed again: it would take registers.
+    for item in tl.range(first, listed, step, disable_licm=True):
+        if ONE_SPLIT:
+            sequence, split, _ = _listed(item, latest, earliest, window, B, S, WINDOWED)
             batch = tl.cast(sequence, tl.int64)
-            rows, cache, place, exists, last, begin = _tile(
-                pointers,
-                batch,
-                kv_head,
-                tile,
-                B,
-                T,
-                S,
-                H,
-                HKV,
-                D,
-                DV,
-                DR,
-                WIDTH,
-                R_WIDTH,
-                Q_SCALES,
-                K_SCALES,
-                V_SCALES,
-                PAGED,
-                LAYERS,
-                WINDOWED,
-            )
+        rows, cache, place, exists, last, begin = _tile(
+            pointers,
+            batch,
+            kv_head,
+            tile,
+            B,
+            T,
+            S,
+            H,
+            HKV,
+            D,
+            DV,
+            DR,
+            WIDTH,
+            R_WIDTH,
+            Q_SCALES,
+            K_SCALES,
+            V_SCALES,
+            PAGED,
+            LAYERS,
+            WINDOWED,
+        )
+        if ONE_SPLIT:
             # With several queries, rows of another tile may be those that see the split.
             if (split * SPLIT <= last) & (split * SPLIT + SPLIT > begin):
                 row_top, row_total, values = one_split_of(
@@ -330,72 +326,47 @@ def attention_kernel(
                 tl.store(top + place, row_top, mask=exists)
                 tl.store(total + place, row_total, mask=exists)
                 store_vectors(out, values, place, exists, DV, V_WIDTH)
-    else:
-        # The tiles with the most keys start first: they take longest.
-        tile = tl.num_programs(0) - 1 - tl.program_id(0)
-        batch = tl.cast(tl.program_id(2), tl.int64)
-        rows, cache, place, exists, last, begin = _tile(
-            pointers,
-            batch,
-            tl.program_id(1),
-            tile,
-            B,
-            T,
-            S,
-            H,
-            HKV,
-            D,
-            DV,
-            DR,
-            WIDTH,
-            R_WIDTH,
-            Q_SCALES,
-            K_SCALES,
-            V_SCALES,
-            PAGED,
-            LAYERS,
-            WINDOWED,
-        )
-        row_top, row_total, values = nothing(V_WIDTH)
-        for split in range(begin // SPLIT, (last + SPLIT) // SPLIT):
-            more_top, more_total, more_values = one_split_of(
-                split,
-                rows,
-                cache,
-                HKV,
-                D,
+        else:
+            row_top, row_total, values = nothing(V_WIDTH)
+            for split in range(begin // SPLIT, (last + SPLIT) // SPLIT):
+                more_top, more_total, more_values = one_split_of(
+                    split,
+                    rows,
+                    cache,
+                    HKV,
+                    D,
+                    DV,
+                    DR,
+                    WIDTH,
+                    V_WIDTH,
+                    R_WIDTH,
+                    SCALE,
+                    Q_SCALES,
+                    K_SCALES,
+                    V_SCALES,
+                    PAGED,
+                    WINDOWED,
+                )
+                row_top, row_total, values = join(
+                    row_top, row_total, values, more_top, more_total, more_values
+                )
+            _store_result(
+                (out, out_q, out_scale),
+                sinks,
+                place,
+                exists,
+                row_top,
+                row_total,
+                values,
+                T,
+                H,
                 DV,
-                DR,
-                WIDTH,
                 V_WIDTH,
-                R_WIDTH,
-                SCALE,
-                Q_SCALES,
-                K_SCALES,
-                V_SCALES,
-                PAGED,
-                WINDOWED,
+                SINKS,
+                QUANTIZE,
+                FP8_MAX,
+                POWER_OF_TWO,
             )
-            row_top, row_total, values = join(
-                row_top, row_total, values, more_top, more_total, more_values
-            )
-        _store_result(
-            (out, out_q, out_scale),
-            sinks,
-            place,
-            exists,
-            row_top,
-            row_total,
-            values,
-            T,
-            H,
-            DV,
-            V_WIDTH,
-            SINKS,
-            QUANTIZE,
-            FP8_MAX,
-            POWER_OF_TWO,
-        )
 
 
 @triton.jit
@@ -514,25 +485,20 @@ def attention(
     splits = -(-slots // operands.SPLIT)
     if one_split is None:
         one_split = operands.takes_one_split(batch, queries, heads, kv_heads, slots)
-    float32 = operands.in_float32(q, k, v, *ropes)
-    if float32:
+    if operands.in_float32(q, k, v, *ropes):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         ropes = tuple(None if x is None else x.astype(jnp.float32) for x in ropes)
-
-    rope_features = 0 if q_rope is None else q_rope.shape[3]
-    unused = jnp.zeros((1,), jnp.float32)
-    others = [unused if x is None else x for x in (*scales, *ropes, table)]
-    others.append(unused if layer is None else layer.reshape(1))
-    more = operands.window_and_sinks(window, sinks)
+    window = None if window is None else window.reshape(1).astype(jnp.int32)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
     rows = batch, queries, heads
     assert quantisation is None or v_features == K_BLOCK
     given = quantisation or Quantisation()
     results = (
         jax.ShapeDtypeStruct((*rows, v_features), dtype),
-        jax.ShapeDtypeStruct((*rows, v_features) if quantisation else (1,), given.dtype),
-        jax.ShapeDtypeStruct((heads, batch, queries) if quantisation else (1,), jnp.float32),
+        quantisation and jax.ShapeDtypeStruct((*rows, v_features), given.dtype),
+        quantisation and jax.ShapeDtypeStruct((heads, batch, queries), jnp.float32),
     )
-    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    rope_features = 0 if q_rope is None else q_rope.shape[3]
     of_splits = [(splits, *rows, v_features), (splits, *rows), (splits, *rows)]
     parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in of_splits]
     shape = {
@@ -559,11 +525,15 @@ def attention(
         k,
         v,
         positions,
-        *others,
-        *more,
-        positions.max(1) if one_split else unused,
-        positions.min(1) if one_split and window is not None else unused,
-        out=(*parts, one, one) if one_split else (results[0], one, one, *results[1:]),
+        *scales,
+        *ropes,
+        table,
+        None if layer is None else layer.reshape(1),
+        window,
+        sinks,
+        positions.max(1) if one_split else None,
+        positions.min(1) if one_split and window is not None else None,
+        out=(*parts, None, None) if one_split else (results[0], None, None, *results[1:]),
         grid=grid,
         warps=warps,
         stages=stages,
@@ -584,11 +554,15 @@ def attention(
         **shape,
     )
     if one_split:
-        found = triton_call(
+        values, top, total, *_ = found
+        y, y_q, y_scale = triton_call(
             join_kernel,
             positions,
-            *found[:3],
-            *more,
+            values,
+            top,
+            total,
+            window,
+            sinks,
             out=results,
             grid=(tiles, kv_heads, batch),
             warps=4,
@@ -597,8 +571,7 @@ def attention(
             **shape,
         )
     else:
-        found = found[0], *found[3:]
-    y, y_q, y_scale = found
+        y, _, _, y_q, y_scale = found
     if quantisation is None:
         return y
     tokens = batch * queries

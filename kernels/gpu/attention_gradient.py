@@ -30,11 +30,11 @@ from fp8rl_jax.kernels.arrays import rounded
 from fp8rl_jax.kernels.gpu import fast_attention
 from fp8rl_jax.kernels.gpu.fast_attention import (
     Tile,
-    first_slots,
-    gaps,
-    scores_of,
-    seen_by,
-    sees_slots,
+    block_scores,
+    row_ends,
+    rows_see,
+    slots_seen,
+    tile_of_queries,
     tile_rows,
 )
 from fp8rl_jax.kernels.gpu.online_softmax import LOG2_E, multiply
@@ -45,50 +45,6 @@ from fp8rl_jax.kernels.reference.attention import dequantized
 _SCAN = tl.constexpr(1024)  # positions that are loaded at a time
 _LOG_2 = tl.constexpr(0.6931471805599453)
 _WIDE_BLOCK = 256  # of gradients in jnp: a GPU's host waits in every iteration
-
-
-@triton.jit
-def _add_to_query(
-    dquery,
-    start,
-    end,
-    rows,  # the tile's queries, their scales, cotangents, logsumexp, delta, the last and first
-    # slots that they see, and their gaps
-    cache,  # pointers to k, v, k_scale and v_scale
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-    SCALE: tl.constexpr,
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    GAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    query, query_scale, dout, logsumexp, delta, position, oldest, leave, resume = rows
-    k, v, k_scale, v_scale = cache
-    slot = start + tl.arange(0, KEYS)
-    there = slot < end
-    place = slot * HKV
-    key = vectors(k, place, there, D, WIDTH)
-    score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
-    weight = tl.exp2(score - logsumexp[:, None])
-    if MASKED:
-        last, first = position[:, None], oldest[:, None]
-        gap = leave[:, None], resume[:, None]
-        seen = sees_slots(slot[None, :], last, first, gap, BOUNDED, GAPPED)
-        weight = tl.where(seen, weight, 0.0)
-    value = vectors(v, place, there, DV, V_WIDTH)
-    dweight = multiply(dout, value.T)
-    if KV_SCALED:
-        dweight *= tl.load(v_scale + place, mask=there, other=0.0)[None, :]
-    dscore = weight * (dweight - delta[:, None])
-    if KV_SCALED:
-        dscore *= tl.load(k_scale + place, mask=there, other=0.0)[None, :]
-    return tl.dot(dscore.to(key.dtype), key, dquery, input_precision="ieee")
 
 
 @triton.jit
@@ -124,51 +80,35 @@ def query_gradient_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
-    first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
-    k += first_key * D
-    v += first_key * DV
-    if KV_SCALED:
-        k_scale += first_key
-        v_scale += first_key
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    place, exists, position = tile_rows(positions + batch * T, tile, ROWS, T, S, H, HKV)
-    query = vectors(q + first_row * D, place, exists, D, WIDTH)
+    pointers = q, k, v, positions, q_scale, k_scale, v_scale
+    queries, cache, first_row, place, exists, position = tile_of_queries(
+        pointers, T, S, H, HKV, D, DV, WIDTH, Q_SCALED, KV_SCALED, ROWS
+    )
+    k, v, k_scale, v_scale = cache
     row_dout = vectors(dout + first_row * DV, place, exists, DV, V_WIDTH)
     row_logsumexp = tl.load(logsumexp + first_row + place, mask=exists, other=0.0)
     row_delta = tl.load(delta + first_row + place, mask=exists, other=0.0)
-    query_scale = position
-    if Q_SCALED:
-        query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
-    GROUP: tl.constexpr = H // HKV
-    own, begin = first_slots(oldest + batch * T, tile, exists, ROWS, GROUP, BOUNDED)
-    leave, resume, skip, again = gaps(gap + batch * T * 2, tile, exists, ROWS, GROUP, GAPPED)
-    rows = query, query_scale, row_dout, row_logsumexp, row_delta, position, own, leave, resume
-    dquery = tl.zeros((ROWS, WIDTH), tl.float32)
-    first, last, resumed, end = seen_by(
-        position, exists, begin, skip, again, S, KEYS, BOUNDED, GAPPED
+    ends, first, last, resumed, end = slots_seen(
+        position, exists, oldest, gap, T, S, H // HKV, ROWS, KEYS, BOUNDED, GAPPED
     )
+    dquery = tl.zeros((ROWS, WIDTH), tl.float32)
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
-            dquery = _add_to_query(
-                dquery,
-                start,
-                end,
-                rows,
-                (k, v, k_scale, v_scale),
-                HKV,
-                D,
-                DV,
-                WIDTH,
-                V_WIDTH,
-                KEYS,
-                SCALE,
-                Q_SCALED,
-                KV_SCALED,
-                BOUNDED,
-                GAPPED,
-                (masked == 1) | GAPPED,
+            score, key, slot, key_place, there = block_scores(
+                start, end, queries, cache, HKV, D, WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED
             )
+            weight = tl.exp2(score - row_logsumexp[:, None])
+            if (masked == 1) | GAPPED:
+                seen = rows_see(slot, ends, 1, BOUNDED, GAPPED)
+                weight = tl.where(seen, weight, 0.0)
+            value = vectors(v, key_place, there, DV, V_WIDTH)
+            dweight = multiply(row_dout, value.T)
+            if KV_SCALED:
+                dweight *= tl.load(v_scale + key_place, mask=there, other=0.0)[None, :]
+            dscore = weight * (dweight - row_delta[:, None])
+            if KV_SCALED:
+                dscore *= tl.load(k_scale + key_place, mask=there, other=0.0)[None, :]
+            dquery = tl.dot(dscore.to(key.dtype), key, dquery, input_precision="ieee")
         first, last = resumed, end
     store_vectors(dq + first_row * D, dquery * (SCALE * _LOG_2), place, exists, D, WIDTH)
 
@@ -287,11 +227,10 @@ def key_gradient_kernel(
             row_logsumexp = tl.load(logsumexp + row_place, mask=exists, other=0.0)
             weight = tl.exp2(score - row_logsumexp[None, :])
             if unmasked_part == 0:
-                own, _ = first_slots(oldest, tile, exists, ROWS, GROUP, BOUNDED)
-                leave, resume, _, _ = gaps(gap, tile, exists, ROWS, GROUP, GAPPED)
-                last_seen, first_seen = position[None, :], own[None, :]
-                hidden = leave[None, :], resume[None, :]
-                seen = sees_slots(slot[:, None], last_seen, first_seen, hidden, BOUNDED, GAPPED)
+                ends, _, _, _ = row_ends(
+                    position, exists, oldest, gap, tile, ROWS, GROUP, BOUNDED, GAPPED
+                )
+                seen = rows_see(slot, ends, 0, BOUNDED, GAPPED)
                 weight = tl.where(seen, weight, 0.0)
             row_dout = vectors(dout, row_place, exists, DV, V_WIDTH)
             dvalue = tl.dot(weight.to(row_dout.dtype), row_dout, dvalue, input_precision="ieee")
@@ -348,13 +287,30 @@ def attention_vjp(
     """
     if not fast_attention.supports(q, v):
         assert sinks is None
-        whole = (dequantized(*x) for x in ((q, q_scale), (k, k_scale), (v, v_scale)))
-        run = reference.attention_vjp_by_blocks
-        more = {"oldest": oldest, "gap": gap, "block": _WIDE_BLOCK}
-        return run(*whole, positions, cotangent, scale=scale, **more)
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    more = {"oldest": oldest, "gap": gap, "sinks": sinks}
-    operands = fast_attention.prepare(q, k, v, positions, scale=scale, **scales, **more)
+        return reference.attention_vjp_by_blocks(
+            dequantized(q, q_scale),
+            dequantized(k, k_scale),
+            dequantized(v, v_scale),
+            positions,
+            cotangent,
+            scale=scale,
+            oldest=oldest,
+            gap=gap,
+            block=_WIDE_BLOCK,
+        )
+    operands = fast_attention.prepare(
+        q,
+        k,
+        v,
+        positions,
+        scale=scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        oldest=oldest,
+        gap=gap,
+        sinks=sinks,
+    )
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)
     delta = jnp.where(positions[..., None] >= 0, delta, 0)  # `out` is NaN at negative positions

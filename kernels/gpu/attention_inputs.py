@@ -405,7 +405,6 @@ def attention_inputs(
     (batch, queries, heads, features), kv_heads = q.shape, 0 if k is None else k.shape[2]
     if k is None or v is None or cache is None:
         assert k is v is cache is None, "keys, values and their cache go together"
-        k = v = jnp.zeros((1, 1, 1, features), q.dtype)
     elif features % 2 or k.shape != v.shape or k.shape[::3] != q.shape[::3]:
         raise ValueError(f"attention: heads of q {q.shape}, k {k.shape} and v {v.shape} do not fit")
     partial = rope is not None and rope[0].shape[-1] == features // 4
@@ -416,43 +415,35 @@ def attention_inputs(
             "takes a power of two from 32, halves paired"
         )
     kinds = {"none": 0, "given": _GIVEN.value, "row": _OF_ROW.value}
-    unused = jnp.zeros((1,), jnp.float32)
-
-    def given(x: jax.Array | None) -> jax.Array:
-        return unused if x is None else x.reshape(-1) if x.ndim == 0 else x
-
-    def shape(of: tuple[int, ...], dtype, wanted: bool) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(of if wanted else (1,), dtype)
-
-    k_stored, v_stored, *of_rows = (None,) * 4 if cache is None else cache.arrays
-    number = layer if cache is None else cache.layer
+    dtype = dtype or q.dtype
+    number, places, table = layer, None, None
+    held: tuple = (None,) * 4
     slots = 0
     if cache is not None:
-        slots = KV_CHUNK * cache.table.shape[-1] if cache.table is not None else k_stored.shape[1]
-    # An array that is not there is no result in place: XLA would copy its stand-in every time.
-    held = *of_rows, k_stored, v_stored
-    in_place = sum(x is not None for x in held)
+        number, places, table = cache.layer, cache.positions, cache.table
+        k_stored, v_stored, k_scale, v_scale = cache.arrays
+        held = k_scale, v_scale, k_stored, v_stored
+        slots = k_stored.shape[1] if table is None else KV_CHUNK * table.shape[-1]
     found = triton_call(
         attention_inputs_kernel,
         q,
         k,
         v,
-        *(map(given, biases or (None, None, None))),
-        *(map(given, rope or (None, None))),
-        *(map(given, gains or (None, None))),
+        *(biases or (None, None, None)),
+        *(rope or (None, None)),
+        *(gains or (None, None)),
         jnp.zeros((1,), jnp.int32) if number is None else number.reshape(1),
-        *map(given, scales),
-        given(None if cache is None else cache.positions),
-        given(None if cache is None else cache.table),
-        *map(given, held),
+        *scales,
+        places,
+        table,
+        *held,
         out=(
-            jax.ShapeDtypeStruct(q.shape, dtype or q.dtype),
-            jax.ShapeDtypeStruct(k.shape, dtype or q.dtype),
-            shape(q.shape, kept.dtype, kept.q != "none"),
-            shape(q.shape[:3], jnp.float32, kept.q == "row"),
-            *[jax.ShapeDtypeStruct((1,), jnp.float32)] * (len(held) - in_place),
+            jax.ShapeDtypeStruct(q.shape, dtype),
+            None if k is None else jax.ShapeDtypeStruct(k.shape, dtype),
+            None if kept.q == "none" else jax.ShapeDtypeStruct(q.shape, kept.dtype),
+            jax.ShapeDtypeStruct(q.shape[:3], jnp.float32) if kept.q == "row" else None,
         ),
-        in_place=in_place,
+        in_place=len(held),
         grid=(-(-batch * queries * heads // ROWS) + 2 * -(-batch * queries * kv_heads // ROWS),),
         warps=4,
         stages=1,
@@ -473,20 +464,11 @@ def attention_inputs(
         V_SCALES=kinds[kept.v],
         POWER_OF_TWO=kept.power_of_two,
         SLOTS=slots,
-        PAGED=cache is not None and cache.table is not None,
+        PAGED=table is not None,
         ROWS=ROWS,
     )
     q, k, q_stored, q_scale, k_scale, v_scale, k_stored, v_stored = found
-    return (
-        q,
-        k,
-        None if kept.q == "none" else q_stored,
-        q_scale if kept.q == "row" else None,
-        k_stored,
-        v_stored,
-        k_scale if cache is not None and kept.k == "row" else None,
-        v_scale if cache is not None and kept.v == "row" else None,
-    )
+    return q, k, q_stored, q_scale, k_stored, v_stored, k_scale, v_scale
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float, layer: jax.Array | None = None):

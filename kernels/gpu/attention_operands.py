@@ -105,15 +105,6 @@ def check_operands(
         check(fits, f"{name} {shape} must be () or {like.shape[:3]}")
 
 
-def window_and_sinks(window: jax.Array | None, sinks: jax.Array | None) -> list[jax.Array]:
-    """Returns what kernels take for a window and sinks, unused arrays for None."""
-    unused = jnp.zeros((1,), jnp.float32)
-    return [
-        unused if window is None else window.reshape(1).astype(jnp.int32),
-        unused if sinks is None else sinks.astype(jnp.float32),
-    ]
-
-
 def split_programs(most: int, others: int) -> int:
     """Returns how many programs share a list of at most `most` splits, each for `others` heads and
     tiles. Where there are more splits a program takes several, one after another: a longer table

@@ -48,86 +48,73 @@ def tile_rows(positions, tile, ROWS: tl.constexpr, T, S, H: tl.constexpr, HKV: t
 
 
 @triton.jit
-def first_slots(
-    oldest, tile, exists, ROWS: tl.constexpr, GROUP: tl.constexpr, BOUNDED: tl.constexpr
+def row_ends(
+    position,
+    exists,
+    oldest,
+    gap,
+    tile,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    GAPPED: tl.constexpr,
 ):
-    """Returns the first slot that each row of a tile sees, and the tile's first; 0 without bounds,
-    2**31 - 1 for a row that does not exist."""
+    """Returns the ends of what each row sees: its last slot, as given; its first one; the first
+    slot of its gap; the slot after the gap. Then the tile's first slot, the first slot that is in
+    the gaps of all rows, and the slot after those. Without bounds and gaps all but the first are 0.
+    """
     row = tile * ROWS + tl.arange(0, ROWS)
-    own, first = row * 0, 0
+    first, leave, resume = row * 0, row * 0, row * 0
+    begin, skip, again = 0, 0, 0
     if BOUNDED:
-        own = tl.load(oldest + row // GROUP, mask=exists, other=2147483647)
-        first = tl.maximum(tl.min(own, 0), 0)
-    return own, first
-
-
-@triton.jit
-def gaps(gap, tile, exists, ROWS: tl.constexpr, GROUP: tl.constexpr, GAPPED: tl.constexpr):
-    """Returns the first slot of each row's gap, the slot after it, and those of the slots that are
-    in the gaps of all rows of a tile (none if the one is not before the other); 0 without gaps."""
-    row = tile * ROWS + tl.arange(0, ROWS)
-    leave, resume, all_leave, all_resume = row * 0, row * 0, 0, 0
+        first = tl.load(oldest + row // GROUP, mask=exists, other=2147483647)
+        begin = tl.maximum(tl.min(first, 0), 0)
     if GAPPED:
         place = gap + row // GROUP * 2
         leave = tl.load(place, mask=exists, other=0)
         resume = tl.load(place + 1, mask=exists, other=2147483647)
-        all_leave, all_resume = tl.max(leave, 0), tl.min(resume, 0)
-    return leave, resume, all_leave, all_resume
+        skip, again = tl.max(leave, 0), tl.min(resume, 0)
+    return (position, first, leave, resume), begin, skip, again
 
 
 @triton.jit
-def sees_slots(slot, position, oldest, gap, BOUNDED: tl.constexpr, GAPPED: tl.constexpr):
-    """Returns whether rows see slots; arguments broadcast, `gap` is the first two of `gaps`."""
-    found = sees(slot, position, oldest, BOUNDED)
+def rows_see(slot, ends, AXIS: tl.constexpr, BOUNDED: tl.constexpr, GAPPED: tl.constexpr):
+    """Returns whether rows, of `row_ends`, see slots, which are the axis AXIS."""
+    position, first, leave, resume = ends
+    slot = tl.expand_dims(slot, 1 - AXIS)
+    seen = sees(slot, tl.expand_dims(position, AXIS), tl.expand_dims(first, AXIS), BOUNDED)
     if GAPPED:
-        leave, resume = gap
-        found &= (slot < leave) | (slot >= resume)
-    return found
+        seen &= (slot < tl.expand_dims(leave, AXIS)) | (slot >= tl.expand_dims(resume, AXIS))
+    return seen
 
 
 @triton.jit
-def scores_of(
-    query,
-    key,
-    query_scale,
-    k_scale,
-    place,
-    there,
-    SCALE: tl.constexpr,
-    Q_SCALED: tl.constexpr,
-    KV_SCALED: tl.constexpr,
-):
-    """Computes scores (rows, keys) over log 2, without a mask."""
-    score = multiply(query, key.T)
-    if KV_SCALED:
-        score *= (tl.load(k_scale + place, mask=there, other=0.0) * SCALE)[None, :]
-    else:
-        score *= SCALE
-    if Q_SCALED:
-        score *= query_scale[:, None]
-    return score
-
-
-@triton.jit
-def seen_by(
+def slots_seen(
     position,
     exists,
-    begin,
-    leave,
-    resume,
-    S,
+    oldest,
+    gap,
+    T: tl.constexpr,
+    S: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     BOUNDED: tl.constexpr,
     GAPPED: tl.constexpr,
 ):
-    """Returns the slots of a tile's two loops over keys: where the first starts and ends, and where
-    the second does; starts are a block's. Without gaps the first loop needs no mask.
-
-    `begin` is `first_slots`', `leave` and `resume` are the tile's of `gaps`. Bounds mask every
-    block.
+    """Returns the rows' ends (`row_ends`) of a program's tile of queries, and the slots of its two
+    loops over keys: where the first starts and ends, and where the second does; starts are a
+    block's. Without gaps the first loop needs no mask. With them the blocks between the loops are
+    in the gaps of all rows. Bounds mask every block.
 
     Slots from the end on are not read: garbage may be NaN, and 0 * NaN is NaN.
     """
+    batch = tl.cast(tl.program_id(2), tl.int64)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    oldest, gap = oldest + batch * T, gap + batch * T * 2
+    ends, begin, skip, again = row_ends(
+        position, exists, oldest, gap, tile, ROWS, GROUP, BOUNDED, GAPPED
+    )
     all_see = tl.min(tl.where(exists, position, S - 1), 0) + 1
     some_see = tl.max(position, 0) + 1
     start, unmasked = 0, tl.maximum(all_see, 0) // KEYS * KEYS
@@ -136,57 +123,76 @@ def seen_by(
         unmasked = start
     resumed = unmasked
     if GAPPED:
-        unmasked = tl.minimum((leave + KEYS - 1) // KEYS * KEYS, some_see)
-        resumed = tl.maximum(tl.maximum(unmasked, start), resume // KEYS * KEYS)
-    return start, unmasked, resumed, some_see
+        unmasked = tl.minimum((skip + KEYS - 1) // KEYS * KEYS, some_see)
+        resumed = tl.maximum(tl.maximum(unmasked, start), again // KEYS * KEYS)
+    return ends, start, unmasked, resumed, some_see
 
 
 @triton.jit
-def _add_block(
-    top,
-    total,
-    values,
-    start,
-    end,
-    rows,  # the tile's queries, their scales, the last and first slots that they see, their gaps
-    cache,  # pointers to k, v, k_scale and v_scale
+def tile_of_queries(
+    pointers,  # to q, k, v, positions, q_scale, k_scale and v_scale
+    T: tl.constexpr,
+    S: tl.constexpr,
+    H: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,
-    V_WIDTH: tl.constexpr,
+    Q_SCALED: tl.constexpr,
+    KV_SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Loads a program's tile of queries. Returns them and their scales; pointers to the keys and
+    values of its sequence and head, and to their scales; the offset of its sequence and heads in
+    (B, T, H); and what `tile_rows` returns."""
+    q, k, v, positions, q_scale, k_scale, v_scale = pointers
+    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
+    # Offsets within a sequence have 32 bits. Tiles with the most keys start first.
+    first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
+    k += first_key * D
+    v += first_key * DV
+    if KV_SCALED:
+        k_scale += first_key
+        v_scale += first_key
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    place, exists, position = tile_rows(positions + batch * T, tile, ROWS, T, S, H, HKV)
+    query = vectors(q + first_row * D, place, exists, D, WIDTH)
+    query_scale = position
+    if Q_SCALED:
+        query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
+    return (query, query_scale), (k, v, k_scale, v_scale), first_row, place, exists, position
+
+
+@triton.jit
+def block_scores(
+    start,
+    end,
+    queries,  # and their scales
+    cache,  # pointers to k, v, k_scale and v_scale
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
     SCALE: tl.constexpr,
     Q_SCALED: tl.constexpr,
     KV_SCALED: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    GAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """Adds a block of keys to a tile's maximum, sum and weighted values."""
-    query, query_scale, position, oldest, leave, resume = rows
-    k, v, k_scale, v_scale = cache
+    """Computes a tile's scores (rows, keys) over log 2 of a block of keys, without a mask. Returns
+    them, the keys, and the keys' slots, offsets, and whether they exist."""
+    query, query_scale = queries
+    k, _, k_scale, _ = cache
     slot = start + tl.arange(0, KEYS)
     there = slot < end
     place = slot * HKV
     key = vectors(k, place, there, D, WIDTH)
-    score = scores_of(query, key, query_scale, k_scale, place, there, SCALE, Q_SCALED, KV_SCALED)
-    if MASKED:
-        last, first = position[:, None], oldest[:, None]
-        gap = leave[:, None], resume[:, None]
-        seen = sees_slots(slot[None, :], last, first, gap, BOUNDED, GAPPED)
-        score = tl.where(seen, score, float("-inf"))
-    above = tl.maximum(top, tl.max(score, 1))
-    weight = tl.exp2(score - above[:, None])
-    rescale = tl.exp2(top - above)
-    total = tl.fma(total, rescale, tl.sum(weight, 1))
+    score = multiply(query, key.T)
     if KV_SCALED:
-        weight *= tl.load(v_scale + place, mask=there, other=0.0)[None, :]
-    value = vectors(v, place, there, DV, V_WIDTH)
-    values = tl.dot(
-        weight.to(value.dtype), value, values * rescale[:, None], input_precision="ieee"
-    )
-    return above, total, values
+        score *= (tl.load(k_scale + place, mask=there, other=0.0) * SCALE)[None, :]
+    else:
+        score *= SCALE
+    if Q_SCALED:
+        score *= query_scale[:, None]
+    return score, key, slot, place, there
 
 
 @triton.jit
@@ -220,54 +226,38 @@ def fast_attention_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    batch, kv_head = tl.cast(tl.program_id(2), tl.int64), tl.program_id(1)
-    # Offsets within a sequence have 32 bits. Tiles with the most keys start first.
-    first_row, first_key = batch * T * H + kv_head * (H // HKV), batch * S * HKV + kv_head
-    k += first_key * D
-    v += first_key * DV
-    if KV_SCALED:
-        k_scale += first_key
-        v_scale += first_key
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    place, exists, position = tile_rows(positions + batch * T, tile, ROWS, T, S, H, HKV)
-    query = vectors(q + first_row * D, place, exists, D, WIDTH)
-    query_scale = position
-    if Q_SCALED:
-        query_scale = tl.load(q_scale + first_row + place, mask=exists, other=0.0)
+    pointers = q, k, v, positions, q_scale, k_scale, v_scale
+    queries, cache, first_row, place, exists, position = tile_of_queries(
+        pointers, T, S, H, HKV, D, DV, WIDTH, Q_SCALED, KV_SCALED, ROWS
+    )
+    k, v, k_scale, v_scale = cache
     top = tl.full((ROWS,), LOWEST, tl.float32)
     total, values = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, V_WIDTH), tl.float32)
-    GROUP: tl.constexpr = H // HKV
-    own, begin = first_slots(oldest + batch * T, tile, exists, ROWS, GROUP, BOUNDED)
-    leave, resume, skip, again = gaps(gap + batch * T * 2, tile, exists, ROWS, GROUP, GAPPED)
-    first, last, resumed, end = seen_by(
-        position, exists, begin, skip, again, S, KEYS, BOUNDED, GAPPED
+    ends, first, last, resumed, end = slots_seen(
+        position, exists, oldest, gap, T, S, H // HKV, ROWS, KEYS, BOUNDED, GAPPED
     )
     for masked in tl.static_range(2):
         for start in range(first, last, KEYS):
-            top, total, values = _add_block(
-                top,
-                total,
-                values,
-                start,
-                end,
-                (query, query_scale, position, own, leave, resume),
-                (k, v, k_scale, v_scale),
-                HKV,
-                D,
-                DV,
-                WIDTH,
-                V_WIDTH,
-                KEYS,
-                SCALE,
-                Q_SCALED,
-                KV_SCALED,
-                BOUNDED,
-                GAPPED,
-                (masked == 1) | GAPPED,
+            score, _key, slot, key_place, there = block_scores(
+                start, end, queries, cache, HKV, D, WIDTH, KEYS, SCALE, Q_SCALED, KV_SCALED
             )
+            if (masked == 1) | GAPPED:
+                seen = rows_see(slot, ends, 1, BOUNDED, GAPPED)
+                score = tl.where(seen, score, float("-inf"))
+            above = tl.maximum(top, tl.max(score, 1))
+            weight = tl.exp2(score - above[:, None])
+            rescale = tl.exp2(top - above)
+            total = tl.fma(total, rescale, tl.sum(weight, 1))
+            if KV_SCALED:
+                weight *= tl.load(v_scale + key_place, mask=there, other=0.0)[None, :]
+            value = vectors(v, key_place, there, DV, V_WIDTH)
+            values = tl.dot(
+                weight.to(value.dtype), value, values * rescale[:, None], input_precision="ieee"
+            )
+            top = above
         first, last = resumed, end
     if SINKS:
-        head = kv_head * (H // HKV) + place % H
+        head = tl.program_id(1) * (H // HKV) + place % H
         top, total, values = with_sinks(sinks, head, exists, top, total, values)
     values *= (1.0 / total)[:, None]
     store_vectors(out + first_row * DV, values, place, exists, DV, V_WIDTH)
@@ -300,11 +290,11 @@ class Operands:
 
     Attributes:
       arrays: q, k, v in bf16 or float32, positions, the scales of q, k and v, one for each
-        vector, first slots, gaps and sinks; an unused placeholder for what is not given.
+        vector, first slots, gaps and sinks; None for what is not given.
       constants: constants of every kernel: shapes, factor of the scores, which scales are used.
     """
 
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple
     constants: dict[str, int | float | bool]
 
     def call(self, kernel, tables: dict, *more: jax.Array, out, over: str = "rows"):
@@ -367,7 +357,7 @@ def prepare(
     scales = [
         jnp.broadcast_to(jnp.float32(1) if given is None else given, like.shape[:3])
         if used
-        else jnp.zeros((1,), jnp.float32)
+        else None
         for given, like, used in (
             (q_scale, q, q_scaled),
             (k_scale, k, kv_scaled),
@@ -390,9 +380,8 @@ def prepare(
         "GAPPED": gap is not None,
         "SINKS": sinks is not None,
     }
-    unused = jnp.zeros((1,), jnp.float32)
-    more = (unused if given is None else given for given in (oldest, gap, sinks))
-    return Operands((*(x.astype(dtype) for x in (q, k, v)), positions, *scales, *more), constants)
+    arrays = (*(x.astype(dtype) for x in (q, k, v)), positions, *scales, oldest, gap, sinks)
+    return Operands(arrays, constants)
 
 
 def forward(operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -38,7 +38,7 @@ import triton.language as tl
 from jax import lax
 
 from fp8rl_jax.kernels.arrays import pad_to, varying_as
-from fp8rl_jax.kernels.gpu.matmul import matmul, tile_of
+from fp8rl_jax.kernels.gpu.matmul import load_step, matmul, places, tile_of
 from fp8rl_jax.kernels.gpu.tiles import HEAD_COLUMNS, head_tile
 from fp8rl_jax.kernels.gpu.triton_call import align, per_load, triton_call
 
@@ -63,13 +63,7 @@ def _logits_tile(
     w_at = w + tl.cast(column, tl.int64)[:, None] * K + depth[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range((K + BK - 1) // BK):
-        if K % BK == 0:
-            x_part = tl.load(x_at)
-            w_part = tl.load(w_at)
-        else:
-            inside = (depth < K - k * BK)[None, :]
-            x_part = tl.load(x_at, mask=inside, other=0.0)
-            w_part = tl.load(w_at, mask=inside, other=0.0)
+        x_part, w_part = load_step(x_at, w_at, K - k * BK, K, BK)
         acc = tl.dot(x_part, w_part.T, acc, input_precision=PRECISION)
         x_at += BK
         w_at += BK
@@ -113,13 +107,14 @@ def _sum_fine(x):
 
 @triton.jit
 def _store_statistics(
-    scaled,
+    logits,  # (BM, BN), of the rows `row` and the columns `column`
     row,
     row_ok,
     column,
     column_ok,
     tile,
     targets,
+    inverse_temperature,
     top,
     total,
     moment,
@@ -127,6 +122,7 @@ def _store_statistics(
     TILES: tl.constexpr,
 ):
     """Writes a tile's three numbers per row, and the target's logit if it is in the tile."""
+    scaled = logits * tl.load(inverse_temperature + row)[:, None]
     target = tl.load(targets + row)
     here = (column[None, :] == target[:, None]) & (row_ok[:, None] & column_ok[None, :])
     tl.store(tl.broadcast_to((chosen + row)[:, None], scaled.shape), scaled, mask=here)
@@ -165,15 +161,23 @@ def head_statistics_kernel(
 ):
     TILES: tl.constexpr = (N + BN - 1) // BN
     row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, TILES, BAND)
-    row = row_tile * BM + tl.arange(0, BM)
-    row_ok = row < M
-    row = tl.where(row_ok, row, 0)
-    column = tile * BN + tl.arange(0, BN)
-    column_ok = column < N
-    acc = _logits_tile(x, w, row, tl.where(column_ok, column, 0), K, PRECISION, BM, BN, BK)
-    scaled = acc * tl.load(inverse_temperature + row)[:, None]
+    _, row_ok, row = places(row_tile, BM, M)
+    column, column_ok, safe_column = places(tile, BN, N)
+    logits = _logits_tile(x, w, row, safe_column, K, PRECISION, BM, BN, BK)
     _store_statistics(
-        scaled, row, row_ok, column, column_ok, tile, targets, top, total, moment, chosen, TILES
+        logits,
+        row,
+        row_ok,
+        column,
+        column_ok,
+        tile,
+        targets,
+        inverse_temperature,
+        top,
+        total,
+        moment,
+        chosen,
+        TILES,
     )
 
 
@@ -193,16 +197,24 @@ def logits_statistics_kernel(
 ):
     TILES: tl.constexpr = (N + BN - 1) // BN
     tile = tl.program_id(0)
-    row = tl.program_id(1) * BM + tl.arange(0, BM)
-    row_ok = row < M
-    row = tl.where(row_ok, row, 0)
-    column = tile * BN + tl.arange(0, BN)
-    column_ok = column < N
+    _, row_ok, row = places(tl.program_id(1), BM, M)
+    column, column_ok, _ = places(tile, BN, N)
     at = logits + tl.cast(row, tl.int64)[:, None] * N + column[None, :]
     values = tl.load(at, mask=row_ok[:, None] & column_ok[None, :], other=0.0)
-    scaled = values * tl.load(inverse_temperature + row)[:, None]
     _store_statistics(
-        scaled, row, row_ok, column, column_ok, tile, targets, top, total, moment, chosen, TILES
+        values,
+        row,
+        row_ok,
+        column,
+        column_ok,
+        tile,
+        targets,
+        inverse_temperature,
+        top,
+        total,
+        moment,
+        chosen,
+        TILES,
     )
 
 
@@ -263,12 +275,9 @@ def head_gradient_kernel(
     BAND: tl.constexpr,
 ):
     row_tile, tile = tile_of(tl.program_id(0), (M + BM - 1) // BM, (WIDTH + BN - 1) // BN, BAND)
-    row = row_tile * BM + tl.arange(0, BM)
-    row_ok = row < M
-    safe_row = tl.where(row_ok, row, 0)
-    column = tile * BN + tl.arange(0, BN)
-    column_ok = column < N
-    acc = _logits_tile(x, w, safe_row, tl.where(column_ok, column, 0), K, PRECISION, BM, BN, BK)
+    row, row_ok, safe_row = places(row_tile, BM, M)
+    column, column_ok, safe_column = places(tile, BN, N)
+    acc = _logits_tile(x, w, safe_row, safe_column, K, PRECISION, BM, BN, BK)
     inverse = tl.load(inverse_temperature + safe_row)
     scale = (tl.load(dlogp + safe_row) * inverse)[:, None]
     probability = tl.exp(acc * inverse[:, None] - tl.load(logsumexp + safe_row)[:, None])

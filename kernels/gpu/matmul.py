@@ -39,6 +39,40 @@ def tile_of(program, ROW_TILES: tl.constexpr, COLUMN_TILES: tl.constexpr, BAND: 
 
 
 @triton.jit
+def places(tile, COUNT: tl.constexpr, size):
+    """Returns the numbers of a tile's rows or columns, of `size` in all; whether they exist; and
+    the numbers with 0 for those that do not."""
+    place = tile * COUNT + tl.arange(0, COUNT)
+    exists = place < size
+    return place, exists, tl.where(exists, place, 0)
+
+
+@triton.jit
+def load_step(x_at, w_at, left, K: tl.constexpr, BK: tl.constexpr):
+    """Loads BK of K of both operands; zeros for those after the `left` ones that are left."""
+    if K % BK == 0:
+        x_part = tl.load(x_at)
+        w_part = tl.load(w_at)
+    else:
+        inside = (tl.arange(0, BK) < left)[None, :]
+        x_part = tl.load(x_at, mask=inside, other=0.0)
+        w_part = tl.load(w_at, mask=inside, other=0.0)
+    return x_part, w_part
+
+
+@triton.jit
+def _add_scaled(acc, x_part, w_part, x_scale_at, w_scale_at, BY_COLUMN: tl.constexpr):
+    """Adds the product of 128 of K, times its scales, to `acc`."""
+    partial = tl.dot(x_part, w_part.T)
+    if BY_COLUMN:
+        partial *= tl.load(x_scale_at)[:, None]
+        scale = tl.load(w_scale_at)[None, :]
+    else:
+        scale = (tl.load(x_scale_at) * tl.load(w_scale_at))[:, None]
+    return tl.fma(partial, tl.broadcast_to(scale, acc.shape), acc)
+
+
+@triton.jit
 def matmul_kernel(
     x,  # (TOTAL, K)
     w,  # (E, N, K)
@@ -91,12 +125,9 @@ def matmul_kernel(
         if N % 16 == 0 and N1 % 16 == 0 and N2 % 16 == 0:
             columns = tl.multiple_of(columns, 16)
     group = row_tile // TILES_IN_GROUP
-    local = (row_tile % TILES_IN_GROUP) * BM + tl.arange(0, BM)
-    row_ok = local < GROUP
-    row = group * GROUP + tl.where(row_ok, local, 0)
-    column = column_tile * BN + tl.arange(0, BN)
-    column_ok = column < columns
-    safe_column = tl.where(column_ok, column, 0)
+    _, row_ok, local = places(row_tile % TILES_IN_GROUP, BM, GROUP)
+    row = group * GROUP + local
+    column, column_ok, safe_column = places(column_tile, BN, columns)
 
     steps = STEPS
     expert = 0
@@ -120,24 +151,12 @@ def matmul_kernel(
     acc = tl.zeros((BM, BN), tl.float32)
     for turn in tl.range(0, steps // TURN, num_stages=STAGES):
         for block in tl.static_range(TURN):
-            if K % BK == 0:
-                x_part = tl.load(x_at)
-                w_part = tl.load(w_at)
-            else:
-                inside = (depth < K - (turn * TURN + block) * BK)[None, :]
-                x_part = tl.load(x_at, mask=inside, other=0.0)
-                w_part = tl.load(w_at, mask=inside, other=0.0)
+            left = K - (turn * TURN + block) * BK
+            x_part, w_part = load_step(x_at, w_at, left, K, BK)
             if SCALED:
-                partial = tl.dot(x_part, w_part.T)
-                if COLUMN_SCALES:
-                    partial *= tl.load(x_scale_at)[:, None]
-                    scale = tl.load(w_scale_at)[None, :]
-                    w_scale_at += columns
-                else:
-                    scale = (tl.load(x_scale_at) * tl.load(w_scale_at))[:, None]
-                    w_scale_at += 1
-                acc = tl.fma(partial, tl.broadcast_to(scale, (BM, BN)), acc)
+                acc = _add_scaled(acc, x_part, w_part, x_scale_at, w_scale_at, COLUMN_SCALES)
                 x_scale_at += TOTAL
+                w_scale_at += columns if COLUMN_SCALES else 1
             else:
                 acc = tl.dot(x_part, w_part.T, acc, input_precision=PRECISION)
             x_at += BK
@@ -177,12 +196,8 @@ def grouped_wgrad_kernel(
 
     expert = tl.program_id(1)
     row_tile, column_tile = tile_of(tl.program_id(0), ROW_TILES, COLUMN_TILES, BAND)
-    row = row_tile * BM + tl.arange(0, BM)
-    row_ok = row < K
-    safe_row = tl.where(row_ok, row, 0)
-    column = column_tile * BN + tl.arange(0, BN)
-    column_ok = column < N
-    safe_column = tl.where(column_ok, column, 0)
+    row, row_ok, safe_row = places(row_tile, BM, K)
+    column, column_ok, safe_column = places(column_tile, BN, N)
 
     first = tl.load(starts + expert)
     last = tl.load(starts + expert + 1)
@@ -197,10 +212,7 @@ def grouped_wgrad_kernel(
         x_part = tl.load(x_at)
         dy_part = tl.load(dy_at)
         if SCALED:
-            partial = tl.dot(x_part, dy_part.T)
-            partial *= tl.load(x_scale_at)[:, None]
-            scale = tl.load(dy_scale_at)[None, :]
-            acc = tl.fma(partial, tl.broadcast_to(scale, (BM, BN)), acc)
+            acc = _add_scaled(acc, x_part, dy_part, x_scale_at, dy_scale_at, True)
             x_scale_at += K
             dy_scale_at += N
         else:
@@ -228,10 +240,6 @@ def kind_of(lhs: jax.Array, rhs: jax.Array, scaled: bool) -> str:
     return "bf16" if lhs.dtype == rhs.dtype == jnp.bfloat16 else "float32"
 
 
-def _unused(dtype) -> jax.Array:
-    return jnp.zeros((1,), dtype)
-
-
 def _rows_times(
     x, weights, x_scale, w_scales, experts, group: int, dtype, tile: Tile | None, residual=None
 ) -> list[jax.Array]:
@@ -247,21 +255,22 @@ def _rows_times(
     tile = tile or matmul_tile("wgrad" if by_column else kind, group, sum(columns), total // group)
     tile = tile.dividing(-(-depth // tile.depth))
     if x_scale is None:
-        x_scale, w_scales = _unused(jnp.float32), [_unused(jnp.float32)] * len(weights)
+        w_scales = [None] * len(weights)
     elif not by_column:
         w_scales = [scale.swapaxes(1, 2) for scale in w_scales]
+    # A kernel of two weights has a branch for the third, which needs its types.
     missing = 3 - len(weights)
     results = [(total, n) for n in columns] + [(1,)] * missing
     found = triton_call(
         matmul_kernel,
         x,
         *weights,
-        *[_unused(weights[0].dtype)] * missing,
+        *[jnp.zeros((1,), weights[0].dtype)] * missing,
         x_scale,
         *w_scales,
-        *[_unused(jnp.float32)] * missing,
-        _unused(jnp.int32) if experts is None else experts,
-        _unused(dtype) if residual is None else residual,
+        *[None] * missing,
+        experts,
+        residual,
         out=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in results),
         grid=(total // group * sum(tile.programs(group, n) for n in columns),),
         warps=tile.warps,
@@ -405,18 +414,16 @@ def grouped_wgrad(
     tile = tile or matmul_tile("wgrad" if kind == "fp8" else kind, depth, columns)
     ids = jnp.arange(count + 1, dtype=experts.dtype)
     starts = jnp.searchsorted(experts, ids, method="compare_all") * blocks  # one fusion, no loop
-    if x_scale is None or dy_scale is None:
-        x_scale = dy_scale = _unused(jnp.float32)
-    else:
+    if x_scale is not None and dy_scale is not None:
         x_scale, dy_scale = x_scale.reshape(-1, depth), dy_scale.reshape(-1, columns)
-    return triton_call(
+    (dw,) = triton_call(
         grouped_wgrad_kernel,
         x.reshape(total, depth).T,
         dy.reshape(total, columns).T,
         x_scale,
         dy_scale,
         starts.astype(jnp.int32),
-        out=jax.ShapeDtypeStruct((count, depth, columns), jnp.float32),
+        out=(jax.ShapeDtypeStruct((count, depth, columns), jnp.float32),),
         grid=(tile.programs(depth, columns), count),
         warps=tile.warps,
         stages=tile.stages,
@@ -427,3 +434,4 @@ def grouped_wgrad(
         STAGES=tile.stages,
         **tile.constants(kind),
     )
+    return dw

@@ -44,8 +44,11 @@ from fp8rl_jax.kernels.gpu.mosaic_matmul import (
     FEWEST_ROWS,
     GROUP,
     RESULTS,
+    launch,
     load_scales,
     swizzled,
+    wait_for_last,
+    wait_until_free,
 )
 from fp8rl_jax.kernels.gpu.tiles import MULTIPROCESSORS
 
@@ -163,11 +166,7 @@ def _multiply(x, weights, x_scale, w_scales, layer, residual, dtype, tile: Tile)
                 @pl.loop(0, steps)
                 def _step(step):
                     stage = lax.rem(step, stages)
-
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[stage])
-
+                    wait_until_free(step, stage, stages, empty)
                     k = pl.ds(step * K_BLOCK, K_BLOCK)
                     for source, target in (
                         (weights[index].at[number, column, k], w_in.at[stage]),
@@ -177,11 +176,7 @@ def _multiply(x, weights, x_scale, w_scales, layer, residual, dtype, tile: Tile)
                         plgpu.copy_gmem_to_smem(source, target, full.at[stage])
 
             of_weight(load)
-
-            # Every arrival at a barrier must be waited for before the program ends.
-            @pl.loop(max(steps - stages, 0), steps)
-            def _drain(step):
-                plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+            wait_for_last(max(steps - stages, 0), steps, stages, empty)
 
         def consume():
             plgpu.set_max_registers(tile.consumer_registers, action="increase")
@@ -239,27 +234,19 @@ def _multiply(x, weights, x_scale, w_scales, layer, residual, dtype, tile: Tile)
 
     adds = residual is not None
     consumers = tile.consumers
-    run = plgpu.kernel(
-        kernel,
-        out_type=[jax.ShapeDtypeStruct((rows, n), dtype) for n in columns],
-        scratch_types=[
-            swizzled(stages, _ROWS, K_BLOCK, dtype=E4M3),
-            swizzled(stages, tile.columns, K_BLOCK, dtype=E4M3),
-            # Filled once: a fence would have to stand between reading scales and copying others.
-            plgpu.SMEM((steps, _ROWS), jnp.float32),
-            plgpu.SMEM((consumers, w_scales[0].shape[2]), jnp.float32),
-            swizzled(consumers, _ROWS, width, dtype=dtype),
-            plgpu.Barrier(num_arrivals=3, num_barriers=stages),  # copies of w, x and its scales
-            plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=consumers * (1 + adds)),
-        ],
-        grid=(row_tiles * sum(counts),),
-        grid_names=("program",),
-        num_threads=consumers + 1,
-        thread_name="warpgroup",
-        # Required: the default backend differs between JAX 0.10 and 0.11.
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
+    scratch = [
+        swizzled(stages, _ROWS, K_BLOCK, dtype=E4M3),
+        swizzled(stages, tile.columns, K_BLOCK, dtype=E4M3),
+        # Filled once: a fence would have to stand between reading scales and copying others.
+        plgpu.SMEM((steps, _ROWS), jnp.float32),
+        plgpu.SMEM((consumers, w_scales[0].shape[2]), jnp.float32),
+        swizzled(consumers, _ROWS, width, dtype=dtype),
+        plgpu.Barrier(num_arrivals=3, num_barriers=stages),  # copies of w, x and its scales
+        plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=consumers * (1 + adds)),
+    ]
+    out = [jax.ShapeDtypeStruct((rows, n), dtype) for n in columns]
+    run = launch(kernel, consumers, row_tiles * sum(counts), out, scratch)
     return run(layer, x, x_scale, *weights, *w_scales, *([residual] if adds else []))
 
 
@@ -322,7 +309,7 @@ def matmul(
     dtype=jnp.float32,
     tile: Tile | None = None,
 ) -> jax.Array:
-    """Computes `mosaic_matmul.fp8_matmul` of few rows, with the same arguments."""
+    """Computes `mosaic_matmul.matmul` of few rows, with the same arguments."""
 
     @sequential_vmap
     def run(lhs, rhs, lhs_scale, rhs_scale):

@@ -69,11 +69,11 @@ class Tile:
 TILES = (Tile(2, 5, 40, 232), Tile(3, 4, 32, 160))
 
 
-def supports(rows: int, columns: int, depth: int, dtypes: tuple) -> bool:
-    """Returns whether `fp8_matmul` takes a (rows, depth) by (depth, columns) product.
+def supports(rows: int, depth: int, columns: int, dtypes: tuple) -> bool:
+    """Returns whether `matmul` takes a (rows, depth) by (depth, columns) product.
 
     Args:
-      rows, columns, depth: M, N and K.
+      rows, depth, columns: M, K and N.
       dtypes: dtypes of lhs, rhs and the result.
     """
     left, right, result = map(jnp.dtype, dtypes)
@@ -115,6 +115,38 @@ def swizzled(*shape: int, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(line)))
 
 
+def wait_until_free(step, stage, stages: int, empty) -> None:
+    """Waits, in the producer, until consumers have read what lies in the stage of a step of K."""
+
+    @pl.when(step >= stages)
+    def _():
+        plgpu.barrier_wait(empty.at[stage])
+
+
+def wait_for_last(first, steps, stages: int, empty) -> None:
+    """Waits, in the producer, until the steps of K from `first` on, those of the last stages, have
+    been read: every arrival at a barrier must be waited for before the program ends."""
+
+    @pl.loop(first, steps)
+    def _drain(step):
+        plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+
+
+def launch(kernel, consumers: int, programs: int, out, scratch: list):
+    """Returns the function of arrays that runs `programs` programs of a producer and consumers."""
+    return plgpu.kernel(
+        kernel,
+        out_type=out,
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        # Required: the default backend differs between JAX 0.10 and 0.11.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+
+
 def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
     """Multiplies (M, K) by (N, K) with scales (KB, M padded to full tiles) and (N / 128, KB), or
     (KB, N)."""
@@ -153,21 +185,13 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
                 @pl.loop(0, steps)
                 def _step(step):
                     stage = lax.rem(before + step, stages)
-
-                    @pl.when(before + step >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[stage])
-
+                    wait_until_free(before + step, stage, stages, empty)
                     k = pl.ds(step * K_BLOCK, K_BLOCK)
                     for source, target in ((x.at[row, k], x_in), (w.at[column, k], w_in)):
                         plgpu.copy_gmem_to_smem(source, target.at[stage], full.at[stage])
 
             done = of_every_tile(load)
-
-            # Every arrival at a barrier must be waited for before the program ends.
-            @pl.loop(lax.max(done - stages, 0), done)
-            def _drain(step):
-                plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
+            wait_for_last(lax.max(done - stages, 0), done, stages, empty)
 
         def consume():
             plgpu.set_max_registers(tile.consumer_registers, action="increase")
@@ -216,27 +240,18 @@ def _multiply(x, w, x_scale, w_scale, dtype, tile: Tile) -> jax.Array:
 
         lax.cond(warpgroup == tile.consumers, produce, consume)
 
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((rows, columns), dtype),
-        scratch_types=[
-            swizzled(stages, tile.rows, K_BLOCK, dtype=E4M3),
-            swizzled(stages, _COLUMNS, K_BLOCK, dtype=E4M3),
-            swizzled(tile.consumers, _STORES, _ROWS, piece, dtype=dtype),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # one copy of x, one of w
-            plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=stages),
-        ],
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=tile.consumers + 1,
-        thread_name="warpgroup",
-        # Required: the default backend differs between JAX 0.10 and 0.11.
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )
-    return run(x, w, x_scale, w_scale)
+    scratch = [
+        swizzled(stages, tile.rows, K_BLOCK, dtype=E4M3),
+        swizzled(stages, _COLUMNS, K_BLOCK, dtype=E4M3),
+        swizzled(tile.consumers, _STORES, _ROWS, piece, dtype=dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # one copy of x, one of w
+        plgpu.Barrier(num_arrivals=tile.consumers, num_barriers=stages),
+    ]
+    out = jax.ShapeDtypeStruct((rows, columns), dtype)
+    return launch(kernel, tile.consumers, programs, out, scratch)(x, w, x_scale, w_scale)
 
 
-def fp8_matmul(
+def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     lhs_scale: jax.Array,
@@ -262,7 +277,7 @@ def fp8_matmul(
       (M, N) in `dtype`.
     """
     (rows, depth), columns = lhs.shape, rhs.shape[1]
-    assert supports(rows, columns, depth, (lhs.dtype, rhs.dtype, dtype))
+    assert supports(rows, depth, columns, (lhs.dtype, rhs.dtype, dtype))
     assert lhs_scale.shape == (rows, depth // K_BLOCK) and lhs_scale.dtype == jnp.float32
     by_column = rhs_scale.shape[1] == columns
     wide = columns if by_column else columns // _COLUMNS

@@ -25,8 +25,6 @@ value in any element, but not a CPU's. Multiply-adds are not fused (see triton_c
 Not done: gradients; arrays without rows; a batching rule; rows of more than `MAX_WIDTH`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import triton
@@ -110,7 +108,7 @@ def _tile(M: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _store_quantized(
-    value,  # (ROWS, 128) float32
+    value,  # (ROWS, 128)
     q,
     scale,
     row,
@@ -120,6 +118,7 @@ def _store_quantized(
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
+    value = value.to(tl.float32)
     s, stored = block_scales(tl.max(magnitude_bits(value), axis=1), FP8_MAX, POWER_OF_TWO)
     tl.store(q + at, (value * s[:, None]).to(q.dtype.element_ty), mask=inside)
     tl.store(scale + tl.cast(tl.program_id(1), tl.int64) * M + row, stored, mask=row < M)
@@ -154,8 +153,7 @@ def gated_activation_kernel(
     rounded = (tl.div_rn(g, 1.0 + tl.exp(-exponent)) * u).to(y.dtype.element_ty)
     tl.store(y + at, rounded, mask=inside)
     if QUANTIZE:
-        value = rounded.to(tl.float32)
-        _store_quantized(value, q, scale, row, at, inside, M, FP8_MAX, POWER_OF_TWO)
+        _store_quantized(rounded, q, scale, row, at, inside, M, FP8_MAX, POWER_OF_TWO)
 
 
 @triton.jit
@@ -170,7 +168,7 @@ def quantize_rows_kernel(
     ROWS: tl.constexpr,
 ):
     row, at, inside = _tile(M, D, ROWS)
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=inside, other=0.0)
     _store_quantized(value, q, scale, row, at, inside, M, FP8_MAX, POWER_OF_TWO)
 
 
@@ -230,10 +228,10 @@ def norm_tile(width: int) -> dict[str, int]:
 
 def _call(kernel, x, *others, dtype, quantisation: Quantisation | None, **keywords):
     """Runs a kernel on several operands; returns y, or with a quantisation (y, q, scale)."""
-    (rows, width), one = x.shape, jax.ShapeDtypeStruct((1,), jnp.float32)
+    rows, width = x.shape
     given = quantisation or Quantisation()
-    quantised = _quantised_shapes(rows, width, given.dtype) if quantisation else (one, one)
-    y, *quantised = triton_call(
+    quantised = _quantised_shapes(rows, width, given.dtype) if quantisation else (None, None)
+    found = triton_call(
         kernel,
         x,
         *others,
@@ -245,7 +243,7 @@ def _call(kernel, x, *others, dtype, quantisation: Quantisation | None, **keywor
         POWER_OF_TWO=given.power_of_two,
         **keywords,
     )
-    return (y, *quantised) if quantisation else y
+    return found if quantisation else found[0]
 
 
 def rms_norm(
@@ -308,9 +306,18 @@ def gated_activation(
       As `rms_norm`.
     """
     grid = (-(-gate.shape[0] // TILE_ROWS), _blocks(gate.shape[1]))
-    call = functools.partial(_call, gated_activation_kernel, dtype=dtype, quantisation=quantisation)
-    kind = {"GELU": activation == "gelu_pytorch_tanh", "CLAMPED": activation == "clamped_swiglu"}
-    return call(gate, up, grid=grid, ROWS=TILE_ROWS, **kind, **_TILE)
+    return _call(
+        gated_activation_kernel,
+        gate,
+        up,
+        dtype=dtype,
+        quantisation=quantisation,
+        grid=grid,
+        GELU=activation == "gelu_pytorch_tanh",
+        CLAMPED=activation == "clamped_swiglu",
+        ROWS=TILE_ROWS,
+        **_TILE,
+    )
 
 
 def quantize_rows(

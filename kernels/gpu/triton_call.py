@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,26 +47,36 @@ def _jax_triton() -> Any:
     return jax_triton
 
 
+def with_placeholders(xs: Sequence, one) -> list:
+    """Returns operands, or shapes of results, with `one` in the place of None."""
+    return [one if x is None else x for x in xs]
+
+
+def shapes_of(xs: Sequence) -> list:
+    """Returns shape and dtype of each array, None for None."""
+    return [None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs]
+
+
 def triton_call(
     kernel,
-    *arrays: jax.Array,
-    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
+    *arrays: jax.Array | None,
+    out: tuple[jax.ShapeDtypeStruct | None, ...],
     grid: tuple[int, ...],
     warps: int,
     stages: int,
     in_place: int = 0,
     registers: int | None = None,
     **constants: int | float | bool | str,
-) -> Any:
+) -> tuple:
     """Calls a Triton kernel on arrays and returns the arrays that it writes.
 
     Args:
       kernel: a `triton.jit` function of pointers to `arrays`, then to the results, then to the
         arrays written in place once more, then of the constants by name.
-      arrays: row-major operands.
+      arrays: row-major operands; None for one that the kernel does not use.
       in_place: how many of the last arrays the kernel writes in place; they are results, too,
         behind those of `out`.
-      out: shape and dtype of the result, or a tuple for several results.
+      out: shape and dtype of each result; None for one that the kernel does not use.
       grid: number of programs along up to three axes.
       warps, stages: warps of a program, and stages of its software pipeline.
       registers: most registers of a thread, what does not fit goes to memory; None for no bound.
@@ -73,29 +84,30 @@ def triton_call(
       constants: values of the kernel's `tl.constexpr` parameters.
 
     Returns:
-      An array, or a tuple of them as in `out`.
+      The results; None where `out`, or an array written in place, is None.
     """
     library = _jax_triton()
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
+    first = len(arrays) - in_place
+    results = [*out, *shapes_of(arrays[first:])]
+    operands = with_placeholders(arrays, jnp.zeros((1,), jnp.float32))
+    shapes = with_placeholders(results, jax.ShapeDtypeStruct((1,), jnp.float32))
+    written = [i for i in range(in_place) if arrays[first + i] is not None]
     keywords: dict[str, Any] = {}
-    if in_place:
-        written = arrays[-in_place:]
-        others = out if isinstance(out, tuple) else (out,)
-        first, count = len(arrays) - in_place, len(others)
-        keywords["input_output_aliases"] = {first + i: count + i for i in range(in_place)}
-        out = (*others, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written))
+    if written:
+        keywords["input_output_aliases"] = {first + i: len(out) + i for i in written}
     if version >= (0, 4):
         options = {"enable_fp_fusion": False, "ptx_version": _PTX, "maxnreg": registers}
-        keywords |= {"out_type": out, "backend_options": options}
+        keywords |= {"out_type": tuple(shapes), "backend_options": options}
         # Here such a result has no parameter: the kernel's, which it does not read, get a number.
         names = [name for name in kernel.arg_names if name not in constants]
-        keywords |= dict.fromkeys(names[len(names) - in_place :], 0)
+        keywords |= dict.fromkeys((names[len(arrays) + len(out) + i] for i in written), 0)
     else:
-        keywords |= {"out_shape": out, "enable_fp_fusion": False}
+        keywords |= {"out_shape": tuple(shapes), "enable_fp_fusion": False}
     with warnings.catch_warnings(), jax.named_scope(kernel.fn.__name__):  # its name in profiles
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated")
-        results = library.triton_call(
-            *arrays,
+        found = library.triton_call(
+            *operands,
             kernel=kernel,
             grid=grid,
             num_warps=warps,
@@ -106,4 +118,5 @@ def triton_call(
             **constants,
         )
     # Under shard_map jax-triton types its results as equal on every device.
-    return varying_as(results, *arrays)
+    found = varying_as(tuple(found), *operands)
+    return tuple(None if shape is None else x for shape, x in zip(results, found, strict=True))

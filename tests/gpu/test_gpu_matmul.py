@@ -223,14 +223,15 @@ def test_the_same_bits_under_load(kind, rows, source, size=4096, repeats=300, lo
 @pytest.mark.parametrize("shape", [(300, 1024, 1152), (257, 12_288, 256), (4096, 4096, 4096)])
 def test_mosaic(shape, dtype, source):
     """The Mosaic matmul, which many rows take, gives the bits of the Triton one, which few take."""
-    from fp8rl_jax.kernels.gpu.mosaic_matmul import TILES, fp8_matmul
+    from fp8rl_jax.kernels.gpu import mosaic_matmul
 
     case = Dense("fp8", *shape, dtype)
     operands = case.operands(source)
     want = case.product()(*operands)
     assert_finite(str(case), want)
-    for tile in TILES:
-        got = exact_jit(lambda *x, tile=tile: fp8_matmul(*x, case.dtype, tile))(*operands)
+    for tile in mosaic_matmul.TILES:
+        run = exact_jit(lambda *x, tile=tile: mosaic_matmul.matmul(*x, case.dtype, tile))
+        got = run(*operands)
         assert_bitwise_equal(f"Mosaic, {case}, {tile}", got, want)
 
 
@@ -238,11 +239,12 @@ def test_mosaic(shape, dtype, source):
 @pytest.mark.parametrize("shape", [(300, 1024, 1152), (4096, 4096, 12_288)])
 def test_mosaic_with_a_scale_per_column(shape, source):
     """The option `mosaic`: gradients of weights have the bits of Triton's."""
-    from fp8rl_jax.kernels.gpu.mosaic_matmul import fp8_matmul
+    from fp8rl_jax.kernels.gpu import mosaic_matmul
 
     case = Dense("fp8", *shape, by_column=True)
     operands = case.operands(source)
-    assert_bitwise_equal(str(case), exact_jit(fp8_matmul)(*operands), case.product()(*operands))
+    got = exact_jit(mosaic_matmul.matmul)(*operands)
+    assert_bitwise_equal(str(case), got, case.product()(*operands))
 
 
 @reports
@@ -280,7 +282,7 @@ def test_speed_of_tiles(kind, source, tmp_path):
         ways: dict[str, Callable] = {str(tile): case.product(tile) for tile in TILES[kind]}
         if kind == "fp8" and shape[0] >= mosaic_matmul.FEWEST_ROWS:
             for tile in mosaic_matmul.TILES:
-                run = functools.partial(mosaic_matmul.fp8_matmul, dtype=jnp.bfloat16, tile=tile)
+                run = functools.partial(mosaic_matmul.matmul, dtype=jnp.bfloat16, tile=tile)
                 ways[f"Mosaic {tile}"] = exact_jit(run)
         if kind == "fp8" and shape[0] < mosaic_matmul.FEWEST_ROWS:
             for few in mosaic_decode.TILES:

@@ -19,6 +19,7 @@ HEADS, KV_HEADS, DIM, SCALE = 4, 2, 32, 0.3
 _ALL = 2**30  # a window that hides nothing
 _CASES = {"window": (5, False), "sinks": (0, True), "both": (70, True)}
 _LENGTH = 150
+_QUICK = ["both", slow("window"), slow("sinks")]
 
 
 def _operands(length=_LENGTH, kind="float32", batch=2):
@@ -75,7 +76,7 @@ def _case(name):
     return operands, scales, window, sinks if sunk else None
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", _QUICK)
 def test_jnp_equals_the_oracle(name):
     operands, scales, window, sinks = _case(name)
     run = functools.partial(kernels.attention, scale=SCALE, **_settings(window, sinks))
@@ -85,8 +86,8 @@ def test_jnp_equals_the_oracle(name):
     assert np.abs(np.asarray(got) - _oracle(operands, scales, 0, None)).max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["float32", "int8"])
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("kind", ["int8", slow("float32")])
+@pytest.mark.parametrize("name", _QUICK)
 def test_decode_equals_learner(name, kind):
     """One query over a longer cache whose other slots hold garbage, at every border."""
     window, sunk = _CASES[name]
@@ -107,7 +108,7 @@ def test_decode_equals_learner(name, kind):
         )
 
 
-@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("name", _QUICK)
 def test_gradients(name):
     """Against autodiff of the plain formula, sinks included; and no window is a window of all."""
     operands, _, window, sinks = _case(name)
@@ -178,7 +179,7 @@ def test_kernels(name, kind, on_gpu):
         )
 
 
-@pytest.mark.parametrize("name", ["both", slow("window"), slow("sinks")])
+@pytest.mark.parametrize("name", _QUICK)
 def test_gradient_kernels(name, on_gpu):
     operands, _, window, sinks = _case(name)
     more = _slots(window, sinks)

@@ -90,19 +90,21 @@ class Interpreter:
         """Signature and result of `kernels.gpu.triton_call.triton_call`."""
         import jax
 
+        from fp8rl_jax.kernels.gpu.triton_call import shapes_of, with_placeholders
+
         del warps, stages, registers
+        written = arrays[len(arrays) - in_place :]
+        results = [*out, *shapes_of(written)]
+        shapes = with_placeholders(results, jax.ShapeDtypeStruct((1,), np.float32))
 
         def call(*arrays):
             arrays = [np.ascontiguousarray(x) for x in arrays]
-            shapes = [(x.shape, np.dtype(x.dtype)) for x in jax.tree.leaves(out)]
-            results = self.run(kernel, grid, arrays, shapes, constants, in_place)
-            return tuple(results) if isinstance(out, tuple) else results[0]
+            outs = [(x.shape, np.dtype(x.dtype)) for x in shapes[: len(out)]]
+            return tuple(self.run(kernel, grid, arrays, outs, constants, in_place))
 
-        results = out
-        if in_place:
-            written = arrays[-in_place:]
-            results = (*out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written))
-        return jax.pure_callback(call, results, *arrays)
+        operands = with_placeholders(arrays, np.zeros(1, np.float32))
+        found = jax.pure_callback(call, tuple(shapes), *operands)
+        return tuple(None if shape is None else x for shape, x in zip(results, found, strict=True))
 
 
 class _Type(str):

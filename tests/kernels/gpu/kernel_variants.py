@@ -85,13 +85,16 @@ class Variant:
         pointers = {"x": left, "x_scale": "*fp32", "experts": "*i32", "residual": out}
         for number in ("", "1", "2"):
             pointers |= {f"w{number}": right, f"w{number}_scale": "*fp32", f"out{number}": out}
+        residual = self.grouped and not self.together
+        unused = ["experts"] * (not self.grouped) + ["residual"] * (not residual)
+        pointers |= dict.fromkeys(unused, "*fp32")  # as `triton_call` has it
         constants |= {
             "GROUP": self.group,
             "E": 128 if self.grouped else 1,
             "GROUPED": self.grouped,
             "N1": 1024 * self.together,
             "N2": 1024 * self.together,
-            "RESIDUAL": self.grouped and not self.together,
+            "RESIDUAL": residual,
             "COLUMN_SCALES": self.column_scales,
             "TURN": tile.turn,
         }
@@ -281,7 +284,8 @@ class AttentionVariant:
         types["table"] = "*i32" if self.paged else "*fp32"
         types["layer"] = "*fp32" if self.use == "learner" else "*i32"
         types["out"] = "*fp32" if self.use == "decode" or self.keys == "float32" else "*bf16"
-        types |= {"out_q": "*fp8e4nv", "out_scale": "*fp32"}
+        quantize = self.use == "join" and self.width == K_BLOCK
+        types |= {"out_q": "*fp8e4nv" if quantize else "*fp32", "out_scale": "*fp32"}
         types |= {"window": "*i32" if self.windowed else "*fp32", "sinks": "*fp32"}
         types |= {"k": _POINTERS[self.keys], "v": _POINTERS[values]}
         types |= dict.fromkeys(("q_rope", "k_rope"), "*bf16")
@@ -305,7 +309,7 @@ class AttentionVariant:
             "LAYERS": self.use != "learner",
             "WINDOWED": self.windowed,
             "SINKS": self.windowed,
-            "QUANTIZE": self.use == "join" and self.width == K_BLOCK,
+            "QUANTIZE": quantize,
             "FP8_MAX": 448.0,
             "POWER_OF_TWO": False,
         }

@@ -42,7 +42,7 @@ class Variant:
         return name + ", a scale per column" * self.by_column
 
     def lower(self, shape):
-        return jax.jit(mosaic_matmul.fp8_matmul, static_argnums=(4, 5)).lower(
+        return jax.jit(mosaic_matmul.matmul, static_argnums=(4, 5)).lower(
             shape(ROWS, DEPTH, dtype=jnp.float8_e4m3fn),
             shape(DEPTH, COLUMNS, dtype=jnp.float8_e4m3fn),
             shape(ROWS, DEPTH // 128),

@@ -165,8 +165,9 @@ def test_norm_is_within_three_ulp_of_float64(features):
         slow(_CALIBRATED, id="calibrated"),
         slow(kv_formats.RECIPES["int8_fp8"], id="int8 and fp8"),
         slow(kv_formats.RECIPES["bf16_fp8"], id="bf16 and fp8"),
+        pytest.param(kv_formats.RECIPES["int8_bf16"], id="int8 and bf16"),  # one has scales
     ],
-    ids=["fp8", *[None] * 4],
+    ids=["fp8", *[None] * 5],
 )
 def test_cache_in_place(recipe, paged):
     """It writes what a scatter writes, nothing else, and nothing for a position without a slot."""

@@ -12,7 +12,7 @@ pytest.importorskip("jax_triton", reason="needs jax-triton: pip install 'fp8rl_j
 from hopper import lower, products
 
 from fp8rl_jax.kernels.gpu import attention as strict_attention
-from fp8rl_jax.kernels.gpu import attention_gradient, fast_attention, head, norm
+from fp8rl_jax.kernels.gpu import attention_gradient, attention_inputs, fast_attention, head, norm
 from fp8rl_jax.kernels.gpu import matmul as kernels
 
 E4M3 = jnp.float8_e4m3fn
@@ -263,6 +263,24 @@ def test_gradients_over_latents_are_not_kernels():
         _shape(2, 700, 16, 512),
     )
     assert "triton_kernel_call" not in products(text) and "700x700" not in text
+
+
+def test_a_cache_of_keys_with_scales_and_values_without():
+    """INT8 and bf16: each array that is there comes back with its shape, written in place."""
+    cache = [_shape(6, 128, 2, 64, dtype=dtype) for dtype in (jnp.int8, jnp.uint16)]
+    cache.append(_shape(6, 128, 2))
+    rows = [_shape(2, 1, heads, 64, dtype=jnp.bfloat16) for heads in (4, 2, 2)]
+    kept = attention_inputs.Kept("none", "row", "none")
+
+    def f(rows, arrays, layer, positions):
+        cache = attention_inputs.Cache((*arrays, None), layer, positions)
+        return attention_inputs.attention_inputs(*rows, None, None, kept, cache=cache)
+
+    numbers = _shape(dtype=jnp.int32), _shape(2, 1, dtype=jnp.int32)
+    *_, k, v, k_scale, v_scale = jax.eval_shape(f, rows, cache, *numbers)
+    assert [(x.shape, x.dtype) for x in (k, v, k_scale)] == [(x.shape, x.dtype) for x in cache]
+    assert v_scale is None
+    assert products(lower(f, rows, cache, *numbers)) == ONE
 
 
 def _devices():

@@ -15,12 +15,13 @@ def test_rows_are_added_in_ascending_order(monkeypatch, interpreter, dtype):
     """Bitwise a loop over tokens; tokens far apart, many of one, and some outside the table."""
     monkeypatch.setattr(embedding, "triton_call", interpreter.triton_call)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 300, 150).astype(np.int32)
-    tokens[40:110:2] = 7
-    tokens[[3, 149]] = 299
-    tokens[[5, 90]] = -1, 300
-    rows = jnp.asarray(rng.standard_normal((150, 200)) * 10 ** rng.uniform(-3, 3, (150, 1)), dtype)
-    wanted = np.zeros((300, 200), np.float32)
+    tokens = rng.integers(0, 300, 70).astype(np.int32)
+    tokens[10:50:4] = 7
+    tokens[[41, 42]] = 7  # the last of 32 from the first one on, and the next
+    tokens[[3, 69]] = 299
+    tokens[[5, 60]] = -1, 300
+    rows = jnp.asarray(rng.standard_normal((70, 130)) * 10 ** rng.uniform(-3, 3, (70, 1)), dtype)
+    wanted = np.zeros((300, 130), np.float32)
     for token, row in zip(tokens, np.asarray(rows, np.float32), strict=True):
         if 0 <= token < 300:
             wanted[token] += row

@@ -13,7 +13,7 @@ from hopper import lower, products
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fp8rl_jax.kernels.gpu import mosaic_matmul
-from fp8rl_jax.kernels.gpu.mosaic_matmul import TILES, fp8_matmul, supports, tile_for
+from fp8rl_jax.kernels.gpu.mosaic_matmul import TILES, matmul, supports, tile_for
 from fp8rl_jax.kernels.reference.matmul import block_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -41,14 +41,14 @@ def _shapes(rows, columns, depth, lead=(), by_column=False):
 )
 def test_lowers_to_one_kernel(rows, columns, depth, dtype, tile):
     operands = _shapes(rows, columns, depth)
-    text = lower(lambda *a: fp8_matmul(*a, dtype=jnp.dtype(dtype), tile=tile), *operands)
+    text = lower(lambda *a: matmul(*a, dtype=jnp.dtype(dtype), tile=tile), *operands)
     assert products(text) == {"mosaic_gpu_v2": 1}
     result = {"float32": "f32", "bfloat16": "bf16"}[dtype]
     assert f"-> (tensor<{rows}x{columns}x{result}>" in text
 
 
 def test_a_batch_is_one_kernel_in_a_loop():
-    text = lower(jax.vmap(fp8_matmul), *_shapes(256, 128, 256, lead=(3,)))
+    text = lower(jax.vmap(matmul), *_shapes(256, 128, 256, lead=(3,)))
     assert products(text) == {"mosaic_gpu_v2": 1} and "stablehlo.while" in text
 
 
@@ -67,12 +67,12 @@ def test_a_batch_is_one_kernel_in_a_loop():
     ],
 )
 def test_supports(rows, columns, depth, left, right, result, wanted):
-    assert supports(rows, columns, depth, (left, right, result)) is wanted
+    assert supports(rows, depth, columns, (left, right, result)) is wanted
     lhs, rhs, *scales = _shapes(rows, columns, depth)
     lhs, rhs = jax.ShapeDtypeStruct(lhs.shape, left), jax.ShapeDtypeStruct(rhs.shape, right)
     if not wanted:
         with pytest.raises(AssertionError):
-            jax.eval_shape(lambda *a: fp8_matmul(*a, dtype=result), lhs, rhs, *scales)
+            jax.eval_shape(lambda *a: matmul(*a, dtype=result), lhs, rhs, *scales)
 
 
 def test_scales_of_another_shape_or_type_are_refused():
@@ -81,7 +81,7 @@ def test_scales_of_another_shape_or_type_are_refused():
     sixteen = jax.ShapeDtypeStruct(lhs_scale.shape, jnp.bfloat16)
     for scales in ((lhs_scale, for_others), (sixteen, rhs_scale)):
         with pytest.raises(AssertionError):
-            jax.eval_shape(fp8_matmul, lhs, rhs, *scales)
+            jax.eval_shape(matmul, lhs, rhs, *scales)
 
 
 def test_tile_with_the_fewest_idle_programs():
@@ -112,7 +112,7 @@ def _interpret(*case, programs=1, **keywords):
     parameters = plgpu.InterpretGPUParams(detect_races=True)
     with pytest.MonkeyPatch.context() as patch, plgpu.force_gpu_interpret_mode(parameters):
         patch.setattr(mosaic_matmul, "MULTIPROCESSORS", programs)
-        got = np.asarray(fp8_matmul(*case, **keywords))
+        got = np.asarray(matmul(*case, **keywords))
     if get_races().races_found:
         raise RuntimeError("race")
     return got
