@@ -265,9 +265,10 @@ def array_of(path: Path) -> Array:
     return _BY_PATH[path]
 
 
-def bias_shape(layer: Path, config: ModelConfig) -> Shape | None:
-    """Returns the shape of the bias of the linear layer at a path; None if it has none."""
-    array = _BY_PATH.get((*_in_layer(layer), "bias"))
+def shape_of(path: Path, config: ModelConfig) -> Shape | None:
+    """Returns the shape of the array at a path (`array_of`), without the layer axis; None if the
+    model has none there."""
+    array = _BY_PATH.get(_in_layer(path))
     return array.shape(config) if array else None
 
 

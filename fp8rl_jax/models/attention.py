@@ -284,9 +284,8 @@ class Attention(nn.Module):
         sharers = parallel.tensor if splits_heads(config, parallel.tensor) else 1
         features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         x = shared_input(x, recipe, features, parallel.tensor)
-        sinks = None
-        if config.attention_sinks:
-            sinks = vector(self, parallel, "sinks", (heads,), nn.initializers.normal(0.02))
+        sinks = vector(self, config, parallel, "sinks", nn.initializers.normal(0.02))
+        if sinks is not None:
             sinks = gather_or_slice(sinks, heads // sharers)
 
         one_kernel = cache is not None and not watched(self) and has_one_kernel(recipe)
