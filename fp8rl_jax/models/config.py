@@ -60,6 +60,10 @@ class ModelConfig:
     num_key_value_heads: int = _field("key and value heads; divides the query heads")
     head_dim: int = _field("width of a head, even, at most 256")
     qk_norm: bool = _rule("RMSNorm of every query and key head (Qwen3)", True)
+    qk_norm_by_head: bool = _rule(
+        "QK-norm is over each head; False: over all heads of the queries, and of the keys (OLMo 2)",
+        True,
+    )
     qkv_bias: bool = _rule("query, key and value projections have biases (Qwen2)", False)
     o_bias: bool = _rule("attention's output projection has a bias (gpt-oss)", False)
     attention_sinks: bool = _rule(
@@ -77,6 +81,11 @@ class ModelConfig:
     )
     sandwich_norms: bool = _rule(
         "results of attention and MLP are normed, too, before they are added (Gemma)", False
+    )
+    pre_norms: bool = _rule(
+        "attention and MLP read normed values; False, with sandwich_norms: their results alone are "
+        "normed (OLMo 2)",
+        True,
     )
     unit_offset_norms: bool = _rule("norms multiply by 1 + weight (Gemma)", False)
     hidden_act: str = _rule(
@@ -208,6 +217,11 @@ class ModelConfig:
             self.rope_type == "yarn" and self.rope_beta_fast < self.rope_beta_slow,
             f"model.rope_beta_fast is {self.rope_beta_fast}, below model.rope_beta_slow = "
             f"{self.rope_beta_slow}: write a larger number, such as 32.0 with 1.0",
+        )
+        yield (
+            not self.pre_norms and not self.sandwich_norms,
+            "model.pre_norms is False and model.sandwich_norms too, so that nothing is normed: set "
+            "one of them to True",
         )
         yield (
             self.sliding_window_pattern == 1,

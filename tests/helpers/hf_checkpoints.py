@@ -57,12 +57,16 @@ def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
         if layer < config.dense_layers:
             stack, i = params["dense_layers"], layer
         at = f"model.layers.{layer}."
-        norms = {"input_layernorm": "input_layernorm"}
+        norms = {}
+        if config.pre_norms:
+            norms["input_layernorm"] = "input_layernorm"
         if config.sandwich_norms:
             norms["post_attention_layernorm"] = "attention_norm"
-            norms |= {n: n for n in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+            norms["post_feedforward_layernorm"] = "post_feedforward_layernorm"
         else:
             norms["post_attention_layernorm"] = "post_attention_layernorm"
+        if config.pre_norms and config.sandwich_norms:
+            norms["pre_feedforward_layernorm"] = "pre_feedforward_layernorm"
         for theirs, ours in norms.items():
             out[f"{at}{theirs}.weight"] = stack[ours]["weight"][i]
         attention = stack["self_attn"]

@@ -185,6 +185,15 @@ _GPT_OSS = json.loads("""{
     "vocab_size": 201088
 }""")
 _GPT_OSS["layer_types"] = ["sliding_attention", "full_attention"] * 12
+_OLMO2 = json.loads("""{
+    "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "attention_bias": false,
+    "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+    "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false,
+    "vocab_size": 100352
+}""")
+_RESULTS_NORMED = {"sandwich_norms": True, "pre_norms": False, "qk_norm_by_head": False}
 _KIMI = _DEEPSEEK | json.loads("""{
     "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384,
     "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
@@ -389,6 +398,30 @@ KNOWN: dict[str, Known] = {
                     "rms_norm_eps": 1e-6,
                     "tie_word_embeddings": True,
                     "rope_theta": 1e6,
+                    "rope_type": "default",
+                },
+            )
+        },
+    ),
+    "olmo2": Known(
+        small={"olmo2": ModelConfig(**_SIZES | _RESULTS_NORMED | dict(head_dim=16))},
+        drift={"olmo2": _RESULTS_NORMED},
+        published={"olmo2_7b": _OLMO2},
+        parameters={
+            "olmo2_1b": (1.48, None, None),
+            "olmo2_7b": (7.3, None, None),
+            "olmo2_13b": (13.7, None, None),
+            "olmo2_32b": (32.2, None, None),
+        },
+        absent={
+            "olmo2": (
+                _OLMO2,
+                {
+                    "num_key_value_heads": 32,
+                    "head_dim": 128,
+                    "rms_norm_eps": 1e-5,
+                    "tie_word_embeddings": False,
+                    "rope_theta": 10_000.0,
                     "rope_type": "default",
                 },
             )

@@ -10,6 +10,7 @@ from fp8rl_jax.models.families.gemma import GEMMA3
 from fp8rl_jax.models.families.glm import GLM4_MOE
 from fp8rl_jax.models.families.gpt_oss import GPT_OSS
 from fp8rl_jax.models.families.llama import LLAMA, MISTRAL
+from fp8rl_jax.models.families.olmo import OLMO2
 from fp8rl_jax.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
 # From plain to special: of the families that a configuration is like, the last is the nearest.
@@ -22,6 +23,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     GPT_OSS,
     GEMMA3,
+    OLMO2,
     DEEPSEEK_V3,
 )
 
