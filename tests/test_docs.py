@@ -22,6 +22,7 @@ import pytest
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from fp8rl_jax.cli.main import COMMANDS
 from fp8rl_jax.config import FIELDS, all_fields
+from fp8rl_jax.models.families import olmo
 from fp8rl_jax.quant import recipe_names
 from fp8rl_jax.quant.scaling import check_policy
 from studies.__main__ import COMMANDS as STUDIES
@@ -144,6 +145,15 @@ def test_policy_guide():
     np.testing.assert_array_equal(
         names["site"].activation.state, jnp.abs(names["x"].astype(jnp.bfloat16)).max()[None, None]
     )
+
+
+def test_family_guide(capsys):
+    """The page's family is the library's, and its row of the table of arrays is one."""
+    names = _run_page("guides/family.md")
+    family, *_ = _examples((_ROOT / "docs/guides/family.md").read_text())
+    assert pathlib.Path(olmo.__file__).read_text().endswith(family)
+    assert names["OLMO2"].presets == olmo.OLMO2.presets
+    assert capsys.readouterr().out == "hidden keys linear self_attn.k_proj.weight True\n"
 
 
 @pytest.mark.slow

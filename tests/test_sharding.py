@@ -411,6 +411,19 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
         pytest.param(
             {
                 "recipe": "fp8",
+                "config": {
+                    "model.sandwich_norms": True,
+                    "model.pre_norms": False,
+                    "model.qk_norm_by_head": False,
+                },
+                "meshes": [[1, 1, 1], [1, 1, 2], [2, 2, 2]],
+            },
+            15,
+            id="norms of results alone, and of queries and keys over cut columns",
+        ),
+        pytest.param(
+            {
+                "recipe": "fp8",
                 "vocabulary": 259,
                 "config": {
                     "model.hidden_size": 128,

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from drift_harness import Case, Result, run
 from kind_of_cpu import kind_of_cpu
+from known_families import FAMILIES
 
 from fp8rl_jax.quant import Operand, QArray, get_recipe, static
 
@@ -131,6 +132,11 @@ _FAMILIES = {
     "f32 deepseek, a wide latent": Case(
         "f32", "wide deepseek", layers=2, hidden=256, new_tokens=40
     ),
+}
+_FAMILIES |= {
+    f"{recipe} {family}": Case(recipe, family, prompts=(1, 7, 40), new_tokens=90, updates=1)
+    for family in sorted(set(FAMILIES) - {"qwen3", *(case.family for case in _FAMILIES.values())})
+    for recipe in ("f32", "fp8")
 }
 
 

@@ -2,17 +2,17 @@
 
 ::
 
-    config.json, presets.py                          tokens, positions
+    config.json, families/                           tokens, positions
           |                                                |
      ModelConfig --> arrays.py --> parameters --> transformer.forward <--> KV cache
                      one row each  params.py               |
                                                         hidden --> head --> logprobs.py
                                                                     (over those of truncation.py)
 
-Read first: config.py (fields in which families differ), arrays.py (every array of a model),
-transformer.py (`forward`), decoder_layer.py (one layer: attention.py or latent_attention.py, then
-feed_forward.py or moe.py with router.py). parallel/ runs them on a mesh, hf/ reads and writes
-checkpoints.
+Read first: config.py (fields in which families differ), families/ (a file each), arrays.py (every
+array of a model), transformer.py (`forward`), decoder_layer.py (one layer: attention.py or
+latent_attention.py, then feed_forward.py or moe.py with router.py). parallel/ runs them on a mesh,
+hf/ reads and writes checkpoints.
 
 Imports `quant` and `kernels`, nothing of reinforcement learning.
 

@@ -92,6 +92,7 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
     head = c.qk_nope_head_dim + c.qk_rope_head_dim if c.latent else c.head_dim
     queries = c.num_attention_heads * head
     keys = 0 if c.latent else c.num_key_value_heads * c.head_dim
+    qk_norm = c.qk_norm and not c.latent
     return {
         "vocab": c.vocab_size,
         "head_vocab": 0 if c.tie_word_embeddings else c.vocab_size,
@@ -103,9 +104,12 @@ def _sizes(c: ModelConfig) -> dict[str, int]:
         "key_bias": keys if c.qkv_bias else 0,
         "output_bias": c.hidden_size if c.o_bias else 0,
         "sunk_heads": c.num_attention_heads if c.attention_sinks else 0,
-        "normed_head": c.head_dim if c.qk_norm and not c.latent else 0,
+        "normed_queries": (c.head_dim if c.qk_norm_by_head else queries) if qk_norm else 0,
+        "normed_keys": (c.head_dim if c.qk_norm_by_head else keys) if qk_norm else 0,
+        "pre_norm": c.hidden_size if c.pre_norms else 0,
         "one_norm": 0 if c.sandwich_norms else c.hidden_size,
         "sandwich": c.hidden_size if c.sandwich_norms else 0,
+        "pre_sandwich": c.hidden_size if c.sandwich_norms and c.pre_norms else 0,
         "attended": c.num_attention_heads * (c.v_head_dim if c.latent else c.head_dim),
         "q_latent": c.q_lora_rank,
         "latent_queries": queries if c.q_lora_rank else 0,
@@ -176,10 +180,10 @@ MODEL = (
     _array("lm_head", "hidden head_vocab", TABLE, _VOCAB[::-1], HEAD),
 )
 ATTENTION = (
-    _gain("input_layernorm", "hidden"),
+    _gain("input_layernorm", "pre_norm"),
     _gain("post_attention_layernorm", "one_norm"),
     _array("attention_norm/weight", "sandwich", GAIN, (), "post_attention_layernorm.weight"),
-    _gain("pre_feedforward_layernorm", "sandwich"),
+    _gain("pre_feedforward_layernorm", "pre_sandwich"),
     _gain("post_feedforward_layernorm", "sandwich"),
     _linear("self_attn/q_proj", "hidden queries", _NORMED, columns=True),
     _linear("self_attn/k_proj", "hidden keys", _NORMED, columns=True),
@@ -189,8 +193,8 @@ ATTENTION = (
     _bias("self_attn/v_proj", "key_bias"),
     _bias("o_proj", "output_bias"),
     _array("self_attn/sinks", "sunk_heads", BIAS, (), "self_attn.sinks"),
-    _gain("self_attn/q_norm", "normed_head"),
-    _gain("self_attn/k_norm", "normed_head"),
+    _gain("self_attn/q_norm", "normed_queries"),
+    _gain("self_attn/k_norm", "normed_keys"),
     _linear(
         "o_proj",
         "attended hidden",
@@ -265,9 +269,10 @@ def array_of(path: Path) -> Array:
     return _BY_PATH[path]
 
 
-def bias_shape(layer: Path, config: ModelConfig) -> Shape | None:
-    """Returns the shape of the bias of the linear layer at a path; None if it has none."""
-    array = _BY_PATH.get((*_in_layer(layer), "bias"))
+def shape_of(path: Path, config: ModelConfig) -> Shape | None:
+    """Returns the shape of the array at a path (`array_of`), without the layer axis; None if the
+    model has none there."""
+    array = _BY_PATH.get(_in_layer(path))
     return array.shape(config) if array else None
 
 

@@ -284,16 +284,24 @@ class Attention(nn.Module):
         sharers = parallel.tensor if splits_heads(config, parallel.tensor) else 1
         features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         x = shared_input(x, recipe, features, parallel.tensor)
-        sinks = None
-        if config.attention_sinks:
-            sinks = vector(self, parallel, "sinks", (heads,), nn.initializers.normal(0.02))
+        sinks = vector(self, config, parallel, "sinks", nn.initializers.normal(0.02))
+        if sinks is not None:
             sinks = gather_or_slice(sinks, heads // sharers)
 
+        norm = norm_of(config, recipe, parallel)
+        norms_heads = config.qk_norm and config.qk_norm_by_head
+        norms_rows = config.qk_norm and not config.qk_norm_by_head
         one_kernel = cache is not None and not watched(self) and has_one_kernel(recipe)
-        apart = one_kernel and config.qkv_bias and parallel.tensor == 1  # the kernel adds biases
+        # The kernel adds biases, unless the sums are normed first.
+        apart = one_kernel and config.qkv_bias and parallel.tensor == 1 and not norms_rows
         projections = linears(
             self, config, recipe, parallel, list(features), x, adds_bias=not apart
         )
+        if norms_rows:
+            q, k, v = projections
+            q = norm(name="q_norm")(gather_or_slice(q, heads * dim)).value
+            k = norm(name="k_norm")(gather_or_slice(k, kv_heads * dim)).value
+            projections = [q, k, v]
         q, k, v = (
             gather_or_slice(y, width // sharers).reshape(batch, length, -1, dim)
             for y, width in zip(projections, features.values(), strict=True)
@@ -303,7 +311,7 @@ class Attention(nn.Module):
             params, biases, gains = self.variables["params"], None, None
             if apart:
                 biases = tuple(params[name]["bias"] for name in features)
-            if config.qk_norm:
+            if norms_heads:
                 given = (params[f"{name}_norm"]["weight"] for name in "qk")
                 gains = tuple(gain_of(gain, config.unit_offset_norms) for gain in given)
             q, k, query, cache = _inputs_by_kernel(
@@ -311,8 +319,7 @@ class Attention(nn.Module):
             )
             read = _attend(recipe, query, cache, positions, scales, scale, window, sinks, reader)
             return read, cache, {"q": q, "k": k, "v": v}
-        if config.qk_norm:
-            norm = norm_of(config, recipe, parallel)
+        if norms_heads:
             q, k = norm(name="q_norm")(q).value, norm(name="k_norm")(k).value
         q, k = _rotated(config, recipe, q, k, (cos, sin))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 from fp8rl_jax.base.bounds import BOUNDS, check_number
 from fp8rl_jax.base.errors import UserError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-SCORING = ("softmax", "sigmoid")
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "clamped_swiglu")
+_CHOICES = {
+    "rope_type": ROPE_TYPES,
+    "scoring_func": ("softmax", "sigmoid"),
+    "hidden_act": ("silu", "gelu_pytorch_tanh", "clamped_swiglu"),
+}
+# Fields without effect unless the other is set.
+_NEEDS = {
+    "sliding_window_pattern": "sliding_window",
+    "rope_local_base_freq": "sliding_window",
+    "q_lora_rank": "kv_lora_rank",
+    "moe_bias": "num_experts",
+}
+# What latent attention does not have.
+_NOT_LATENT = (
+    "partial_rotary_factor",
+    "sliding_window",
+    "query_pre_attn_scalar",
+    "qkv_bias",
+    "o_bias",
+    "attention_sinks",
+)
 
 
-def _field(meaning: str, default: Any = dataclasses.MISSING) -> Any:
+def _field(meaning: str, default: Any = dataclasses.MISSING, is_rule: bool = False) -> Any:
     """Returns a dataclass field with its meaning as metadata, which `--help` shows."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
+    metadata = {"meaning": meaning, "is_rule": is_rule}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+# A field that families differ in: a model belongs to the family whose rules it has.
+_rule = functools.partial(_field, is_rule=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with RMSNorm, RoPE and a gated MLP: Qwen2, Qwen3, Qwen3-MoE, Llama 3,
-    Mistral, Gemma 3, GLM-4.5, gpt-oss or DeepSeek-V3.
+    """A decoder with RMSNorm, RoPE and a gated MLP or experts, of one of `models.families`.
 
     Families differ in these fields alone, so one forward pass runs them all. `models.presets` has
     the published sizes by name.
@@ -34,40 +59,49 @@ class ModelConfig:
     num_attention_heads: int = _field("query heads")
     num_key_value_heads: int = _field("key and value heads; divides the query heads")
     head_dim: int = _field("width of a head, even, at most 256")
-    qk_norm: bool = _field("RMSNorm of every query and key head (Qwen3)", True)
-    qkv_bias: bool = _field("query, key and value projections have biases (Qwen2)", False)
-    o_bias: bool = _field("attention's output projection has a bias (gpt-oss)", False)
-    attention_sinks: bool = _field(
+    qk_norm: bool = _rule("RMSNorm of every query and key head (Qwen3)", True)
+    qk_norm_by_head: bool = _rule(
+        "QK-norm is over each head; False: over all heads of the queries, and of the keys (OLMo 2)",
+        True,
+    )
+    qkv_bias: bool = _rule("query, key and value projections have biases (Qwen2)", False)
+    o_bias: bool = _rule("attention's output projection has a bias (gpt-oss)", False)
+    attention_sinks: bool = _rule(
         "each query head has a score that its softmax counts beside those of the keys (gpt-oss)",
         False,
     )
-    query_pre_attn_scalar: int = _field(
+    query_pre_attn_scalar: int = _rule(
         "scores are divided by the root of this number; 0 for the width of a head", 0
     )
-    sliding_window: int = _field(
+    sliding_window: int = _rule(
         "most tokens that a query attends to, its own one included; 0 for all", 0
     )
-    sliding_window_pattern: int = _field(
+    sliding_window_pattern: int = _rule(
         "with a window: every n-th layer attends to all tokens; 0 for none", 0
     )
-    sandwich_norms: bool = _field(
+    sandwich_norms: bool = _rule(
         "results of attention and MLP are normed, too, before they are added (Gemma)", False
     )
-    unit_offset_norms: bool = _field("norms multiply by 1 + weight (Gemma)", False)
-    hidden_act: str = _field(
+    pre_norms: bool = _rule(
+        "attention and MLP read normed values; False, with sandwich_norms: their results alone are "
+        "normed (OLMo 2)",
+        True,
+    )
+    unit_offset_norms: bool = _rule("norms multiply by 1 + weight (Gemma)", False)
+    hidden_act: str = _rule(
         "activation of the gated MLP: silu, gelu_pytorch_tanh, clamped_swiglu (gpt-oss)", "silu"
     )
-    scale_embeddings: bool = _field(
+    scale_embeddings: bool = _rule(
         "embeddings are multiplied by the root of hidden_size (Gemma)", False
     )
     rope_theta: float = _field("base of the rotary frequencies", 10_000.0)
-    rope_local_base_freq: float = _field(
+    rope_local_base_freq: float = _rule(
         "base of the rotary frequencies of layers with a window; 0 for that of all", 0.0
     )
-    rope_interleave: bool = _field(
+    rope_interleave: bool = _rule(
         "rotary pairs are neighbours (0, 1), (2, 3), ..., not halves of a head apart", False
     )
-    partial_rotary_factor: float = _field(
+    partial_rotary_factor: float = _rule(
         "share of a head's features that are rotated, its first ones: 1 or 0.5", 1.0
     )
     rope_type: str = _field(
@@ -106,7 +140,7 @@ class ModelConfig:
     )
     num_experts_per_tok: int = _field("experts per token, k", 2)
     moe_intermediate_size: int = _field("width of one expert's gated MLP", 128)
-    moe_bias: bool = _field("router and experts have biases (gpt-oss)", False)
+    moe_bias: bool = _rule("router and experts have biases (gpt-oss)", False)
     norm_topk_prob: bool = _field("divide the weights of a token's experts by their sum", True)
     scoring_func: str = _field(
         "router: softmax; sigmoid with a correction bias that enters the selection alone "
@@ -138,25 +172,20 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             if (name := f"model.{field.name}") in BOUNDS:
                 check_number(name, getattr(self, field.name))
-        for name, choices in (
-            ("rope_type", ROPE_TYPES),
-            ("scoring_func", SCORING),
-            ("hidden_act", ACTIVATIONS),
-        ):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(
                     f"model.{name} is {getattr(self, name)!r}; write one of {', '.join(choices)}"
                 )
-        self._check_rope()
-        self._check_window()
-        self._check_attention()
-        if self.num_experts:
-            self._check_experts()
-        elif self.moe_bias:
-            raise UserError(
-                "model.moe_bias is True and model.num_experts 0: set model.num_experts, or leave "
-                "the other out"
-            )
+        for name, needed in _NEEDS.items():
+            if getattr(self, name) and not getattr(self, needed):
+                raise UserError(
+                    f"model.{name} is {getattr(self, name)} and model.{needed} 0: set "
+                    f"model.{needed}, or leave the other out"
+                )
+        for is_wrong, sentence in (*self._shapes(), *self._experts()):
+            if is_wrong:
+                raise UserError(sentence)
 
     @property
     def latent(self) -> bool:
@@ -175,115 +204,92 @@ class ModelConfig:
         """Number of leading dense layers in a model with experts; 0 in a dense model."""
         return self.first_k_dense_replace if self.num_experts else 0
 
-    def _check_rope(self):
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if self.rope_type == "llama3" and low >= high:
-            raise UserError(
-                f"model.rope_low_freq_factor is {low}, not below model.rope_high_freq_factor = "
-                f"{high}: write a smaller number, such as 1.0 with 4.0"
+    def _shapes(self) -> Iterator[tuple[bool, str]]:
+        """Yields what the fields of a layer without experts must not be: (whether they are, what is
+        wrong and what to write instead)."""
+        yield (
+            self.rope_type == "llama3" and self.rope_low_freq_factor >= self.rope_high_freq_factor,
+            f"model.rope_low_freq_factor is {self.rope_low_freq_factor}, not below "
+            f"model.rope_high_freq_factor = {self.rope_high_freq_factor}: write a smaller number, "
+            "such as 1.0 with 4.0",
+        )
+        yield (
+            self.rope_type == "yarn" and self.rope_beta_fast < self.rope_beta_slow,
+            f"model.rope_beta_fast is {self.rope_beta_fast}, below model.rope_beta_slow = "
+            f"{self.rope_beta_slow}: write a larger number, such as 32.0 with 1.0",
+        )
+        yield (
+            not self.pre_norms and not self.sandwich_norms,
+            "model.pre_norms is False and model.sandwich_norms too, so that nothing is normed: set "
+            "one of them to True",
+        )
+        yield (
+            self.sliding_window_pattern == 1,
+            "model.sliding_window_pattern is 1, so that every layer attends to all tokens: set "
+            "model.sliding_window=0, or write 0 or a number from 2",
+        )
+        for name in _NOT_LATENT:
+            default = getattr(ModelConfig, name)
+            yield (
+                self.latent and getattr(self, name) != default,
+                f"model.{name} and model.kv_lora_rank are both set: latent attention has none; "
+                f"set model.{name}={default}",
             )
-        fast, slow = self.rope_beta_fast, self.rope_beta_slow
-        if self.rope_type == "yarn" and fast < slow:
-            raise UserError(
-                f"model.rope_beta_fast is {fast}, below model.rope_beta_slow = {slow}: write a "
-                "larger number, such as 32.0 with 1.0"
-            )
+        yield (
+            not self.latent and self.num_attention_heads % self.num_key_value_heads > 0,
+            f"model.num_attention_heads = {self.num_attention_heads} is not a multiple of "
+            f"model.num_key_value_heads = {self.num_key_value_heads}; change one of them",
+        )
+        yield (
+            self.partial_rotary_factor not in (0.5, 1),
+            f"model.partial_rotary_factor is {self.partial_rotary_factor}: all features of a head "
+            "are rotated, or a half of them; write 1 or 0.5",
+        )
+        yield (
+            self.partial_rotary_factor == 0.5 and self.rope_interleave,
+            "model.partial_rotary_factor is 0.5 and model.rope_interleave True: a half of a head "
+            "is rotated by halves alone; set model.rope_interleave=False",
+        )
+        width = "qk_rope_head_dim" if self.latent else "head_dim"
+        part = "" if self.partial_rotary_factor == 1 else ", of which half are rotated"
+        yield (
+            self.rope_dim % 2 > 0,
+            f"model.{width} is {getattr(self, width)}{part}; rotary embeddings need an even number",
+        )
 
-    def _check_window(self):
-        for name in ("sliding_window_pattern", "rope_local_base_freq"):
-            if getattr(self, name) and not self.sliding_window:
-                raise UserError(
-                    f"model.{name} is {getattr(self, name)} and model.sliding_window 0: no layer "
-                    "has a window; set model.sliding_window, or leave the other out"
-                )
-        if self.sliding_window_pattern == 1:
-            raise UserError(
-                "model.sliding_window_pattern is 1, so that every layer attends to all tokens: set "
-                "model.sliding_window=0, or write 0 or a number from 2"
-            )
-
-    def _check_attention(self):
-        if self.latent:
-            if self.partial_rotary_factor != 1:
-                raise UserError(
-                    "model.partial_rotary_factor and model.kv_lora_rank are both set: latent "
-                    "attention has model.qk_rope_head_dim; set model.partial_rotary_factor=1"
-                )
-            for name in ("sliding_window", "query_pre_attn_scalar"):
-                if getattr(self, name):
-                    raise UserError(
-                        f"model.{name} and model.kv_lora_rank are both set: latent attention has "
-                        f"none; set model.{name}=0"
-                    )
-            if self.qk_rope_head_dim % 2:
-                raise UserError(
-                    f"model.qk_rope_head_dim is {self.qk_rope_head_dim}; rotary embeddings need an "
-                    "even number"
-                )
-            for name in ("qkv_bias", "o_bias", "attention_sinks"):
-                if getattr(self, name):
-                    raise UserError(
-                        f"model.{name} and model.kv_lora_rank are both set: latent attention has "
-                        f"none; set model.{name}=False"
-                    )
+    def _experts(self) -> Iterator[tuple[bool, str]]:
+        """Yields what the fields of experts must not be, as `_shapes`."""
+        if not self.num_experts:
             return
-        if self.q_lora_rank:
-            raise UserError(
-                f"model.q_lora_rank is {self.q_lora_rank} and model.kv_lora_rank 0: latent "
-                "attention needs both, or the second alone"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(
-                f"model.num_attention_heads = {self.num_attention_heads} is not a multiple of "
-                f"model.num_key_value_heads = {self.num_key_value_heads}; change one of them"
-            )
-        if self.partial_rotary_factor not in (0.5, 1):
-            raise UserError(
-                f"model.partial_rotary_factor is {self.partial_rotary_factor}: all features of a "
-                "head are rotated, or a half of them; write 1 or 0.5"
-            )
-        if self.partial_rotary_factor == 0.5 and self.rope_interleave:
-            raise UserError(
-                "model.partial_rotary_factor is 0.5 and model.rope_interleave True: a half of a "
-                "head is rotated by halves alone; set model.rope_interleave=False"
-            )
-        if self.rope_dim % 2:
-            part = "" if self.partial_rotary_factor == 1 else ", of which half are rotated"
-            raise UserError(
-                f"model.head_dim is {self.head_dim}{part}; rotary embeddings need an even number"
-            )
-
-    def _check_experts(self):
-        if self.num_experts_per_tok > self.num_experts:
-            raise UserError(
-                f"model.num_experts_per_tok = {self.num_experts_per_tok} is more than "
-                f"model.num_experts = {self.num_experts}; lower it"
-            )
-        if self.num_experts_per_tok == 1 and self.norm_topk_prob:
-            raise UserError(
-                "model.norm_topk_prob with model.num_experts_per_tok = 1 makes every weight 1, so "
-                "that the router learns nothing: set model.norm_topk_prob=False, or raise the "
-                "number of experts per token"
-            )
-        if self.first_k_dense_replace >= self.num_hidden_layers:
-            raise UserError(
-                f"model.first_k_dense_replace = {self.first_k_dense_replace} leaves none of the "
-                f"{self.num_hidden_layers} layers for experts: lower it, or set "
-                "model.num_experts=0"
-            )
-        if self.num_experts % self.n_group or self.topk_group > self.n_group:
-            raise UserError(
-                f"model.n_group = {self.n_group} must divide model.num_experts = "
-                f"{self.num_experts}, and model.topk_group = {self.topk_group} be at most n_group"
-            )
-        if self.num_experts_per_tok > self.topk_group * (self.num_experts // self.n_group):
-            raise UserError(
-                f"model.topk_group = {self.topk_group} groups hold "
-                f"{self.topk_group * (self.num_experts // self.n_group)} experts, fewer than "
-                f"model.num_experts_per_tok = {self.num_experts_per_tok}; raise it"
-            )
-        if self.n_group > 1 and self.scoring_func == "softmax":
-            raise UserError(
-                "model.n_group above 1 goes with model.scoring_func='sigmoid' (DeepSeek-V3); with "
-                "'softmax' write 1"
-            )
+        yield (
+            self.num_experts_per_tok > self.num_experts,
+            f"model.num_experts_per_tok = {self.num_experts_per_tok} is more than "
+            f"model.num_experts = {self.num_experts}; lower it",
+        )
+        yield (
+            self.num_experts_per_tok == 1 and self.norm_topk_prob,
+            "model.norm_topk_prob with model.num_experts_per_tok = 1 makes every weight 1, so that "
+            "the router learns nothing: set model.norm_topk_prob=False, or raise the number of "
+            "experts per token",
+        )
+        yield (
+            self.first_k_dense_replace >= self.num_hidden_layers,
+            f"model.first_k_dense_replace = {self.first_k_dense_replace} leaves none of the "
+            f"{self.num_hidden_layers} layers for experts: lower it, or set model.num_experts=0",
+        )
+        yield (
+            self.num_experts % self.n_group > 0 or self.topk_group > self.n_group,
+            f"model.n_group = {self.n_group} must divide model.num_experts = {self.num_experts}, "
+            f"and model.topk_group = {self.topk_group} be at most n_group",
+        )
+        selectable = self.topk_group * (self.num_experts // self.n_group)
+        yield (
+            self.num_experts_per_tok > selectable,
+            f"model.topk_group = {self.topk_group} groups hold {selectable} experts, fewer than "
+            f"model.num_experts_per_tok = {self.num_experts_per_tok}; raise it",
+        )
+        yield (
+            self.n_group > 1 and self.scoring_func == "softmax",
+            "model.n_group above 1 goes with model.scoring_func='sigmoid' (DeepSeek-V3); with "
+            "'softmax' write 1",
+        )

@@ -1,4 +1,4 @@
-"""One decoder layer: attention, then a gated MLP or experts, each with a norm before it."""
+"""One decoder layer: attention, then a gated MLP or experts, with norms before or after each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,14 @@ class PerLayer(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward part; the residual stream is in the compute dtype."""
+    """Attention and feed-forward part; the residual stream is in the compute dtype.
+
+    ::
+
+        pre_norms          x + f(norm(x))
+        and sandwich_norms x + norm(f(norm(x)))
+        sandwich_norms     x + norm(f(x))
+    """
 
     config: ModelConfig
     spec: LayerSpec
@@ -64,7 +71,9 @@ class DecoderLayer(nn.Module):
         scales = per_layer.scales
         config, spec, recipe, parallel = self.config, self.spec, self.recipe, self.parallel
         norm = norm_of(config, recipe, parallel)
-        h = norm(quantise=True, name="input_layernorm")(x)
+        h = as_activation(x)
+        if config.pre_norms:
+            h = norm(quantise=True, name="input_layernorm")(x)
         attention = LatentAttention if config.latent else Attention
         rope = _own_tables(config, per_layer.window, cos, sin)
         a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
@@ -79,7 +88,9 @@ class DecoderLayer(nn.Module):
             before_mlp = "pre_feedforward_layernorm"
         x = tap(self, "residual_attention", y)
         mlp = not spec.experts or config.n_shared_experts > 0  # experts quantise after sorting
-        h2 = norm(quantise=mlp, name=before_mlp)(x)
+        h2 = as_activation(x)
+        if config.pre_norms:
+            h2 = norm(quantise=mlp, name=before_mlp)(x)
         aux: dict = {}
         residual = None if sandwich or spec.experts else x
         if spec.experts:

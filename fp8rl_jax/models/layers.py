@@ -38,7 +38,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from fp8rl_jax.kernels import by_platform, gpu_kernels, keep, kept, prevent_fma, stored, sum_last
-from fp8rl_jax.models.arrays import array_of, bias_shape
+from fp8rl_jax.models.arrays import array_of, shape_of
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel import columns
 from fp8rl_jax.models.parallel.mesh import AXIS, ONE_DEVICE, WHOLE, Parallel
@@ -191,18 +191,22 @@ _plus_bias.defvjp(_plus_bias_forward, _plus_bias_backward)
 
 def vector(
     module: nn.Module,
+    config: ModelConfig,
     parallel: Parallel,
     name: str,
-    shape: tuple[int, ...],
     init: Callable = nn.initializers.zeros,
     spec: PartitionSpec = WHOLE,
-) -> jax.Array:
-    """Returns a float32 parameter of a module that is no matrix, gathered over the mesh but along
-    the axes that `spec` keeps sharded; it is read outside kernels that index stacks."""
+) -> jax.Array | None:
+    """Returns a float32 parameter of a module that is no matrix, of the shape in models/arrays.py;
+    None if the model has none. It is gathered over the mesh but along the axes that `spec` keeps
+    sharded, and read outside kernels that index stacks."""
     if module.has_variable("params", name):
         named: Any = module.get_variable("params", name)
         if isinstance(named, StackedLayer) or parallel.inside:
             return _taken(named)
+    shape = shape_of((*module.path, name), config)
+    if shape is None:
+        return None
     return stored(parallel.replicate(module.param(name, init, shape), spec))
 
 
@@ -221,9 +225,7 @@ class Linear(nn.Module):
         x = as_activation(x)
         kernel = kernel_of(self, self.config, self.parallel)
         x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))
-        bias: Any = None
-        if shape := bias_shape(self.path, self.config):
-            bias = vector(self, self.parallel, "bias", shape)
+        bias = vector(self, self.config, self.parallel, "bias")
         rows, product = Rows(self.parallel.devices), _product(self.recipe, bias)
         y = multiply(self.recipe, x.matrix(), kernel, rows, product)
         y = y.reshape(*x.shape[:-1], y.shape[-1])

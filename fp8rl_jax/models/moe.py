@@ -59,11 +59,10 @@ class Experts(nn.Module):
         spec = parallel.expert_spec(config)
         names = ("gate_proj", "up_proj", "down_proj")
         found = {name: Kernel(config, parallel, spec, name=name)() for name in names}
-        if config.moe_bias:
-            narrow, wide = config.hidden_size, config.moe_intermediate_size
-            for name, width in (("gate", wide), ("up", wide), ("down", narrow)):
-                name, shape = f"{name}_bias", (config.num_experts, width)
-                found[name] = vector(self, parallel, name, shape, spec=spec)
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            bias = vector(self, config, parallel, name, spec=spec)
+            if bias is not None:
+                found[name] = bias
         return found
 
 

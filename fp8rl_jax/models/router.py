@@ -77,15 +77,13 @@ class Router(nn.Module):
 
     @nn.compact
     def __call__(self) -> RouterWeights:
-        config, parallel, bias, correction = self.config, self.parallel, None, None
-        of_experts = (config.num_experts,)
+        config, parallel = self.config, self.parallel
         shape = (config.hidden_size, config.num_experts)
-        kernel = parallel.replicate(self.param("kernel", kernel_init(), shape))
-        if config.moe_bias:
-            bias = vector(self, parallel, "bias", of_experts)
-        if config.scoring_func == "sigmoid":
-            correction = vector(self, parallel, "e_score_correction_bias", of_experts)
-        return RouterWeights(kernel, bias, correction)
+        return RouterWeights(
+            kernel=parallel.replicate(self.param("kernel", kernel_init(), shape)),
+            bias=vector(self, config, parallel, "bias"),
+            correction=vector(self, config, parallel, "e_score_correction_bias"),
+        )
 
 
 @functools.partial(varying_vjp, static=1)

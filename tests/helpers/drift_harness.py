@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from known_families import FAMILIES
 from random_model import initial_params
 
 from fp8rl_jax import learner, models, rollout
@@ -22,72 +23,6 @@ from fp8rl_jax.models import lora
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.quant.kv import with_kv_scales
-
-_LATENT = dict(
-    kv_lora_rank=136,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=24,
-    qk_norm=False,
-    rope_interleave=True,
-    scoring_func="sigmoid",
-    n_group=4,
-    topk_group=2,
-    routed_scaling_factor=2.5,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-    num_experts=8,
-    rope_type="yarn",
-    rope_factor=4.0,
-    rope_original_max_position_embeddings=16,
-    rope_mscale=1.0,
-    rope_mscale_all_dim=1.0,
-)
-# What tells other families from Qwen3's, as fields of a ModelConfig.
-FAMILIES: dict[str, dict] = {
-    "qwen3": {},
-    "qwen2": dict(qk_norm=False, qkv_bias=True),
-    "mistral": dict(qk_norm=False, sliding_window=11),
-    "gemma3": dict(
-        hidden_act="gelu_pytorch_tanh",
-        sandwich_norms=True,
-        unit_offset_norms=True,
-        scale_embeddings=True,
-        sliding_window=11,
-        sliding_window_pattern=2,
-        rope_local_base_freq=1e3,
-    ),
-    "llama": dict(
-        qk_norm=False, rope_type="llama3", rope_factor=8.0, rope_original_max_position_embeddings=16
-    ),
-    "glm": dict(
-        qkv_bias=True, partial_rotary_factor=0.5, scoring_func="sigmoid", n_shared_experts=1
-    ),
-    "gpt-oss": dict(
-        qk_norm=False,
-        qkv_bias=True,
-        o_bias=True,
-        attention_sinks=True,
-        moe_bias=True,
-        hidden_act="clamped_swiglu",
-        sliding_window=11,
-        sliding_window_pattern=2,
-        rope_type="yarn",
-        rope_factor=4.0,
-        rope_original_max_position_embeddings=16,
-        rope_truncate=False,
-    ),
-    "deepseek": {**_LATENT, "q_lora_rank": 40},
-    "wide deepseek": {
-        **_LATENT,
-        "q_lora_rank": 200,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
-    "moonlight": {**_LATENT, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
-}
 
 
 @dataclasses.dataclass(frozen=True)

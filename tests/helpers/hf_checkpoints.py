@@ -13,137 +13,13 @@ import pathlib
 import jax
 import ml_dtypes
 import numpy as np
+from known_families import CONFIGS
 from oracles import quant_oracle
 from oracles.decoder_oracle import random_params
 from safetensors.numpy import save_file
 
 from fp8rl_jax.models import ModelConfig, param_shapes
 from fp8rl_jax.models.hf.config_json import config_json
-
-_SIZES = dict(
-    vocab_size=60,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    rms_norm_eps=1e-5,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-)
-_EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
-_DEEPSEEK = _SIZES | dict(
-    num_key_value_heads=4,
-    head_dim=8,
-    qk_norm=False,
-    scoring_func="sigmoid",
-    kv_lora_rank=32,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=12,
-    rope_interleave=True,
-    n_shared_experts=2,
-    first_k_dense_replace=1,
-    routed_scaling_factor=1.5,
-    **_EXPERTS,
-)
-CONFIGS = {
-    "qwen3": ModelConfig(**_SIZES, rope_theta=1e6),
-    "qwen3_tied": ModelConfig(**_SIZES, tie_word_embeddings=True),
-    "qwen3_moe": ModelConfig(**_SIZES, **_EXPERTS, first_k_dense_replace=1),  # mlp_only_layers: [0]
-    "qwen2": ModelConfig(**_SIZES | dict(qk_norm=False, qkv_bias=True, head_dim=16)),
-    "mistral": ModelConfig(**_SIZES | dict(qk_norm=False, sliding_window=9)),
-    "gemma3": ModelConfig(
-        **_SIZES
-        | dict(
-            num_hidden_layers=4,
-            head_dim=24,
-            hidden_act="gelu_pytorch_tanh",
-            sandwich_norms=True,
-            unit_offset_norms=True,
-            scale_embeddings=True,
-            tie_word_embeddings=True,
-            query_pre_attn_scalar=17,
-            sliding_window=9,
-            sliding_window_pattern=3,
-            rope_theta=1e6,
-            rope_local_base_freq=1e4,
-            rope_type="linear",
-            rope_factor=8.0,
-        )
-    ),
-    "llama": ModelConfig(
-        **_SIZES
-        | dict(
-            qk_norm=False,
-            rope_type="llama3",
-            rope_factor=8.0,
-            rope_original_max_position_embeddings=16,
-        )
-    ),
-    "deepseek_v3": ModelConfig(
-        **_DEEPSEEK
-        | dict(
-            q_lora_rank=48,
-            n_group=4,
-            topk_group=2,
-            rope_type="yarn",
-            rope_factor=4.0,
-            rope_original_max_position_embeddings=32,
-            rope_mscale=0.7,
-            rope_mscale_all_dim=1.0,
-        )
-    ),
-    "moonlight": ModelConfig(**_DEEPSEEK),
-    "glm4_moe": ModelConfig(
-        **_SIZES
-        | _EXPERTS
-        | dict(
-            qkv_bias=True,
-            partial_rotary_factor=0.5,
-            scoring_func="sigmoid",
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            routed_scaling_factor=1.5,
-            n_group=4,
-            topk_group=2,
-        )
-    ),
-    "gpt_oss": ModelConfig(
-        **_SIZES
-        | _EXPERTS
-        | dict(
-            num_hidden_layers=4,
-            intermediate_size=32,
-            qk_norm=False,
-            qkv_bias=True,
-            o_bias=True,
-            attention_sinks=True,
-            moe_bias=True,
-            hidden_act="clamped_swiglu",
-            sliding_window=9,
-            sliding_window_pattern=2,
-            rope_type="yarn",
-            rope_factor=32.0,
-            rope_original_max_position_embeddings=32,
-            rope_truncate=False,
-        )
-    ),
-    # Heads end where blocks of 128 do, so that FP8 bytes can be kept.
-    "latent_fp8": ModelConfig(
-        **_DEEPSEEK
-        | dict(
-            hidden_size=136,
-            num_hidden_layers=2,
-            first_k_dense_replace=0,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            qk_nope_head_dim=128,
-            v_head_dim=128,
-            kv_lora_rank=40,
-            q_lora_rank=24,
-        )
-    ),
-}
 
 
 def params_of(name: str, seed: int = 0):
@@ -181,12 +57,16 @@ def named(config: ModelConfig, params) -> dict[str, np.ndarray]:
         if layer < config.dense_layers:
             stack, i = params["dense_layers"], layer
         at = f"model.layers.{layer}."
-        norms = {"input_layernorm": "input_layernorm"}
+        norms = {}
+        if config.pre_norms:
+            norms["input_layernorm"] = "input_layernorm"
         if config.sandwich_norms:
             norms["post_attention_layernorm"] = "attention_norm"
-            norms |= {n: n for n in ("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+            norms["post_feedforward_layernorm"] = "post_feedforward_layernorm"
         else:
             norms["post_attention_layernorm"] = "post_attention_layernorm"
+        if config.pre_norms and config.sandwich_norms:
+            norms["pre_feedforward_layernorm"] = "pre_feedforward_layernorm"
         for theirs, ours in norms.items():
             out[f"{at}{theirs}.weight"] = stack[ours]["weight"][i]
         attention = stack["self_attn"]

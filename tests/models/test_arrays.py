@@ -41,6 +41,7 @@ _FAMILIES = {
     "dense": {},
     "biased": {"qkv_bias": True, "qk_norm": False},
     "sandwich": {"sandwich_norms": True, "unit_offset_norms": True},
+    "results_normed": {"sandwich_norms": True, "pre_norms": False, "qk_norm_by_head": False},
     "sunk": _EXPERTS | {"attention_sinks": True, "o_bias": True, "moe_bias": True},
     "tied": {"tie_word_embeddings": True, "qk_norm": False},
     "experts": _EXPERTS,

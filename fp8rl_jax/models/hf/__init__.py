@@ -2,7 +2,7 @@
 
 ::
 
-    config.json --> fields.py --> config_json.py --> ModelConfig --> tables.py: tensors and pieces
+    config.json --> config_json.py, by families --> ModelConfig --> tables.py: tensors and pieces
                                                                           |
     *.safetensors --> safetensors_file.py --> reader.py: Checkpoint --> loader.py --> parameters
                                                                           | placement.py

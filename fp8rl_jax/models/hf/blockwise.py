@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp8rl_jax.models.arrays import LINEAR
-from fp8rl_jax.models.hf.fields import Fields
+from fp8rl_jax.models.families.fields import Fields
 from fp8rl_jax.models.hf.tables import Tensor
 
 BLOCKS = (128, 128)

@@ -11,8 +11,8 @@ import pathlib
 import shutil
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.models.families.fields import read_fields
 from fp8rl_jax.models.hf.config_json import read_config
-from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.loader import dtype_name, load
 from fp8rl_jax.models.hf.writer import check_target, check_type, save
 

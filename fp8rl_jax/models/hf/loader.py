@@ -21,9 +21,10 @@ from flax import traverse_util
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.arrays import EMBEDDING, HEAD, SMALL, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.families.fields import read_fields
+from fp8rl_jax.models.families.gemma import IMAGES
 from fp8rl_jax.models.hf.blockwise import BLOCKS, MXFP4, SCALE_SUFFIX, quantisation_of, scale_shape
-from fp8rl_jax.models.hf.config_json import IMAGES, read_config
-from fp8rl_jax.models.hf.fields import read_fields
+from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.finite import count_bad_scales, count_not_finite
 from fp8rl_jax.models.hf.mxfp4 import Unpacked
 from fp8rl_jax.models.hf.placement import Filling
@@ -59,7 +60,7 @@ def load(
     shardings: Any = None,
     check_finite: bool = True,
 ) -> tuple[ModelConfig, Any]:
-    """Reads a checkpoint of a model type that config_json.py knows.
+    """Reads a checkpoint of a family of models/families.
 
     Args:
       path: a local directory with config.json and one safetensors file, or shards and an index.

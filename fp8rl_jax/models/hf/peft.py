@@ -18,8 +18,10 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.paths import hub_repository
 from fp8rl_jax.models.arrays import LORA
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.hf.config_json import IMAGES, family_of
-from fp8rl_jax.models.hf.fields import read_fields
+from fp8rl_jax.models.families import nearest
+from fp8rl_jax.models.families.fields import read_fields
+from fp8rl_jax.models.families.gemma import IMAGES
+from fp8rl_jax.models.hf.config_json import family_of
 from fp8rl_jax.models.hf.peft_file import CONFIG, WEIGHTS, AdapterFile
 from fp8rl_jax.models.hf.peft_tensors import BESIDE_IMAGES, GATE_UP, PACKED, TEXT, Pair, pairs
 from fp8rl_jax.models.hf.safetensors_file import Output, write_file
@@ -92,7 +94,7 @@ def save_adapter(
 
 def _has_images(config: ModelConfig, base: str) -> bool:
     """Returns whether a base is a Gemma 3 with images, in whose class layers have other names."""
-    if not (base and config.sandwich_norms):
+    if not base or IMAGES not in nearest(config).aliases:
         return False
     try:
         return read_fields(pathlib.Path(base)).values.get("model_type") == IMAGES

@@ -17,7 +17,9 @@ import numpy as np
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.hf.fields import Fields
+from fp8rl_jax.models.families import nearest
+from fp8rl_jax.models.families.fields import Fields
+from fp8rl_jax.models.families.gemma import IMAGES
 from fp8rl_jax.models.hf.finite import count_not_finite
 from fp8rl_jax.models.hf.peft_tensors import (
     BESIDE_IMAGES,
@@ -102,7 +104,7 @@ class AdapterFile:
         self._entries = read_header(directory / WEIGHTS)
         self._config = config
         starts = [TEXT]
-        if config.sandwich_norms:  # Gemma 3
+        if IMAGES in nearest(config).aliases:
             starts += [BESIDE_IMAGES, BESIDE_IMAGES_BEFORE]
         self._start = next((start for start in starts if self._has(re.escape(start))), TEXT)
         self._packed: list[str] | None = None

@@ -9,7 +9,7 @@ into its leading axes, and a transposition. There are two exceptions:
 * the packed experts of gpt-oss: one tensor (E, in, out) for all experts, in which gate and up take
   the even and the odd columns, and (E, out) for their biases.
 
-The names come from models/arrays.py.
+The names come from models/arrays.py, and where a family has others, from its `Family.tensors`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from fp8rl_jax.models.arrays import LINEAR, MODEL, Array, layer_arrays, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.families import nearest
 from fp8rl_jax.models.stacks import Path, layer_spec, layer_stacks
 
 
@@ -76,24 +77,9 @@ class Tensor:
         return self.name.rpartition(".")[0]
 
 
-_ALL, _EVEN, _ODD = slice(None), slice(0, None, 2), slice(1, None, 2)
-_EXPERT, _PACKED_EXPERTS = "mlp.experts.{}.", "mlp.experts."
-# gpt-oss: name of an array -> (its tensor, the columns that it takes if experts are packed).
-_GPT_OSS: dict[str, tuple[str, slice | None]] = {
-    "mlp.gate.weight": ("mlp.router.weight", None),
-    "mlp.gate.bias": ("mlp.router.bias", None),
-    _EXPERT + "gate_proj.weight": (_PACKED_EXPERTS + "gate_up_proj", _EVEN),
-    _EXPERT + "up_proj.weight": (_PACKED_EXPERTS + "gate_up_proj", _ODD),
-    _EXPERT + "down_proj.weight": (_PACKED_EXPERTS + "down_proj", _ALL),
-    _EXPERT + "gate_proj.bias": (_PACKED_EXPERTS + "gate_up_proj_bias", _EVEN),
-    _EXPERT + "up_proj.bias": (_PACKED_EXPERTS + "gate_up_proj_bias", _ODD),
-    _EXPERT + "down_proj.bias": (_PACKED_EXPERTS + "down_proj_bias", _ALL),
-}
-
-
 def _name(config: ModelConfig, array: Array) -> tuple[str, slice | None]:
     """Returns the tensor that holds an array of a layer, and the columns of packed experts."""
-    return _GPT_OSS.get(array.hf, (array.hf, None)) if config.moe_bias else (array.hf, None)
+    return nearest(config).tensors.get(array.hf, (array.hf, None))
 
 
 def model_tensors(config: ModelConfig) -> list[Tensor]:

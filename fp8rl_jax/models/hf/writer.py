@@ -35,9 +35,9 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import round_bf16
 from fp8rl_jax.models.arrays import LINEAR, SMALL, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
+from fp8rl_jax.models.families.fields import CONFIG
 from fp8rl_jax.models.hf.blockwise import BLOCKS, SCALE_SUFFIX, quantization_config, scale_shape
 from fp8rl_jax.models.hf.config_json import config_json
-from fp8rl_jax.models.hf.fields import CONFIG
 from fp8rl_jax.models.hf.finite import count_not_finite
 from fp8rl_jax.models.hf.loader import dtype_name
 from fp8rl_jax.models.hf.reader import FP8, INDEX, SINGLE

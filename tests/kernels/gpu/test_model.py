@@ -53,6 +53,7 @@ _GEMMA = dict(
     sliding_window_pattern=2,
     rope_local_base_freq=100.0,
 )
+_OLMO2 = dict(sandwich_norms=True, pre_norms=False, qk_norm_by_head=False)
 _GLM = dict(
     qkv_bias=True,
     partial_rotary_factor=0.5,
@@ -139,6 +140,7 @@ def _rollout(config, recipe, weights, rope, longest=_PROMPTS):
         slow("f32", _GLM, id="f32 glm"),
         slow("f32", _GPT_OSS, id="f32 gpt-oss"),
         slow("fp8", _GEMMA, id="fp8 gemma"),
+        slow("fp8", _OLMO2, id="fp8 olmo2"),
         slow("fp8", _GLM, id="fp8 glm"),
         slow("fp8", _GPT_OSS, id="fp8 gpt-oss"),
         slow("bf16", _BIASED, id="bf16 biased"),
@@ -182,7 +184,8 @@ def test_results_and_drift(interpreted, name, more):
     # Routed experts quantise what they sort.
     gates = not config.num_experts or config.n_shared_experts
     dense = {"gated_activation_kernel"} if gates else set()
-    assert fused == ({"rms_norm_kernel"} | dense if name in ("fp8", "fake") else set())
+    before = {"rms_norm_kernel"} if config.pre_norms else set()
+    assert fused == (before | dense if name in ("fp8", "fake") else set())
     used = {"matmul_kernel", "rms_norm_kernel", "gated_activation_kernel", "head_statistics_kernel"}
     used |= {"logits_statistics_kernel", "combine_kernel", "head_gradient_kernel"}
     used |= {"attention_kernel", "query_gradient_kernel", "key_gradient_kernel"}

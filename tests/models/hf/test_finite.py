@@ -15,10 +15,10 @@ from fp8rl_jax.cli.main import run
 from fp8rl_jax.config import default_config
 from fp8rl_jax.config.model_source import load_params, read_model
 from fp8rl_jax.models import hf
+from fp8rl_jax.models.families.fields import Fields
 from fp8rl_jax.models.hf import loader
 from fp8rl_jax.models.hf.blockwise import quantization_config
 from fp8rl_jax.models.hf.config_json import config_json
-from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.hf.finite import count_bad_scales, count_not_finite
 
 _Q = "model.layers.1.self_attn.q_proj.weight"

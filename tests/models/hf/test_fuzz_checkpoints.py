@@ -9,10 +9,10 @@ from fuzz import FEW, MANY, fuzz
 from hf_checkpoints import CONFIGS, fp8_tensors, named, params_of, write
 from marks import slow
 
+from fp8rl_jax.models.families.fields import read_fields
 from fp8rl_jax.models.hf import reader
 from fp8rl_jax.models.hf.blockwise import quantisation_of
 from fp8rl_jax.models.hf.config_json import config_json, read_config
-from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, read_rows
 from fp8rl_jax.models.hf.tables import model_tensors
 

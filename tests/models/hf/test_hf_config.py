@@ -3,172 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
-from hf_checkpoints import CONFIGS
+from known_families import ABSENT, CONFIGS, PUBLISHED
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import ModelConfig
+from fp8rl_jax.models.families.fields import Fields
 from fp8rl_jax.models.hf.blockwise import quantisation_of
 from fp8rl_jax.models.hf.config_json import config_json, family_of, read_config
-from fp8rl_jax.models.hf.fields import Fields
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.models.stacks import ALL, layer_windows
 
-# The fields of published config.json files that bear on the shapes, and some that do not; of some
-# models those in which they differ from another's.
-_QWEN3 = json.loads("""{
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": false,
-    "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
-    "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16,
-    "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-    "rope_scaling": null, "rope_theta": 1000000, "sliding_window": null,
-    "tie_word_embeddings": true, "torch_dtype": "bfloat16", "use_sliding_window": false,
-    "vocab_size": 151936
-}""")
-_QWEN2 = json.loads("""{
-    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu",
-    "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768,
-    "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
-    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-    "sliding_window": 131072, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
-    "use_sliding_window": false, "vocab_size": 152064
-}""")
-_MISTRAL = json.loads("""{
-    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_act": "silu",
-    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
-    "tie_word_embeddings": false, "torch_dtype": "bfloat16", "vocab_size": 32768
-}""")
-_GEMMA3 = json.loads("""{
-    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "attention_bias": false,
-    "attn_logit_softcapping": null, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
-    "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768,
-    "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
-    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
-    "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512,
-    "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "vocab_size": 262144
-}""")
-_QWEN3_MOE = _QWEN3 | json.loads("""{
-    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
-    "max_window_layers": 48, "num_attention_heads": 32, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "rope_theta": 1000000.0, "tie_word_embeddings": false,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768,
-    "norm_topk_prob": true, "num_experts": 128, "num_experts_per_tok": 8
-}""")
-_LLAMA = json.loads("""{
-    "model_type": "llama", "attention_bias": false, "hidden_act": "silu", "hidden_size": 4096,
-    "mlp_bias": false, "intermediate_size": 14336, "max_position_embeddings": 131072,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0,
-    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-    "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": false,
-    "vocab_size": 128256
-}""")
-_SMOLLM2 = _LLAMA | json.loads("""{
-    "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
-    "num_hidden_layers": 30, "num_key_value_heads": 3, "rope_scaling": null, "rope_theta": 100000,
-    "tie_word_embeddings": true, "vocab_size": 49152, "rope_interleaved": false
-}""")
-_DEEPSEEK = json.loads("""{
-    "model_type": "deepseek_v3", "attention_bias": false, "first_k_dense_replace": 3,
-    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
-    "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1,
-    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,
-    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
-    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_theta": 10000,
-    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
-    "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
-    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": false,
-    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-    "weight_block_size": [128, 128]}
-}""")
-_MOONLIGHT = _DEEPSEEK | json.loads("""{
-    "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 11264,
-    "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
-    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
-    "num_key_value_heads": 16, "num_nextn_predict_layers": 0, "q_lora_rank": null,
-    "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "rope_scaling": null,
-    "routed_scaling_factor": 2.446, "topk_group": 1, "vocab_size": 163840
-}""")
-_GLM = json.loads("""{
-    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "attention_bias": true,
-    "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
-    "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1,
-    "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": true,
-    "num_attention_heads": 96, "num_experts_per_tok": 8, "num_hidden_layers": 46,
-    "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 1000000,
-    "routed_scaling_factor": 1.0, "tie_word_embeddings": false, "topk_group": 1,
-    "use_qk_norm": false, "vocab_size": 151552
-}""")
-_GPT_OSS = json.loads("""{
-    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "attention_bias": true,
-    "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,
-    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
-    "intermediate_size": 2880, "max_position_embeddings": 131072, "num_attention_heads": 64,
-    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
-    "num_local_experts": 32, "pad_token_id": 199999,
-    "quantization_config": {"modules_to_not_convert": ["model.embed_tokens", "lm_head"],
-    "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0,
-    "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-    "rope_type": "yarn", "truncate": false}, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
-    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": false,
-    "vocab_size": 201088
-}""")
-_GPT_OSS["layer_types"] = ["sliding_attention", "full_attention"] * 12
-_KIMI = _DEEPSEEK | json.loads("""{
-    "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384,
-    "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
-    "rope_theta": 50000.0, "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0,
-    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
-    "type": "yarn"}, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840
-}""")
+_QWEN3 = PUBLISHED["qwen3_0p6b"]
+_QWEN2 = PUBLISHED["qwen2p5_7b"]
+_MISTRAL = PUBLISHED["mistral_7b"]
+_GEMMA3 = PUBLISHED["gemma3_1b"]
+_QWEN3_MOE = PUBLISHED["qwen3_30b_a3b"]
+_LLAMA = PUBLISHED["llama3p1_8b"]
+_DEEPSEEK = PUBLISHED["deepseek_v3"]
+_GLM = PUBLISHED["glm4p5_air"]
+_GPT_OSS = PUBLISHED["gpt_oss_20b"]
 _PLAIN_ROPE = CONFIGS["qwen2"]
-_PUBLISHED = {
-    "qwen2p5_7b": _QWEN2,
-    "mistral_7b": _MISTRAL,
-    "mistral_7b_v0p1": _MISTRAL
-    | {"sliding_window": 4096, "vocab_size": 32_000, "rope_theta": 10_000.0},
-    "gemma3_1b": _GEMMA3,
-    "qwen3_0p6b": _QWEN3,
-    "qwen3_30b_a3b": _QWEN3_MOE,
-    "llama3p1_8b": _LLAMA,
-    "smollm2_135m": _SMOLLM2,
-    "deepseek_v3": _DEEPSEEK,
-    "moonlight_16b_a3b": _MOONLIGHT,
-    "glm4p5_air": _GLM,
-    "glm4p5": _GLM
-    | {
-        "first_k_dense_replace": 3,
-        "hidden_size": 5120,
-        "intermediate_size": 12_288,
-        "moe_intermediate_size": 1536,
-        "n_routed_experts": 160,
-        "num_hidden_layers": 92,
-        "routed_scaling_factor": 2.5,
-        "use_qk_norm": True,
-    },
-    "kimi_k2": _KIMI,
-    "gpt_oss_20b": _GPT_OSS,
-    "gpt_oss_120b": {n: x for n, x in _GPT_OSS.items() if n != "layer_types"}
-    | {"num_hidden_layers": 36, "num_local_experts": 128},
-}
 
 
 def _read(fields: dict) -> ModelConfig:
     return read_config(Fields(fields, "config.json"))
 
 
-@pytest.mark.parametrize("name", _PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_the_presets(name):
-    assert _read(_PUBLISHED[name]) == preset(name)
+    assert _read(PUBLISHED[name]) == preset(name)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +41,7 @@ def test_published_files_are_the_presets(name):
 )
 def test_new_form_reads_alike(name):
     """transformers 5 gathers rotary settings in rope_parameters."""
-    old = dict(_PUBLISHED[name])
+    old = dict(PUBLISHED[name])
     settings = dict(old.pop("rope_scaling", None) or {"rope_type": "default"})
     settings["rope_type"] = settings.pop("type", settings.get("rope_type"))
     new = old | {"rope_parameters": settings | {"rope_theta": old["rope_theta"]}}
@@ -239,7 +104,7 @@ def test_layers_with_windows():
     assert layer_windows(preset("mistral_7b")) is None
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *_PUBLISHED])
+@pytest.mark.parametrize("name", [*CONFIGS, *PUBLISHED])
 def test_round_trip(name):
     config = CONFIGS.get(name) or preset(name)
     assert _read(config_json(config, "bfloat16")) == config
@@ -405,108 +270,6 @@ def test_models_without_a_type_are_refused(name, changes, word):
         family_of(config)
 
 
-# What transformers 5.24 takes for fields that a file of a type does not have. (kimi_k2 is not among
-# its types; the model's own code is DeepSeek-V3's.)
-_ABSENT = {
-    "qwen2": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "qkv_bias": True,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10_000.0,
-        "rope_type": "default",
-    },
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10_000.0,
-        "rope_type": "default",
-    },
-    "qwen3_moe": {
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10_000.0,
-        "norm_topk_prob": False,
-        "first_k_dense_replace": 0,
-    },
-    "mistral": {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "sliding_window": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-    },
-    "gemma3_text": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-        "rope_local_base_freq": 10_000.0,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e6,
-        "rope_type": "default",
-    },
-    "llama": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10_000.0,
-        "rope_type": "default",
-    },
-    "deepseek_v3": {
-        "q_lora_rank": 1536,
-        "rope_interleave": True,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        "tie_word_embeddings": False,
-        "rope_type": "default",
-    },
-    "glm4_moe": {
-        "num_key_value_heads": 8,
-        "qkv_bias": False,
-        "qk_norm": False,
-        "partial_rotary_factor": 0.5,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_theta": 10_000.0,
-    },
-    "gpt_oss": {
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_experts_per_tok": 4,
-        "qkv_bias": True,
-        "o_bias": True,
-        "sliding_window": 128,
-        "sliding_window_pattern": 2,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150_000.0,
-        "rope_type": "yarn",
-        "rope_factor": 32.0,
-        "rope_truncate": False,
-        "tie_word_embeddings": False,
-    },
-    "kimi_k2": {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536},
-}
 # Fields without which a file is refused: transformers would make another model of it, too.
 _NEEDED = (
     "model_type",
@@ -527,22 +290,11 @@ _NEEDED = (
 )
 
 
-@pytest.mark.parametrize("kind", _ABSENT)
+@pytest.mark.parametrize("kind", ABSENT)
 def test_absent_fields_have_the_types_defaults(kind):
-    fields = {
-        "qwen2": _QWEN2 | dict(num_attention_heads=32, hidden_size=4096),
-        "qwen3": _QWEN3 | dict(num_attention_heads=32),
-        "qwen3_moe": _QWEN3_MOE,
-        "llama": _LLAMA,
-        "mistral": _MISTRAL,
-        "gemma3_text": _GEMMA3,
-        "deepseek_v3": _DEEPSEEK,
-        "glm4_moe": _GLM | dict(num_attention_heads=32),
-        "gpt_oss": {n: x for n, x in _GPT_OSS.items() if n != "num_experts_per_tok"},
-        "kimi_k2": _PUBLISHED["kimi_k2"],
-    }[kind]
+    fields, absent = ABSENT[kind]
     config = _read({name: value for name, value in fields.items() if name in _NEEDED})
-    assert {name: getattr(config, name) for name in _ABSENT[kind]} == _ABSENT[kind]
+    assert {name: getattr(config, name) for name in absent} == absent
     for name in set(_NEEDED) & set(fields):
         with pytest.raises(UserError, match=name):
             _read({n: v for n, v in fields.items() if n != name})

@@ -18,8 +18,8 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.main import run
 from fp8rl_jax.config.model_source import identity, pretrained_config
 from fp8rl_jax.data import PretrainedTokenizer, load_tokenizer
+from fp8rl_jax.models.families.fields import read_fields
 from fp8rl_jax.models.hf.config_json import config_json
-from fp8rl_jax.models.hf.fields import read_fields
 from fp8rl_jax.models.hf.reader import Checkpoint
 from fp8rl_jax.models.hf.safetensors_file import read_header
 from fp8rl_jax.policy.source import directory_config, usual_temperature

@@ -15,6 +15,7 @@ from fp8rl_jax.base.paths import hub_download
 
 CONFIG = "config.json"
 LARGEST = 2**31 - 1  # largest integer; integers are sizes and counts
+TAKE_ONE_OUT = "take one of the two out"  # of two fields that contradict each other
 _LARGEST_FLOAT = 1e38  # about the largest float32
 # Type of a value -> (its types in parsed JSON, what the error message tells to write).
 _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
@@ -61,6 +62,10 @@ class Fields:
         if isinstance(value, int | float) and abs(value) > most:
             raise self.error(name, f"write {wanted} of at most {most}")
         return kind(value)
+
+    def with_values(self, **changes: Any) -> Fields:
+        """Returns the fields with other values of some."""
+        return Fields({**self.values, **changes}, self.where)
 
     def part(self, name: str) -> Fields | None:
         """Returns the object in a field; None if the field is absent or null.
