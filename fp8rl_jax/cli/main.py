@@ -23,18 +23,7 @@ from fp8rl_jax.base.errors import (
     limit_reached,
     raised,
 )
-from fp8rl_jax.cli import (
-    algo,
-    bench,
-    completion,
-    data,
-    drift,
-    init,
-    recipe,
-    runs,
-    sample_eval,
-    tree,
-)
+from fp8rl_jax.cli import bench, completion, data, drift, init, named, runs, sample_eval, tree
 from fp8rl_jax.cli.arguments import Command, argument, note
 from fp8rl_jax.cli.start import missing_package, prepare
 
@@ -97,8 +86,8 @@ _COMMANDS = (
         config=True,
         starts="counts bytes and operations; a few seconds, with --compile minutes",
     ),
-    *recipe.COMMANDS,
-    *algo.COMMANDS,
+    *named.RECIPES,
+    *named.ALGORITHMS,
     runs.CONVERT,
     runs.REPORT,
 )
