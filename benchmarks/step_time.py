@@ -52,7 +52,7 @@ class Subject:
         engine, questions = rt.engine, rt.questions["train"][: config.rollout.prompts_per_step]
         rows = len(questions) * config.rollout.group_size
         temperature = np.full(rows, config.rollout.temperature, np.float32)
-        prompts = rt.text.prompts(questions)
+        prompts = rt.prompts(questions)
         self._prompts = Prompts.numbered(*prompts, engine.keys["rollout"], temperature)
         state = engine.new_state(engine.init_params(), optimizer)
         self._state = engine.calibrate(state, of_sequences(*prompts))

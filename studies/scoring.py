@@ -139,14 +139,12 @@ def sample(
     sampler = engine.make_sampler(group, settings.top_k, settings.top_p, records_kept=True)
     size, key = settings.prompts_per_step, engine.keys["rollout"]
     parts, progress = [], Part("questions answered", len(questions), note)
-    scaling = scaling_of(runtime, params, recipe, *runtime.text.prompts(list(questions)))
+    scaling = scaling_of(runtime, params, recipe, *runtime.prompts(list(questions)))
     weights = make_refit(recipe)(params, scaling)[0]
     for first in range(0, len(questions), size):
         part = list(questions[first : first + size])
         temperature = np.full(len(part) * group, settings.temperature, np.float32)
-        prompts = Prompts.numbered(
-            *runtime.text.prompts(part), key, temperature, first=first * group
-        )
+        prompts = Prompts.numbered(*runtime.prompts(part), key, temperature, first=first * group)
         rollout = engine.sample(weights, prompts, sampler=sampler)
         parts.append(engine.batch(rollout, prompts))
         progress.reach(first + size)
@@ -270,7 +268,7 @@ def answer_logprobs(
       note: called with the progress.
     """
     scorer = Scorer(runtime, {name: View(recipe) for name, recipe in recipes.items()}, note)
-    samples = runtime.text.demonstrations(list(runtime.questions["eval"]))
+    samples = runtime.demonstrations(list(runtime.questions["eval"]))
     parts = [scores.logprobs for scores in scorer.score(params, samples)]
     return {
         name: np.concatenate([part[name] for part in parts]).astype(np.float64).sum(axis=1)

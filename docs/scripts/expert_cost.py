@@ -45,7 +45,7 @@ class _Side:
         self.optimizer = optimizer_of_phase(self.rt.config, "rl")
         self.state = self.rt.engine.new_state(self.rt.engine.init_params(), self.optimizer)
         self.weights = self.rt.engine.refit(self.state).weights
-        tokens = self.rt.text.prompts(self.rt.questions["train"][: _ROWS // 4])
+        tokens = self.rt.prompts(self.rt.questions["train"][: _ROWS // 4])
         ones = np.ones(_ROWS, np.float32)
         self.prompts = Prompts.numbered(*tokens, self.rt.engine.keys["rollout"], ones)
         self.step = self.rt.engine.train_step(self.optimizer, self.rt.engine.loss, 1, donate=False)

@@ -289,7 +289,7 @@ def sample(
     rows_of = {name: array[:count] for name, array in out.rows.items()}
     taps = {name: x[:, :count] for name, x in out.taps.items()}
     out = dataclasses.replace(out, **rows_of, taps=taps)
-    texts = sized.text.decode(np.asarray(out.tokens), np.asarray(out.mask))
+    texts = sized.decode(np.asarray(out.tokens), np.asarray(out.mask))
     kept = Prompts.numbered(tokens[: len(asked)], lengths[: len(asked)], key, temperatures[:count])
     return Samples(asked, texts, kept, out)
 

@@ -165,13 +165,11 @@ class DriftMonitor:
         except Exception as error:  # a run must not die of its monitor
             self._note(f"RL step {kept.step} could not be kept for `fp8rl drift`: {error!r}")
 
-    def _now(self) -> float:
-        return math.inf if self._stopping() else self._clock()
-
     def _analyse(self, kept: KeptStep, seconds: float) -> None:
         """Analyses a step, writes drift.json, and notes the verdict."""
         minutes, step = f"{self._budget / 60:g} minutes", f"RL step {kept.step}"
-        budget = Budget(self._clock() + self._budget, self._now)
+        now = lambda: math.inf if self._stopping() else self._clock()
+        budget = Budget(self._clock() + self._budget, now)
         if not budget.allows(seconds):
             self._note(f"{step} is kept, and not analysed in the run: {self._command} does that")
             return

@@ -71,14 +71,14 @@ class Programs:
     def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
         """Returns Programs at a state, after calibrating its KV scales on the questions."""
         engine = runtime.engine
-        state = engine.calibrate(state, of_sequences(*runtime.text.prompts(questions)))
+        state = engine.calibrate(state, of_sequences(*runtime.prompts(questions)))
         weights = engine.refit(state).weights
         return cls(runtime, state, weights, questions, engine.keys["rollout"])
 
     @property
     def prompts(self) -> Prompts:
         """The sampler's input."""
-        config, tokens = self.runtime.config.rollout, self.runtime.text.prompts(self.questions)
+        config, tokens = self.runtime.config.rollout, self.runtime.prompts(self.questions)
         rows = len(self.questions) * config.group_size
         temperature = np.full(rows, config.temperature, np.float32)
         if self.first_ids is None:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +39,7 @@ from fp8rl_jax.training.checkpoint import Beside
 from fp8rl_jax.training.engine import Prompts, Served
 from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.sample_step import Samples, Version, sample_step
+from fp8rl_jax.training.sample_step import Drawn, Samples, Version, sample_step
 
 Weights = Any  # what the sampler takes
 
@@ -50,23 +49,6 @@ class _Stopped(Exception):
 
 
 Show = Callable[[int, Progress], None]  # shows the progress of a step's rollout
-
-
-@dataclasses.dataclass(frozen=True)
-class Drawn:
-    """A finished rollout.
-
-    Attributes:
-      samples: the responses and their rewards.
-      metrics: the metrics of the rollout.
-      position: position of the stream of questions after it.
-      later: responses of later steps that were begun.
-    """
-
-    samples: Samples
-    metrics: dict[str, Any]
-    position: int
-    later: list[Responses]
 
 
 def _done(drawn: Drawn) -> concurrent.futures.Future[Drawn]:
@@ -162,16 +144,15 @@ class Rollouts:
                 self._show(step + 1, progress)
 
         try:
-            sampled = sample_step(
+            drawn = sample_step(
                 sampling, self._versions[step], self.questions, step, show, self._later
             )
         except Exception as error:
             self._failure = error
             raise
-        self._later = sampled.later
+        self._later = drawn.later
         del self._versions[step]
-        metrics = sampled.metrics | sampling.engine.metrics()
-        return Drawn(sampled.samples, metrics, self.questions.position, self._later)
+        return drawn
 
     # For a checkpoint.
 
@@ -241,7 +222,7 @@ class Rollouts:
             fields = _fields(f"rollouts/{index}", arrays, runtime)
             fields["by_name"] = dict(zip(saved["rewards"], fields["by_name"], strict=True))
             self.questions.position = saved["position"]
-            drawn = Drawn(Samples(**fields), saved["metrics"], saved["position"], self._later)
+            drawn = Drawn(Samples(**fields), self._later, saved["metrics"], saved["position"])
             self._begun.append(_done(drawn))
         for saved in meta["unfinished"]:
             rng = np.asarray(saved["rng"], np.uint32)

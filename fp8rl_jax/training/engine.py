@@ -1,4 +1,4 @@
-"""The programs of RL: sample, score, update, refit. `Engine` lists them, `JaxEngine` compiles them.
+"""The programs of RL: sample, score, update, refit.
 
 An engine is made from a configuration and a layout, so one process can have two, on two meshes. Its
 methods take a state or rollout weights, and return a new state or weights, and arrays on the host.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch, Slots, make_batch, pack
 from fp8rl_jax.config.adapters import begun, with_adapters
 from fp8rl_jax.config.model_source import load_params
-from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import join
 from fp8rl_jax.learner import TrainState
@@ -112,66 +111,8 @@ class Prompts:
         return np.add.outer(self.first_ids, np.arange(group)).reshape(-1).astype(np.int32)
 
 
-class Engine(Protocol):
-    """The programs that `rl_step` calls; one engine for each mesh."""
-
-    @property
-    def rl_optimizer(self) -> Optimizer:
-        """The optimiser that `update` applies."""
-
-    def sample(
-        self,
-        weights,
-        prompts: Prompts,
-        watch: Watch | None = None,
-        answer: Answer | None = None,
-        earlier: Earlier | None = None,
-    ) -> Rollout:
-        """Samples responses to prompts; returns the rollout on the host, its taps on the devices.
-
-        Args:
-          weights: weights of a refit (`Served.weights`).
-          prompts: prompts, P a multiple of the number of devices that share a batch.
-          watch: function called with finished responses during a rollout by continuous batching;
-            other samplers never call it.
-          answer: function that answers replies, with `env.max_turns` above 1.
-          earlier: responses that go on, by continuous batching.
-        """
-
-    def metrics(self) -> dict[str, float]:
-        """Returns how the last rollout used its slots; {} for a sampler without slots."""
-
-    def batch(self, rollout: Rollout, prompts: Prompts) -> Batch:
-        """Returns a rollout as a training batch on the host, its routing on the devices; advantages
-        are 1, old log-probabilities are the sampler's."""
-
-    def score(self, state: TrainState, batch: Batch) -> np.ndarray:
-        """Returns log-probabilities (B, R) float32 of responses under a state, on the host."""
-
-    def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
-        """Returns log-probabilities (B, R) of responses under the reference policy in `state`."""
-
-    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, np.ndarray, dict]:
-        """Returns the state after one optimiser update of RL, the log-probabilities (B, R) that its
-        forward pass computed, and its metrics, both on the host. `metrics['computed']` is the
-        number of tokens of which that pass was, `metrics['padding']` of those that are padding;
-        `metrics['shared']` (B,) are the first tokens of sequences that others computed for them.
-        `state` is donated; if loss or gradients are not finite (metrics['good'] is False), the new
-        state equals it."""
-
-    def advance(self, state: TrainState, step: int, position: int) -> TrainState:
-        """Returns `state` with the numbers of finished steps and batches taken from the stream."""
-
-    def calibrate(self, state: TrainState, batch: Batch) -> TrainState:
-        """Returns `state` with KV scales calibrated on a batch's sequences; unchanged if no recipe
-        asks for them."""
-
-    def refit(self, state: TrainState) -> Served:
-        """Returns the sampler's weights of a state."""
-
-
 @dataclasses.dataclass(frozen=True)
-class JaxEngine(Engine):
+class JaxEngine:
     """The programs of a run on one mesh, with one forward function for all of them.
 
     Attributes:
@@ -236,6 +177,7 @@ class JaxEngine(Engine):
         return dataclasses.replace(state, opt_state=opt_state)
 
     def advance(self, state: TrainState, step: int, position: int) -> TrainState:
+        """Returns `state` with the numbers of finished steps and batches taken from the stream."""
         step, position = processes.place(
             (np.int32(step), np.int32(position)), self.layout.replicated
         )
@@ -248,6 +190,8 @@ class JaxEngine(Engine):
         return make_calibrate(self.resolved.model, recipe, self.layout.parallel, margin=margin)
 
     def calibrate(self, state: TrainState, batch: Batch) -> TrainState:
+        """Returns `state` with KV scales calibrated on a batch's sequences; unchanged if no recipe
+        asks for them."""
         if not self.layout.calibrated:
             return state
         placed, _ = self.on_devices(dataclasses.replace(batch, routing={}))
@@ -269,6 +213,7 @@ class JaxEngine(Engine):
         )
 
     def refit(self, state: TrainState) -> Served:
+        """Returns the sampler's weights of a state."""
         weights, checksum, health = self.compiled_refit(state.params, state.scaling_state)
         return Served(weights, checksum, health, state.step, sampled_bytes(weights))
 
@@ -346,7 +291,17 @@ class JaxEngine(Engine):
         earlier: Earlier | None = None,
         sampler: Any = None,
     ) -> Rollout:
-        """See `Engine.sample`; `sampler`: a result of `make_sampler`, by default `self.sampler`."""
+        """Samples responses to prompts; returns the rollout on the host, its taps on the devices.
+
+        Args:
+          weights: weights of a refit (`Served.weights`).
+          prompts: prompts, P a multiple of the number of devices that share a batch.
+          watch: function called with finished responses during a rollout by continuous batching;
+            other samplers never call it.
+          answer: function that answers replies, with `env.max_turns` above 1.
+          earlier: responses that go on, by continuous batching.
+          sampler: a result of `make_sampler`, by default `self.sampler`.
+        """
         sampler = sampler or self.sampler
         sample_ids = prompts.sample_ids
         limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
@@ -362,10 +317,12 @@ class JaxEngine(Engine):
         return dataclasses.replace(rollout, taps=out.taps)
 
     def metrics(self) -> dict[str, float]:
+        """Returns how the last rollout used its slots; {} for a sampler without slots."""
         return self.sampler.metrics() if isinstance(self.sampler, ContinuousSampler) else {}
 
     def batch(self, rollout: Rollout, prompts: Prompts, advantages=None) -> Batch:
-        """See `Engine.batch`; advantages are (B,)."""
+        """Returns a rollout as a training batch on the host, its routing on the devices; advantages
+        (B,) are 1 by default, old log-probabilities are the sampler's."""
         group = len(rollout.tokens) // len(prompts.lengths)
         tokens, lengths = (np.repeat(x, group, axis=0) for x in (prompts.tokens, prompts.lengths))
         return make_batch(
@@ -416,9 +373,11 @@ class JaxEngine(Engine):
         return slots.unpack(found, batch.targets.shape[1]) if slots else found
 
     def score(self, state: TrainState, batch: Batch) -> np.ndarray:
+        """Returns log-probabilities (B, R) float32 of responses under a state, on the host."""
         return self._scored(self.compiled_score, state.params, state.scaling_state, batch)
 
     def score_reference(self, state: TrainState, batch: Batch) -> np.ndarray:
+        """Returns log-probabilities (B, R) of responses under the reference policy in `state`."""
         batch = dataclasses.replace(batch, routing={})
         if self.config.precision.reference == "learner":
             return self.score(state, batch)
@@ -438,11 +397,6 @@ class JaxEngine(Engine):
         if self.resolved.teacher is None:
             return None
         return Teacher(self.resolved, self.layout, self.resolved.sequence_tokens)
-
-    @property
-    def sft_recipe(self) -> Recipe:
-        """The learner's recipe in supervised fine-tuning, where no rollout calibrates scales."""
-        return without_calibration(self.resolved.learner_recipe)
 
     def train_step(
         self,
@@ -476,6 +430,7 @@ class JaxEngine(Engine):
 
     @functools.cached_property
     def rl_optimizer(self) -> Optimizer:
+        """The optimiser that `update` applies."""
         return optimizer_of_phase(self.config, "rl")
 
     @functools.cached_property
@@ -486,8 +441,19 @@ class JaxEngine(Engine):
     def update(
         self, state: TrainState, batch: Batch, step: Any = None, distil: bool = True
     ) -> tuple[TrainState, np.ndarray, dict]:
-        """See `Engine.update`; `step`: a result of `train_step`, by default that of RL. `distil`:
-        whether its loss has the teacher's part, if there is a teacher."""
+        """Returns the state after one optimiser update of RL, the log-probabilities (B, R) that its
+        forward pass computed, and its metrics, both on the host.
+
+        `metrics['computed']` is the number of tokens that the pass computed, `metrics['padding']`
+        that of padding among them; `metrics['shared']` (B,) are the first tokens of sequences that
+        others computed for them. `state` is donated; if loss or gradients are not finite
+        (metrics['good'] is False), the new state equals it.
+
+        Args:
+          state, batch: the state before the update, and what it learns from.
+          step: a result of `train_step`, by default that of RL.
+          distil: whether its loss has the teacher's part, if there is a teacher.
+        """
         placed, slots = self.on_devices(batch)
         if distil and self.teacher is not None:
             placed = self.teacher.read(placed)

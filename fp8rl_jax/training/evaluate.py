@@ -84,18 +84,18 @@ def _evaluate(
         padded = part + [part[-1]] * (size - len(part))
         begin = time.perf_counter()
         prompts = Prompts.numbered(
-            *runtime.text.prompts(padded), jax.random.fold_in(key, index), temperature
+            *runtime.prompts(padded), jax.random.fold_in(key, index), temperature
         )
         of_rows = [q for q in part for _ in range(group)]
         own = processes.own_rows(runtime.layout.rows, size * group)
         conversations = runtime.conversations(of_rows, own, tally)
         rollout = engine.sample(weights, prompts, answer=conversations, sampler=engine.eval_sampler)
         rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
-        scoring = Rewards(runtime.text.decode, of_rows, rewards, own)
+        scoring = Rewards(runtime.decode, of_rows, rewards, own)
         if conversations is None:
             scoring.add(rollout, np.ones(size * group, bool))
             values.append(scoring.result(tally)[1][rewards[0].name])
-            texts += runtime.text.decode(rollout.tokens[:rows], rollout.mask[:rows])
+            texts += runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
         else:
             _, conversed = conversations.result(rollout)
             values.append(conversed.scored(scoring, tally)[0])

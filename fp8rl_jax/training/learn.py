@@ -17,7 +17,7 @@ import optax
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.rl import Algorithm, Outcomes, prepare
-from fp8rl_jax.training.engine import Engine
+from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.optimizer import updates_made
 from fp8rl_jax.training.sample_step import Samples
 
@@ -42,8 +42,8 @@ class Update:
 
     Attributes:
       logp: (N, R) float32, log-probabilities that the first update's forward pass computed.
-      updates: metrics of each update on the host (`Engine.update`), and its `counts` (N, R) bool,
-        which tokens its loss takes.
+      updates: metrics of each update on the host (`JaxEngine.update`), and its `counts` (N, R)
+        bool, which tokens its loss takes.
       learning_rate: that of the first update.
     """
 
@@ -53,7 +53,7 @@ class Update:
 
 
 def scored(
-    engine: Engine, state: TrainState, reference: TrainState | None, batch: Batch, own: bool
+    engine: JaxEngine, state: TrainState, reference: TrainState | None, batch: Batch, own: bool
 ) -> Batch:
     """Returns the batch with log-probabilities before the update and under the reference policy.
 
@@ -117,7 +117,7 @@ def learn(
     """Makes all optimiser updates of a step, and returns the state after them.
 
     Args:
-      update: `Engine.update`, which may donate the state.
+      update: `JaxEngine.update`, which may donate the state.
       schedule: learning rate by number of updates made.
       state: state before the updates.
       batch: result of `weighed`.

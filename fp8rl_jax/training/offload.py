@@ -128,18 +128,15 @@ class OffloadedStep:
         def like_params(node) -> bool:
             return structure == jax.tree.structure(node)
 
-        def of_array(index: int):
-            """Returns `moments` with every tree of the parameters' structure cut to one array."""
-            return jax.tree.map(
-                lambda node: jax.tree.leaves(node)[index] if like_params(node) else node,
-                moments,
-                is_leaf=like_params,
-            )
-
         states = []
         for index in range(len(olds)):
             gradient, gradients[index] = gradients[index], None
-            before = of_array(index)
+            # The moments, with every tree of the parameters' structure cut to one array.
+            before = jax.tree.map(
+                lambda node, i=index: jax.tree.leaves(node)[i] if like_params(node) else node,
+                moments,
+                is_leaf=like_params,
+            )
             # Copies: the update donates them, and all arrays share the counts.
             here = jax.tree.map(lambda x: to_device(x) if is_on_host(x) else jnp.copy(x), before)
             shardings = jax.tree.map(lambda x: x.sharding, before)

@@ -72,7 +72,7 @@ class Responses:
                 truncation=runtime.truncation,
             ),
             none - 1,
-            Prompts.numbered(*runtime.text.prompts(questions), key, temperature, first),
+            Prompts.numbered(*runtime.prompts(questions), key, temperature, first),
         )
 
     @property

@@ -23,20 +23,16 @@ class Rewards:
     ):
         """
         Args:
-          decode: `Text.decode`.
+          decode: `Runtime.decode`.
           questions: the question of each response.
           rewards: the reward terms that score them.
           own_rows: (B,) bool, which rows of the sampled batch are this process's; responses of
             `questions` are its first rows.
         """
         self._decode, self._questions, self._rewards = decode, questions, rewards
+        self.names = [term.name for term in rewards]
         self._left = own_rows[: len(questions)].copy()  # rows not yet submitted
         self._scorings: list[tuple[np.ndarray, Scoring]] = []
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the reward terms."""
-        return [term.name for term in self._rewards]
 
     def add(self, rollout: Rollout, done: np.ndarray) -> None:
         """Submits for scoring those responses `done` (B,) that were not submitted before."""

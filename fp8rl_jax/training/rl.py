@@ -51,7 +51,7 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
     state = rt.engine.new_state(params, optimizer, scaling_state)
     if rt.layout.calibrated:  # on the prompts of the first step
         rollout = rt.config.rollout
-        prompts, lengths = rt.text.prompts(_stream(rt, state).next())
+        prompts, lengths = rt.prompts(_stream(rt, state).next())
         # Padded to the shape of a rollout's sequences, so that one program calibrates on both.
         tokens = np.repeat(prompts, rollout.group_size, axis=0)
         tokens = np.pad(tokens, ((0, 0), (0, rollout.max_new_tokens)))

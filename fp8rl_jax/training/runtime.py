@@ -1,5 +1,5 @@
-"""`Runtime`: a checked configuration with its devices, tokenizer and questions, which makes layout,
-engine and text.
+"""`Runtime`: a checked configuration with its devices, tokenizer and questions, which makes layout
+and engine.
 
 `train`, `evaluate`, `sample` and `bench` build one `Runtime`, so they all run the same programs.
 """
@@ -23,11 +23,20 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.base.json_file import plain
-from fp8rl_jax.batch import slots_of
+from fp8rl_jax.batch import Batch, make_batch, slots_of
 from fp8rl_jax.config import checks, flatten
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.config.resolved import Resolved
-from fp8rl_jax.data import ChatFormat, Tokenizer, Turns, load_tokenizer, with_turn_end
+from fp8rl_jax.data import (
+    ChatFormat,
+    Tokenizer,
+    Turns,
+    join,
+    load_tokenizer,
+    pad_demonstrations,
+    pad_prompts,
+    with_turn_end,
+)
 from fp8rl_jax.envs import Data, Question, Tally, check_calls, tool_functions, tool_schemas
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.plan.refuse import check_rollout_memory
@@ -37,7 +46,6 @@ from fp8rl_jax.training.environment import begun, check_process, environment
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.questions import load_data
 from fp8rl_jax.training.teacher import check_teacher
-from fp8rl_jax.training.text import Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +94,36 @@ class Runtime(Resolved):
         places = self.sampling.layout.weight_shardings
         return jax.block_until_ready(processes.copy_within(weights, places))
 
-    @functools.cached_property
-    def text(self) -> Text:
+    def prompts(self, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns prompt tokens (P, Tp) int32 and lengths (P,) int32 of questions."""
+        texts = [question.prompt for question in questions]
+        slots = self.config.rollout.max_prompt_tokens
+        return pad_prompts(texts, self.tokenizer, slots, self.chat)
+
+    def demonstrations(self, questions: list[Question]) -> Batch:
+        """Returns a batch, on the host, of questions with their demonstrations as responses."""
         rollout = self.config.rollout
-        slots = rollout.max_prompt_tokens, rollout.max_new_tokens
-        return Text(self.tokenizer, self.chat, *slots, self.turns)
+        found = pad_demonstrations(
+            [(question.prompt, question.demonstration) for question in questions],
+            self.tokenizer,
+            rollout.max_prompt_tokens,
+            rollout.max_new_tokens,
+            self.chat,
+            self.turns,
+        )
+        return make_batch(
+            join(found.prompts, found.lengths, found.targets, self.tokenizer.pad_id),
+            found.lengths,
+            found.targets,
+            found.mask,
+            np.ones(len(questions), np.float32),
+            lengths=found.lengths + found.ends,
+        )
+
+    def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
+        """Returns the texts of responses: tokens (B, R) where the mask (B, R) is True."""
+        rows = zip(tokens, mask, strict=True)
+        return [self.tokenizer.decode(row[keep].tolist()) for row, keep in rows]
 
     @functools.cached_property
     def turns(self) -> Turns | None:

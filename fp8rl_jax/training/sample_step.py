@@ -27,7 +27,7 @@ from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.step_metrics import Times, response_metrics, reward_metrics, version_metrics
+from fp8rl_jax.training.step_metrics import Times, rollout_metrics, version_metrics
 
 
 @dataclasses.dataclass
@@ -93,18 +93,20 @@ class Version(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampled:
-    """The result of `sample_step`.
+class Drawn:
+    """A finished rollout, the result of `sample_step`.
 
     Attributes:
       samples: the step's responses and their rewards.
       later: responses of later steps that were begun.
       metrics: metrics of both, and the times of the parts.
+      position: position of the stream of questions after it.
     """
 
     samples: Samples
     later: list[Responses]
     metrics: dict[str, Any]
+    position: int
 
 
 def sample_step(
@@ -114,7 +116,7 @@ def sample_step(
     step: int,
     show: Callable[[Progress], None],
     begun: Sequence[Responses] = (),
-) -> Sampled:
+) -> Drawn:
     """Samples and rewards `rollout.prompts_per_step` groups.
 
     Args:
@@ -152,8 +154,9 @@ def sample_step(
         raise tally.nothing_scored("no response")
     later = rounds[0].later
     metrics = times | {"reward_errors": tally.errors}
-    metrics |= reward_metrics(samples.rewards, samples.by_name)
-    metrics |= response_metrics(samples.rollout.mask, samples.rollout.finished)
+    metrics |= rollout_metrics(
+        samples.rollout.mask, samples.rollout.finished, samples.rewards, samples.by_name
+    )
     drawn = samples.drawn
     if several:
         metrics |= version_metrics(samples.versions)
@@ -171,7 +174,8 @@ def sample_step(
         metrics["dynamic_discarded_groups"] = len(samples.counts) - wanted
         samples = samples.groups(order)
         metrics["dynamic_filled_groups"] = int(wanted - samples.counts.sum())
-    return Sampled(samples, later, metrics)
+    metrics |= runtime.engine.metrics()
+    return Drawn(samples, later, metrics, stream.position)
 
 
 class _Round(NamedTuple):
@@ -194,7 +198,7 @@ def _round(
     rows = len(first.versions)
     own = partial.own_rows(runtime, rows)
     of_rows = [q for q in first.questions for _ in range(group)]
-    rewards = Rewards(runtime.text.decode, of_rows, runtime.rewards, own)
+    rewards = Rewards(runtime.decode, of_rows, runtime.rewards, own)
     conversations = runtime.conversations(of_rows, own, tally)
 
     def watch(progress: Progress) -> None:

@@ -22,6 +22,7 @@ from fp8rl_jax.base.user_cache import cache_name, files_of_functions
 from fp8rl_jax.config import flatten
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
+from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.data import Stream, tokenizer_files
 from fp8rl_jax.learner import LossConfig, TrainState
 from fp8rl_jax.models.hf import peft
@@ -192,7 +193,8 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
     """
     runtime, config, engine = run.runtime, run.runtime.config, run.runtime.engine
     optimizer = optimizer_of_phase(config, "sft")
-    train_step = engine.train_step(optimizer, LossConfig(reinforce()), 1, engine.sft_recipe)
+    recipe = without_calibration(run.runtime.learner_recipe)  # no rollout calibrates scales here
+    train_step = engine.train_step(optimizer, LossConfig(reinforce()), 1, recipe)
     stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)
     steps, count = config.sft.steps, config.sft.evaluations
@@ -201,7 +203,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
     for step in range(int(state.step), config.sft.steps):
         hold_settings()
         start = time.perf_counter()
-        batch = runtime.text.demonstrations(stream.next())
+        batch = runtime.demonstrations(stream.next())
         rate = float(optimizer.schedule(updates_made(state.opt_state)))
         state, _, metrics = engine.update(state, batch, train_step, distil=False)
         if not metrics["good"]:

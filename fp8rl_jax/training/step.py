@@ -40,19 +40,18 @@ from fp8rl_jax.quant.kv import is_fresh
 from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout import changed_bytes
-from fp8rl_jax.training.ahead import Drawn, Rollouts
-from fp8rl_jax.training.counters import age_metrics
+from fp8rl_jax.training.ahead import Rollouts
+from fp8rl_jax.training.counters import age_metrics, first_layers, loss_metrics
 from fp8rl_jax.training.engine import Served
 from fp8rl_jax.training.learn import Update, learn, scored, weighed
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.sample_step import Samples
+from fp8rl_jax.training.sample_step import Drawn, Samples
 from fp8rl_jax.training.step_metrics import (
     Metrics,
     Times,
     learner_token_metrics,
     memory_metrics,
     rate_metrics,
-    refit_metrics,
     update_metrics,
 )
 
@@ -231,7 +230,9 @@ def metrics_of(runtime: Runtime, result: StepResult) -> Metrics:
     peak = None if gpu is None else gpu.bf16
     record |= rate_metrics(record, flops, mesh.size, runtime.sampling.mesh.size, peak)
     record |= _compared(runtime, result, record.get(DRIFT_MAX, 0.0))
-    record |= refit_metrics(result.before.health, runtime.model, runtime.rollout_recipe)
+    if lost := result.before.health:
+        first = first_layers(runtime.model, runtime.rollout_recipe)
+        record |= loss_metrics({"weights": jax.device_get(lost)}, first)
     if result.before.sample:
         changed = changed_bytes(result.before.sample, result.served.sample)
         record["refit_changed_bytes"] = float(changed)

@@ -46,13 +46,20 @@ class Times(dict[str, float]):
         self[name] = self.get(name, 0.0) + time.perf_counter() - begin
 
 
-def reward_metrics(rewards: np.ndarray, by_name: dict[str, np.ndarray]) -> Metrics:
-    """Returns metrics of rewards (P, G), and of each reward by name. Responses without a reward
-    (nan) are left out of the means."""
+def rollout_metrics(
+    mask: np.ndarray, finished: np.ndarray, rewards: np.ndarray, by_name: dict[str, np.ndarray]
+) -> Metrics:
+    """Returns metrics of responses, of their rewards (P, G), and of each reward by name; `mask`
+    (B, R) of their drawn tokens, `finished` (B,). Responses without a reward (nan) are left out of
+    the means of rewards."""
+    lengths = mask.sum(1)
     metrics: Metrics = {
         "reward_mean": float(np.nanmean(rewards)),
         "reward_std": float(np.nanstd(rewards)),
         "group_zero_std_frac": float(1 - informative_groups(rewards).mean()),
+        "response_len_mean": float(lengths.mean()),
+        "response_len_max": int(lengths.max()),
+        "truncated_frac": float(1 - finished.mean()),
     }
     if unscored := int(np.isnan(rewards).sum()):
         metrics["reward_unscored"] = unscored
@@ -61,16 +68,6 @@ def reward_metrics(rewards: np.ndarray, by_name: dict[str, np.ndarray]) -> Metri
             if not np.isnan(values).all():
                 metrics[f"reward/{name}"] = float(np.nanmean(values))
     return metrics
-
-
-def response_metrics(mask: np.ndarray, finished: np.ndarray) -> Metrics:
-    """Returns metrics of responses: `mask` (B, R) of their drawn tokens, `finished` (B,)."""
-    lengths = mask.sum(1)
-    return {
-        "response_len_mean": float(lengths.mean()),
-        "response_len_max": int(lengths.max()),
-        "truncated_frac": float(1 - finished.mean()),
-    }
 
 
 def version_metrics(versions: np.ndarray) -> Metrics:
@@ -155,11 +152,3 @@ def memory_metrics() -> Metrics:
     counted = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(stats.get("peak_bytes_in_use", 0) for stats in counted)
     return {"memory_peak": peak / 2**30} if peak else {}
-
-
-def refit_metrics(lost: dict, model: ModelConfig, recipe: Recipe) -> Metrics:
-    """Returns quantisation losses of the sampler's weights: `lost` is `Served.health`, `recipe` the
-    rollout's."""
-    if not lost:
-        return {}
-    return loss_metrics({"weights": jax.device_get(lost)}, first_layers(model, recipe))

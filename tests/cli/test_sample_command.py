@@ -89,7 +89,7 @@ def test_sample_is_the_sampler(model, capsys):
         ),
     )
     rollout = jax.device_get(rollout)
-    expected = runtime.text.decode(rollout.tokens, rollout.mask)
+    expected = runtime.decode(rollout.tokens, rollout.mask)
     pieces: dict[int, list[str]] = {row: [] for row in range(3)}
     ended: list[int] = []
     timing = generate.generate(

@@ -182,7 +182,7 @@ def test_questions_as_conversations(checkpoint, tmp_path):
     config = _pretrained(checkpoint, tmp_path, data=data, rollout={"max_prompt_tokens": 90})
     runtime = make_runtime(config)
     question = runtime.questions["eval"][0]
-    tokens, lengths = runtime.text.prompts([question])
+    tokens, lengths = runtime.prompts([question])
     text = runtime.tokenizer._reader.decode(tokens[0, : lengths[0]], skip_special_tokens=False)
     assert text == (
         f"<|turn|>system\nbe brief<|stop|>\n<|turn|>user\n{question.text}<|stop|>\n"
@@ -329,7 +329,7 @@ def test_fine_tuning_ends_and_a_rollout_stops_as_the_template_ends_a_turn(chat, 
     runtime = make_runtime(_pretrained(path, tmp_path, **sections))
     assert runtime.tokenizer.eos_ids == ((0, 2) if chat else (0,))
     questions = runtime.questions["sft"]
-    batch = runtime.text.demonstrations(questions)
+    batch = runtime.demonstrations(questions)
     for question, targets, mask in zip(questions, batch.targets, batch.mask, strict=True):
         taught = np.asarray(targets)[np.asarray(mask) > 0].tolist()
         assert taught == [*runtime.tokenizer.encode(question.answer), 2 if chat else 0]

@@ -200,7 +200,7 @@ def test_calibrated_scales_and_micro_batches():
     )
     runtime = programs.runtime
     state = runtime.engine.calibrate(
-        programs.state, of_sequences(*runtime.text.prompts(programs.questions))
+        programs.state, of_sequences(*runtime.prompts(programs.questions))
     )
     programs.state, programs.weights = state, runtime.engine.refit(state).weights
     result = analyse(programs)

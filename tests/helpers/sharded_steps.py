@@ -64,7 +64,7 @@ def main() -> None:
     if rt.mesh.size == rt.mesh.shape["data"] > 1:  # every device holds all parameters
         sampler = _noted(sampler, by_rows["sampler"])
         step = _noted(step, by_rows["step"])
-    tokens, ones = rt.text.prompts(questions), np.ones(16, np.float32)
+    tokens, ones = rt.prompts(questions), np.ones(16, np.float32)
     prompts = Prompts.numbered(*tokens, rt.engine.keys["rollout"], ones)
     rollout = rt.engine.sample(weights, prompts, sampler=sampler)
     advantages = np.random.default_rng(0).standard_normal(16).astype(np.float32)

@@ -77,12 +77,12 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
     optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-1e-3))  # keeps the gradient
     state = rt.engine.new_state(params, optimizer)
     questions = rt.questions["train"][: ROWS // rt.config.rollout.group_size]
-    state = rt.engine.calibrate(state, of_sequences(*rt.text.prompts(questions)))
+    state = rt.engine.calibrate(state, of_sequences(*rt.prompts(questions)))
     served = rt.engine.refit(state)
     weights, checksum = served.weights, served.checksum
     stored = sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(state.params))
     cut = sum("tensor" in str(x.sharding.spec) for x in jax.tree.leaves(weights))
-    tokens = rt.text.prompts(questions)
+    tokens = rt.prompts(questions)
     prompts = Prompts.numbered(*tokens, rt.engine.keys["rollout"], temperature)
     own = rt.engine.sample(weights, prompts)
     own = dataclasses.replace(own, taps=jax.device_get(own.taps))  # for another mesh

@@ -48,12 +48,13 @@ def _runtime(**sets: int) -> types.SimpleNamespace:
     runtime = types.SimpleNamespace(
         config=config,
         engine=_Engine(keys=keys, eval_sampler=None, used=[]),
-        text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
+        prompts=_prompts,
+        decode=_decode,
+        conversations=lambda *of_rows: None,
         layout=types.SimpleNamespace(rows=batch_sharding(make_mesh(dict.fromkeys(MESH_AXES, 1)))),
         questions={"eval": questions},
         rewards=load_rewards("exact_match, 2*gsm8k"),
         step=None,
-        conversations=lambda *of_rows: None,
         for_sampling=lambda weights: weights,
     )
     runtime.sampling = runtime

@@ -45,13 +45,14 @@ def test_terms_over_all_rounds():
         config=config,
         rewards=rewards,
         engine=_Engine(),
-        text=types.SimpleNamespace(prompts=_prompts, decode=_decode),
+        prompts=_prompts,
+        decode=_decode,
+        conversations=lambda *of_rows: None,
         mesh=mesh,
         layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
         step=None,
         truncation=None,
         recorded_numbers=0,
-        conversations=lambda *of_rows: None,
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     version = Version(None, 7, np.zeros(2, np.uint32))
