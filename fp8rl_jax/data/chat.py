@@ -141,7 +141,12 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             if any(message.get("tool_calls") for message in messages):
                 with contextlib.suppress(Exception):  # DeepSeek's add them to texts
-                    return self._rendered(messages, variables, begin_answer, _as_text)
+                    return self._rendered(
+                        messages,
+                        variables,
+                        begin_answer,
+                        lambda x: x if isinstance(x, str) else _tojson(x),
+                    )
             refused = isinstance(error, _Refusal)
             said = error if refused else f"{type(error).__name__}: {error}"
             raise UserError(
@@ -257,10 +262,6 @@ def _as_object(arguments: Any) -> Any:
             if isinstance(value := json.loads(arguments), dict):
                 return value
     return arguments
-
-
-def _as_text(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else _tojson(arguments)
 
 
 def _letters(text: str) -> str:

@@ -80,13 +80,13 @@ def _read_list(path: pathlib.Path, file: _File) -> Rows:
 
 def _parsed(place: str, content: bytes) -> Any:
     try:
-        return parse_json(content, _object, _integer)
+        return parse_json(
+            content,
+            _object,
+            lambda digits: int(digits) if len(digits) <= _MOST_DIGITS else decimal.Decimal(digits),
+        )
     except ValueError as error:
         raise UserError(f"{place} is not JSON ({error}): {_FORM}") from None
-
-
-def _integer(digits: str) -> int | decimal.Decimal:
-    return int(digits) if len(digits) <= _MOST_DIGITS else decimal.Decimal(digits)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

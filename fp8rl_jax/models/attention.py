@@ -180,12 +180,6 @@ def _rotated(config: ModelConfig, recipe: Recipe, q: jax.Array, k: jax.Array, ro
     return tuple(apply_rope(recipe, x, *rope) for x in (q, k))
 
 
-def has_one_kernel(recipe: Recipe) -> bool:
-    """Returns whether one kernel may make attention's inputs from the projections and write to the
-    cache. It gives the bits of a kernel for each step."""
-    return kernels.resolve(recipe.kernels) != "reference" and kept_by_kernel(recipe) is not None
-
-
 def _add_by_head(recipe: Recipe, y: jax.Array, bias: StackedLayer) -> jax.Array:
     """Adds the bias of a projection (B, T, heads, Dh)."""
     return add_bias(recipe, ONE_DEVICE, y.reshape(*y.shape[:2], -1), bias).reshape(y.shape)
@@ -291,7 +285,14 @@ class Attention(nn.Module):
         norm = norm_of(config, recipe, parallel)
         norms_heads = config.qk_norm and config.qk_norm_by_head
         norms_rows = config.qk_norm and not config.qk_norm_by_head
-        one_kernel = cache is not None and not watched(self) and has_one_kernel(recipe)
+        # One kernel makes attention's inputs from the projections and writes to the cache, with the
+        # bits of a kernel for each step.
+        one_kernel = (
+            cache is not None
+            and not watched(self)
+            and kernels.resolve(recipe.kernels) != "reference"
+            and kept_by_kernel(recipe) is not None
+        )
         # The kernel adds biases, unless the sums are normed first.
         apart = one_kernel and config.qkv_bias and parallel.tensor == 1 and not norms_rows
         projections = linears(

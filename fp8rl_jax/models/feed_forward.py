@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection
 
@@ -80,7 +81,8 @@ class SharedExperts(nn.Module):
         """Maps (B, T, D) to (B, T, D), in the compute dtype."""
         config = self.config
         width = config.n_shared_experts * config.moe_intermediate_size
-        return gated_mlp(self, config, self.recipe, self.parallel.uncut(), x, width)
+        whole = dataclasses.replace(self.parallel, tensor=1)  # every device has all columns
+        return gated_mlp(self, config, self.recipe, whole, x, width)
 
 
 def sparse_mlp(

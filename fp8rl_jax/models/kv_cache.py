@@ -174,11 +174,6 @@ def _by_array(function: Callable, stored: Stored, *others: Stored) -> Stored:
     return jax.tree.unflatten(tree, found)
 
 
-def _leading(stored: Stored) -> jax.Array:
-    """Returns an array of `stored` whose axis of slots follows (L, B), or pages."""
-    return stored.v if isinstance(stored, StoredKV) else stored.latent
-
-
 @flax.struct.dataclass
 class KVCache:
     """Keys and values of all layers, with a row of slots for every sequence.
@@ -192,7 +187,8 @@ class KVCache:
     @property
     def slots(self) -> int:
         """Tokens that a sequence may have."""
-        return _leading(self.runs[0]).shape[2]
+        stored = self.runs[0]
+        return (stored.v if isinstance(stored, StoredKV) else stored.latent).shape[2]
 
     def repeat(self, count: int) -> KVCache:
         """Repeats every sequence `count` times in a row, along the batch axis."""

@@ -99,16 +99,14 @@ def adapted(
         if role in SMALL:
             return leaf.astype(jnp.float32)
         if base == "fp8" and role == LINEAR:
-            return leaf if isinstance(leaf, QArray) else _in_fp8(leaf)
+            if isinstance(leaf, QArray):
+                return leaf
+            # One layer (L, ..., K, N) at a time.
+            return lax.map(lambda layer: quantize_weight(layer, get_recipe("fp8"))[0], leaf)
         return leaf.astype(dtype)
 
     frozen = jax.tree_util.tree_map_with_path(kept, params, is_leaf=is_weight)
     return Adapted(frozen, new_adapters(params, rank, modules, key), alpha / rank)
-
-
-def _in_fp8(weight: jax.Array) -> QArray:
-    """Quantises a weight (L, ..., K, N) by the recipe `fp8`, one layer at a time."""
-    return lax.map(lambda layer: quantize_weight(layer, get_recipe("fp8"))[0], weight)
 
 
 def new_adapters(shapes: Any, rank: int, modules: Sequence[str], key: jax.Array) -> Any:

@@ -75,11 +75,6 @@ def packed(starts: jax.Array, longest: int, shared: jax.Array | None = None) -> 
     return Packed(positions, starts, jnp.minimum(table, pages - 1), of_tokens)
 
 
-def by_page(x: jax.Array) -> jax.Array:
-    """Reorders (B, T, ...) to pages (B * T / PAGE, PAGE, ...); returns a scalar as it is."""
-    return x.reshape(-1, PAGE, *x.shape[2:]) if x.ndim else x
-
-
 def as_sequences(queries, stored: Stored, places: Places):
     """Returns what attention takes for sequences without a cache.
 
@@ -93,7 +88,10 @@ def as_sequences(queries, stored: Stored, places: Places):
     """
     if not isinstance(places, Packed):
         return queries, LayerCache(stored), places
-    queries, stored, positions = jax.tree.map(by_page, (queries, stored, places.positions))
+    queries, stored, positions = jax.tree.map(  # (B, T, ...) by pages; a scalar as it is
+        lambda x: x.reshape(-1, PAGE, *x.shape[2:]) if x.ndim else x,
+        (queries, stored, places.positions),
+    )
     return queries, LayerCache(stored, table=places.table_of_pages), positions
 
 

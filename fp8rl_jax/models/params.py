@@ -202,6 +202,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     exact = recipe.kernels == "exact"
     params = merged(params, keep_quantised=True, dtype=recipe.compute_dtype, exact=exact)
     sites = _sites(params, recipe, shapes=True)
+    head = ("lm_head" if "lm_head" in params else "embed_tokens",)
 
     def convert(path, leaf):
         name = _site(path)
@@ -215,10 +216,8 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
             return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
         if role_of(path_of(path)) in SMALL:
             return leaf
-        return compute_value(plain_value(leaf), recipe.for_head() if is_head(path) else recipe)
-
-    def is_head(path) -> bool:
-        return path_of(path) == ("lm_head" if "lm_head" in params else "embed_tokens",)
+        is_head = path_of(path) == head
+        return compute_value(plain_value(leaf), recipe.for_head() if is_head else recipe)
 
     cut = split_layers(params, recipe)
     weights = jax.tree_util.tree_map_with_path(convert, cut, is_leaf=is_weight)

@@ -515,7 +515,10 @@ def attention(
     }
     grid = tiles, kv_heads, batch
     if one_split:
-        grid = kv_heads * tiles, operands.split_programs(batch * splits, kv_heads * tiles), 1
+        # Programs that share the list of splits: where there are more, one takes several, one after
+        # another, so a longer table than sequences need costs nothing.
+        others = kv_heads * tiles
+        grid = others, min(batch * splits, -(-operands.MOST_PROGRAMS // others)), 1
     wider = max(k.dtype, v.dtype, key=lambda x: x.itemsize)
     widest = max(features, v_features)
     warps, stages = operands.warps_and_stages(widest, wider)

@@ -15,7 +15,7 @@ _TYPES = (jnp.float8_e4m3fn, jnp.int8, jnp.bfloat16, jnp.float32)
 _FEW_PROGRAMS = 4 * MULTIPROCESSORS
 # Programs among which the splits of a decode step are divided: four times those that run at once,
 # so that one that ends early makes room.
-_MOST_PROGRAMS = 4 * 5 * MULTIPROCESSORS
+MOST_PROGRAMS = 4 * 5 * MULTIPROCESSORS
 
 
 def head_width(features: int, dtype=jnp.bfloat16) -> int:
@@ -103,13 +103,6 @@ def check_operands(
         fits = scale is None or not scale.ndim or scale.shape == like.shape[:3]
         shape = None if scale is None else scale.shape
         check(fits, f"{name} {shape} must be () or {like.shape[:3]}")
-
-
-def split_programs(most: int, others: int) -> int:
-    """Returns how many programs share a list of at most `most` splits, each for `others` heads and
-    tiles. Where there are more splits a program takes several, one after another: a longer table
-    than sequences need costs nothing."""
-    return min(most, -(-_MOST_PROGRAMS // others))
 
 
 def takes_one_split(batch: int, queries: int, heads: int, kv_heads: int, slots: int) -> bool:

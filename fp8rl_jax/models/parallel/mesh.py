@@ -46,10 +46,6 @@ class Parallel:
         """Returns a copy for code inside a shard_map over all axes."""
         return dataclasses.replace(self, inside=True)
 
-    def uncut(self) -> Parallel:
-        """Returns a copy for a layer whose columns are all on every device of the axis `tensor`."""
-        return dataclasses.replace(self, tensor=1)
-
     @property
     def devices(self) -> int:
         """Number of devices over which XLA divides the rows of an array; 1 inside a shard_map."""

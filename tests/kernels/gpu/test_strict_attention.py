@@ -430,7 +430,7 @@ def test_programs_share_the_list_of_splits(count, monkeypatch):
     lengths[[0, 3, -2]] = 1100, 0, 600
     (q, *cached), _ = _case("float32", 1100, heads=1, batch=count)
     positions = jnp.asarray(lengths)[:, None] - 1
-    monkeypatch.setattr(attention_operands, "_MOST_PROGRAMS", count // 3)
+    monkeypatch.setattr(attention_operands, "MOST_PROGRAMS", count // 3)
     run = functools.partial(strict.attention, scale=0.3, window=jnp.int32(100))
     got = run(q[:, :1], *cached, positions, one_split=True)
     assert np.isnan(got[3]).all() and np.isfinite(np.delete(got, 3, 0)).all()
