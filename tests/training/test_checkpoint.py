@@ -315,8 +315,9 @@ checkpoints.close()
 
 def test_process_that_dies_while_saving(copy, state, other):
     """It leaves the checkpoint before intact and newest, and the next save goes through."""
-    paths = [str(pathlib.Path(fp8rl_jax.__file__).parents[1]), str(pathlib.Path(__file__).parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    here = pathlib.Path(__file__).parent
+    paths = [pathlib.Path(fp8rl_jax.__file__).parents[1], here, here.parent / "helpers"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     command = [sys.executable, "-c", _DYING_SAVE, str(copy)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert process.returncode == 9, process.stderr
