@@ -221,7 +221,7 @@ def test_documents_name_files_and_tests_that_exist():
             continue
         text = page.read_text()
         for path, test in re.findall(
-            r"`(?:\w+=\S+ )*(?:python |bash )?((?:\w+/)*\w+\.(?:py|sh))(?:::(\w+))?", text
+            r"`(?:\w+=\S+ )*(?:python |bash )?((?:\w+/)*\w+\.(?:py|sh)\b)(?:::(\w+))?", text
         ):
             if path.startswith("my_"):
                 continue

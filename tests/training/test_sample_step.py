@@ -24,6 +24,9 @@ class _Engine(types.SimpleNamespace):
         mask = np.ones((rows, 1), bool)
         return Rollout(tokens, mask, np.zeros((rows, 1)), mask[:, 0], {})
 
+    def metrics(self):
+        return {}
+
 
 def _decode(tokens, mask):
     return [f"step 5 is {token}" for token in tokens[:, 0]]
