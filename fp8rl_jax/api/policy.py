@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -272,8 +271,7 @@ def sample(
         )
     key = jax.random.key(seed or 0, impl="threefry2x32")
     if seed is None:
-        key = jax.random.wrap_key_data(jnp.asarray(state.rng), impl="threefry2x32")
-        key = jax.random.fold_in(key, policy.step)
+        key = sample_step.rollout_key(state.rng, policy.step)
     rows += rows[-1:] * (_padded(sized, len(rows), group_size) - len(rows))
     tokens, lengths = pad_rows(
         rows, sized.config.rollout.max_prompt_tokens, runtime.tokenizer.pad_id

@@ -86,10 +86,11 @@ class Version(NamedTuple):
     number: int
     rng: np.ndarray
 
-    def key(self, step: int) -> jax.Array:
-        """Returns the random key of a step's rollout."""
-        key = jax.random.wrap_key_data(jnp.asarray(self.rng), impl="threefry2x32")
-        return jax.random.fold_in(key, step)
+
+def rollout_key(rng: jax.Array | np.ndarray, step: int) -> jax.Array:
+    """Returns the random key of a step's rollout; `rng` is `TrainState.rng`."""
+    key = jax.random.wrap_key_data(jnp.asarray(rng), impl="threefry2x32")
+    return jax.random.fold_in(key, step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +141,7 @@ def sample_step(
     drawn_before = sum(responses.drawn for responses in begun)
     begun = list(begun)
     with jax.default_device(runtime.mesh.local_devices[0]):  # the learner's may be busy
-        keys = [version.key(number) for number in range(step, last)]
+        keys = [rollout_key(version.rng, number) for number in range(step, last)]
     for key in keys[len(begun) :]:
         begun.append(Responses.new(runtime, stream.next(), key))
     rounds = [_round(runtime, version, begun, times, show, tally)]
