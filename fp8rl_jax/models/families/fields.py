@@ -15,6 +15,7 @@ from fp8rl_jax.base.paths import hub_download
 
 CONFIG = "config.json"
 LARGEST = 2**31 - 1  # largest integer; integers are sizes and counts
+EVERY_LAYER = "experts in every layer are supported, or in all but the first: take another model"
 TAKE_ONE_OUT = "take one of the two out"  # of two fields that contradict each other
 _LARGEST_FLOAT = 1e38  # about the largest float32
 # Type of a value -> (its types in parsed JSON, what the error message tells to write).

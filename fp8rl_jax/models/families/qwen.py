@@ -8,7 +8,7 @@ from functools import partial
 
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.families.family import Family, Json, Values, same
-from fp8rl_jax.models.families.fields import TAKE_ONE_OUT, Fields
+from fp8rl_jax.models.families.fields import EVERY_LAYER, TAKE_ONE_OUT, Fields
 
 _qwen2 = partial(ModelConfig, qk_norm=False, qkv_bias=True, rope_theta=1e6)
 _qwen2_tied = partial(_qwen2, 151_936, tie_word_embeddings=True)
@@ -62,10 +62,7 @@ def _one_number_of_experts(fields: Fields) -> Fields:
 def _dense_layers(fields: Fields, values: Values) -> Values:
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or dense != list(range(len(dense))):
-        raise fields.error(
-            "mlp_only_layers",
-            "experts in every layer are supported, or in all but the first: take another model",
-        )
+        raise fields.error("mlp_only_layers", EVERY_LAYER)
     return {"first_k_dense_replace": len(dense)}
 
 

@@ -26,7 +26,7 @@ from fp8rl_jax.models.families.family import (
     same,
     write_names,
 )
-from fp8rl_jax.models.families.fields import Fields
+from fp8rl_jax.models.families.fields import EVERY_LAYER, Fields
 from fp8rl_jax.models.hf.rope_json import read_rope, rope_json
 from fp8rl_jax.models.stacks import ALL, layer_windows
 
@@ -43,7 +43,6 @@ _DROPPED = {
     "_name_or_path",
     "qk_head_dim",
 }
-_EVERY_LAYER = "experts in every layer are supported, or in all but the first: take another model"
 
 
 def _types(is_one: Callable[[Family], bool]) -> str:
@@ -64,8 +63,8 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         f"only {_types(lambda family: 'partial_rotary_factor' in family.names)} rotates parts of "
         "heads",
     ),
-    "decoder_sparse_step": ((1,), _EVERY_LAYER),
-    "moe_layer_freq": ((1,), _EVERY_LAYER),
+    "decoder_sparse_step": ((1,), EVERY_LAYER),
+    "moe_layer_freq": ((1,), EVERY_LAYER),
 }
 _NO_WINDOW = (
     f"sliding windows are supported in {_types(lambda family: family.has_windows)} alone: take one "
