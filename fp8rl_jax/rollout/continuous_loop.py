@@ -284,10 +284,10 @@ class ContinuousLoop:
         target = jnp.where(slots < count, target.at[slots].get(mode="clip"), nowhere)
 
         def some(part: jax.Array, pool: tuple[Stored, ...]) -> tuple[Stored, ...]:
-            def of_turn(x: jax.Array) -> jax.Array:
+            def of_part(x: jax.Array) -> jax.Array:
                 return lax.dynamic_slice_in_dim(x, part * _COPIES, _COPIES)
 
-            old, new = of_turn(source), of_turn(target)
+            old, new = of_part(source), of_part(target)
 
             def copy(x: jax.Array) -> jax.Array:
                 layers = jnp.arange(x.shape[0] // pages)[:, None]

@@ -25,7 +25,7 @@ class Run:
     """One execution of the job.
 
     Attributes:
-      runtime: configuration, engine and text.
+      runtime: result of `make_runtime`.
       directory: `run.dir`.
       display: display of the progress.
       compile_times: estimates of what the first steps compile.

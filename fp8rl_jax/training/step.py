@@ -103,7 +103,7 @@ def rl_step(
     """Runs one step.
 
     Args:
-      runtime: configuration, engine and text.
+      runtime: result of `make_runtime`.
       state: state after the previous step; donated.
       served: result of `refit` on `state`.
       reference: a state with the reference policy; None if the algorithm needs none.
