@@ -159,6 +159,7 @@ def _steps(
     sizes: Sequence[Size],
     depths: Iterable[int],
     most: int = 1 << 31,
+    wrong: Sequence[tuple[int, int]] = (),
 ) -> Steps | None:
     """Returns the smallest steps that avoid what is wrong, and hold for what they give.
 
@@ -167,8 +168,9 @@ def _steps(
       sizes: the sizes to begin with.
       depths: depths at which the rows and columns that the steps give are tested.
       most: most numbers of a right operand.
+      wrong: (rows, columns) that other tests found wrong.
     """
-    wrong = test(sizes)
+    wrong = [*wrong, *test(sizes)]
     while steps := steps_that_hold(wrong):
         rows = {steps.rows(m) for m in _GIVEN_ROWS}
         columns = {steps.columns(n) for n in _GIVEN_COLUMNS}
@@ -176,8 +178,12 @@ def _steps(
         more = test([(m, depth, n) for m, depth, n in given if depth * n <= most])
         if not more:
             return steps
-        wrong = wrong + more
+        wrong += more
     return None
+
+
+def _padded(way: Way, depths: Iterable[int]) -> list[int]:
+    return [-(-depth // way.depth_step) * way.depth_step for depth in depths]
 
 
 def _turned(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -187,19 +193,14 @@ def _turned(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _bf16_steps(way: Way) -> Steps | None:
     order = way.bf16_order
     assert order
-    depths = [-(-depth // way.depth_step) * way.depth_step for depth in _BF16_DEPTHS]
+    depths = _padded(way, _BF16_DEPTHS)
     sizes = _sizes(depths)
     sizes += itertools.product((8, 64, 513), (128, BF16_DEPTH), _MANY_COLUMNS)
     turned = list(itertools.product((2, 3, 16, 520), (64, BF16_DEPTH), (64, 1504)))
     of_turned = lambda x, w: bf16_dot(x.T, w.T)
-
-    def test(some: Sequence[Size]) -> list[tuple[int, int]]:
-        wrong = _wrong(way, dot, order, jnp.bfloat16, some)
-        if some is sizes:
-            wrong += _wrong(way, of_turned, order, jnp.bfloat16, turned, layout=_turned)
-        return wrong
-
-    return _steps(test, sizes, depths)
+    test = functools.partial(_wrong, way, dot, order, jnp.bfloat16)
+    wrong = _wrong(way, of_turned, order, jnp.bfloat16, turned, layout=_turned)
+    return _steps(test, sizes, depths, wrong=wrong)
 
 
 def _float32_steps(way: Way) -> Steps | None:
@@ -207,19 +208,14 @@ def _float32_steps(way: Way) -> Steps | None:
     most, (axis, layout) = FLOAT32_SIZE, (1, lambda x, w: (x, w))
     if way.float32 == "turned":
         most, (axis, layout) = TURNED_SIZE, (0, lambda x, w: (np.ascontiguousarray(x.T), w))
-    depths = [-(-depth // way.depth_step) * way.depth_step for depth in _FLOAT32_DEPTHS]
+    depths = _padded(way, _FLOAT32_DEPTHS)
     sizes = _sizes(depths, most)
-    alike = functools.partial(dot, axis=axis)
     turned = list(itertools.product((2, 3, 48, 528), (64, 128), (64, 256)))
     of_turned = lambda x, w: float32_dot(way, x.T, w.T)
-
-    def test(some: Sequence[Size]) -> list[tuple[int, int]]:
-        wrong = _wrong(way, alike, float32_order, np.float32, some, layout=layout)
-        if some is sizes:
-            wrong += _wrong(way, of_turned, float32_order, np.float32, turned, layout=_turned)
-        return wrong
-
-    return _steps(test, sizes, depths, most)
+    alike = functools.partial(dot, axis=axis)
+    test = functools.partial(_wrong, way, alike, float32_order, np.float32, layout=layout)
+    wrong = _wrong(way, of_turned, float32_order, np.float32, turned, layout=_turned)
+    return _steps(test, sizes, depths, most, wrong)
 
 
 def _small_steps(way: Way) -> Steps | None:
