@@ -46,8 +46,15 @@ from fp8rl_jax.kernels.dispatch import (
 )
 from fp8rl_jax.kernels.machine import backend
 from fp8rl_jax.kernels.reference.attention import dequantized
-from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes, in_bits, keep, kept, scan_in_bits
-from fp8rl_jax.kernels.reference.e4m3 import to_e4m3, widened
+from fp8rl_jax.kernels.reference.bits import (
+    as_bytes,
+    in_bits,
+    keep,
+    kept,
+    scan_in_bits,
+    to_e4m3,
+    widened,
+)
 from fp8rl_jax.kernels.reference.reductions import (
     broadcast_last,
     folded,

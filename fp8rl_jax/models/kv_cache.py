@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.kernels import KV_CHUNK, as_bytes, from_bytes, resolve
+from fp8rl_jax.kernels import KV_CHUNK, as_bytes, resolve
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
@@ -159,7 +159,7 @@ class LayerCache:
 
 
 def _numbers(x: jax.Array) -> jax.Array:
-    return from_bytes(x, _NUMBERS.get(x.dtype, x.dtype))
+    return x.view(_NUMBERS.get(x.dtype, x.dtype))
 
 
 def _by_array(function: Callable, stored: Stored, *others: Stored) -> Stored:

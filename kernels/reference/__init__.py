@@ -1,7 +1,7 @@
 """The definition of each operation in plain jnp, which runs on CPUs and wherever no kernel does.
 
 `matmul` and `attention` give a row the same bits whatever else is in the batch; `gpu` has a file of
-the same name for each operation. They build on `ways` (single dots), `exact`, `reductions`, `e4m3`
+the same name for each operation. They build on `ways` (single dots), `exact`, `reductions`
 and `bits`. `probe` tests at run time that a CPU's dots keep the order of `orders`.
 """
 

@@ -26,8 +26,7 @@ from fp8rl_jax.kernels.arrays import (
     prevent_fma,
     varying_as,
 )
-from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes, in_bits, scan_in_bits
-from fp8rl_jax.kernels.reference.e4m3 import widened
+from fp8rl_jax.kernels.reference.bits import as_bytes, in_bits, scan_in_bits, widened
 from fp8rl_jax.kernels.reference.matmul import small_product
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
@@ -138,7 +137,7 @@ def _reader(
             chunks = [step * at_once + i for i in range(at_once)]
             pages = [_read_page(numbers, table, last, chunk, by_feature) for chunk in chunks]
             part = jnp.concatenate(pages, axis=axis)
-        part = widened(from_bytes(part, x.dtype), jnp.float32)
+        part = widened(part.view(x.dtype), jnp.float32)
         return part if part.ndim == 4 else part[:, :, None]
 
     return read

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels.arrays import K_BLOCK
-from fp8rl_jax.kernels.reference.e4m3 import E4M3, widened
+from fp8rl_jax.kernels.reference.bits import E4M3, widened
 
 _BITS = 22  # of a slice, without its sign
 

@@ -39,8 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fp8rl_jax.kernels.arrays import K_BLOCK, pad_to, prevent_fma, varying_as
-from fp8rl_jax.kernels.reference.bits import as_bytes, from_bytes
-from fp8rl_jax.kernels.reference.e4m3 import widened
+from fp8rl_jax.kernels.reference.bits import as_bytes, widened
 from fp8rl_jax.kernels.reference.exact import exact_dot_general
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.ways import (
@@ -238,7 +237,7 @@ def _sum_of_blocks(
         start = block * depth
         left = lax.dynamic_slice_in_dim(lhs, start, deep, 1)
         right = lax.dynamic_slice(rhs, (start, first), (deep, columns))
-        partial_sum = product(way, from_bytes(left, dtypes[0]), from_bytes(right, dtypes[1]))
+        partial_sum = product(way, left.view(dtypes[0]), right.view(dtypes[1]))
         if lhs_scale is None:
             return partial_sum
         left_scale = lax.dynamic_slice_in_dim(lhs_scale, block, 1, 1)
