@@ -26,10 +26,19 @@ from fp8rl_jax.kernels.arrays import (
     K_BLOCK,
     KV_CHUNK,
     KV_STEP,
+    axes_of,
+    broadcast_last,
+    folded,
     fp8_max,
+    max_last,
     prevent_fma,
     round_bf16,
     rounded,
+    stored,
+    sum_all,
+    sum_last,
+    sum_rows,
+    tree_norm,
     varying_as,
 )
 from fp8rl_jax.kernels.dispatch import (
@@ -54,14 +63,4 @@ from fp8rl_jax.kernels.reference.bits import (
     scan_in_bits,
     to_e4m3,
     widened,
-)
-from fp8rl_jax.kernels.reference.reductions import (
-    broadcast_last,
-    folded,
-    max_last,
-    stored,
-    sum_all,
-    sum_last,
-    sum_rows,
-    tree_norm,
 )

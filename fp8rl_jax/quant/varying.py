@@ -17,16 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fp8rl_jax.kernels import axes_of
 from fp8rl_jax.quant import scaling
 from fp8rl_jax.quant.operands import OperandProbe
 
 _T = TypeVar("_T")
-
-
-def axes_of(tree) -> frozenset:
-    """Returns the mesh axes over which any array of a tree varies."""
-    axes = (jax.typeof(jnp.asarray(x)).manual_axis_type.varying for x in jax.tree.leaves(tree))
-    return frozenset().union(*axes)
 
 
 _pcast = functools.partial(lax.pcast, to="varying")

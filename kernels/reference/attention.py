@@ -22,14 +22,15 @@ from fp8rl_jax.kernels.arrays import (
     K_BLOCK,
     KV_CHUNK,
     KV_STEP,
+    max_last,
     pad_to,
     prevent_fma,
+    sum_last,
     varying_as,
 )
 from fp8rl_jax.kernels.reference.bits import as_bytes, in_bits, scan_in_bits, widened
 from fp8rl_jax.kernels.reference.matmul import small_product
 from fp8rl_jax.kernels.reference.probe import cpu_way
-from fp8rl_jax.kernels.reference.reductions import max_last, sum_last
 from fp8rl_jax.kernels.reference.ways import FLOAT32_SIZE, Way
 
 # Most chunks of keys in one step; 4 chunks of 128 features are FLOAT32_SIZE numbers.

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels.arrays import pad_to, varying_as
+from fp8rl_jax.kernels.arrays import max_last, pad_to, sum_last, sum_rows, varying_as
 from fp8rl_jax.kernels.reference.attention import by_kv_head, by_query, masked, matmul_by_blocks
 from fp8rl_jax.kernels.reference.probe import cpu_way
-from fp8rl_jax.kernels.reference.reductions import max_last, sum_last, sum_rows
 from fp8rl_jax.kernels.reference.ways import Way
 
 _LOWEST = -1e30

@@ -40,12 +40,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fp8rl_jax.kernels import in_bits
+from fp8rl_jax.kernels import axes_of, in_bits
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.mesh import AXIS, STORAGE, WHOLE, Parallel
 from fp8rl_jax.models.parallel.specs import head_spec, is_cut, splits_heads, weight_specs
 from fp8rl_jax.quant import Activation, BoundWeight, Recipe
-from fp8rl_jax.quant.varying import axes_of, share, spread
+from fp8rl_jax.quant.varying import share, spread
 from fp8rl_jax.sharding import BATCH_AXES
 
 

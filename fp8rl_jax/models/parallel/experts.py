@@ -32,13 +32,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.kernels import by_platform, in_bits
+from fp8rl_jax.kernels import axes_of, by_platform, in_bits
 from fp8rl_jax.models import moe
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.mesh import EXPERT
 from fp8rl_jax.quant import Activation, BoundWeight, QArray, Recipe, Weight
 from fp8rl_jax.quant.operands import quantize_activation
-from fp8rl_jax.quant.varying import axes_of, repeat_probe, share, varying_vjp
+from fp8rl_jax.quant.varying import repeat_probe, share, varying_vjp
 
 _FEW_TOKENS = 512  # most tokens of a device that are sent in one pass
 

@@ -11,7 +11,7 @@ from fp8rl_jax.kernels import max_last, prevent_fma, sum_last, sum_rows
 
 
 def _in_order(x: np.ndarray) -> np.float32:
-    """One row, as reductions.py says it: slices, then rests of 16, then halves."""
+    """One row, as kernels/arrays.py says it: slices, then rests of 16, then halves."""
     x = np.pad(x, (0, -len(x) % 16))
     rests = []
     while len(x) > 16:
