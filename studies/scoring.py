@@ -37,7 +37,7 @@ from fp8rl_jax.models.logprobs import inverse_temperature, rows_at
 from fp8rl_jax.models.router import selection_scores
 from fp8rl_jax.models.taps import LOGITS, ROUTING, Observe
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.quant.kv import with_kv_scales
+from fp8rl_jax.quant.kv import with_scales
 from fp8rl_jax.rollout import make_calibrate, make_refit
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime
@@ -169,7 +169,7 @@ def scaling_of(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> dic
     batches = (of_sequences(tokens[p], lengths[p]) for p in parts)
     found = [calibrate(params, scaling, batch, step, rope) for batch in batches]
     largest = jax.tree.map(lambda *x: functools.reduce(jnp.maximum, x), *found)
-    return with_kv_scales(scaling, largest)
+    return with_scales(scaling, largest)
 
 
 def _part_size(count: int, most: int) -> int:

@@ -32,7 +32,7 @@ from fp8rl_jax.drift.programs import Host, Programs, affordable
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import policy_of
 from fp8rl_jax.models.lora import with_base
-from fp8rl_jax.quant.kv import KV_SCALES, with_kv_scales
+from fp8rl_jax.quant.kv import with_scales_of
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -179,9 +179,9 @@ class KeptStep:
         optimizer = optimizer_of_phase(runtime.config, "rl")
         params = with_base(self.policy["params"], runtime.engine.frozen_base())
         state = runtime.engine.new_state(params, optimizer, self.policy["scaling_state"])
-        scales = processes.place(self.policy["scaling_state"].get(KV_SCALES), state.step.sharding)
-        scaling_state = with_kv_scales(state.scaling_state, scales)
-        state = dataclasses.replace(state, scaling_state=scaling_state)
+        scaling = with_scales_of(state.scaling_state, self.policy["scaling_state"])
+        scaling = processes.place(scaling, state.step.sharding)
+        state = dataclasses.replace(state, scaling_state=scaling)
         weights = runtime.engine.refit(state).weights
         questions = [self.questions[i] for i in groups]
         firsts = self.first_ids[groups]

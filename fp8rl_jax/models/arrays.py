@@ -28,6 +28,7 @@ from flax import traverse_util
 
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import RUNS, LayerSpec, Path, layer_spec, layer_stacks
+from fp8rl_jax.quant.kv import LAYER_SCALES
 
 Shape = tuple[int, ...]
 # Roles. LINEAR: what a recipe may quantise. TABLE: embedding and head, in the compute dtype.
@@ -35,6 +36,7 @@ Shape = tuple[int, ...]
 # float32 in every form of the parameters.
 LINEAR, TABLE, ROUTER, GAIN = "linear", "table", "router", "gain"
 BIAS, CORRECTION = "bias", "correction"
+SCALE = "scale"  # beside the projections of an attention in a sampler's weights (quant/kv.py)
 ADAPTER = "adapter"  # lora_a and lora_b beside the kernel of a linear layer (models/lora.py)
 LORA = ("lora_a", "lora_b")
 SMALL = (ROUTER, GAIN, BIAS, CORRECTION)
@@ -79,7 +81,7 @@ class Array:
     @property
     def matrix(self) -> bool:
         """Whether it is a matrix or a stack of matrices, not a vector."""
-        return self.role not in (GAIN, BIAS, CORRECTION)
+        return self.role not in (GAIN, BIAS, CORRECTION, SCALE)
 
     @property
     def transposed(self) -> bool:
@@ -266,6 +268,8 @@ def array_of(path: Path) -> Array:
         kernel = _BY_PATH[(*path[:-1], "kernel")]
         axes = kernel.axes if kernel.axes == EXPERTS else ()
         return Array(path, "", ADAPTER, axes, "")
+    if path[-1] in LAYER_SCALES.values():
+        return Array(path, "", SCALE, (), "")
     return _BY_PATH[path]
 
 

@@ -32,11 +32,11 @@ from fp8rl_jax.models.parallel.specs import splits_heads
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap, watched
 from fp8rl_jax.quant import Activation, Recipe, dequantize_kv, quantize_kv
-from fp8rl_jax.quant.kv import kept_by_kernel
+from fp8rl_jax.quant.kv import kept_by_kernel, layer_scales
 from fp8rl_jax.quant.varying import varying_vjp
 
 KEPT = "attention"  # `checkpoint_name` of the result, which a recomputed layer reads again
-Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}: one layer's calibrated scales
+Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}, of all tokens (`layer_scales`)
 
 
 def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
@@ -44,7 +44,7 @@ def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) ->
     given = scales or {}
     k, k_scale = quantize_kv(k, recipe, "k", given.get("k"))
     v, v_scale = quantize_kv(v, recipe, "v", given.get("v"))
-    if recipe.kv == "calibrated":  # the scales stay arguments; the cache holds only bytes
+    if scales is not None:  # those of the layer stay with its weights; the cache holds only bytes
         k_scale = v_scale = None
     return StoredKV(k, v, k_scale, v_scale)
 
@@ -129,7 +129,7 @@ def self_attention(
       scale: factor of the scores (`softmax_scale`).
       q: (B, T, H, Dh); k, v: (B, T, Hkv, Dh), in the compute dtype.
       places: of the tokens in their rows.
-      scales: this layer's calibrated scales, or None.
+      scales: of all tokens of the layer, or None.
       window: () int32, the most tokens that a query sees, or None.
       sinks: (H,) float32, as for `kernels.attention`, or None.
 
@@ -251,16 +251,7 @@ class Attention(nn.Module):
     parallel: Parallel
 
     @nn.compact
-    def __call__(
-        self,
-        x: Activation,
-        cache: LayerCache | None,
-        scales: Scales | None,
-        positions,
-        cos,
-        sin,
-        window,
-    ):
+    def __call__(self, x: Activation, cache: LayerCache | None, positions, cos, sin, window):
         """Runs attention on x (B, T, D), `Places` of its tokens, cos/sin (B, T, Dh/2); `window`
         () int32 is the most tokens that a query sees, or None.
 
@@ -268,6 +259,7 @@ class Attention(nn.Module):
         where devices share the heads, H counts this device's heads.
         """
         config, recipe, parallel = self.config, self.recipe, self.parallel
+        scales = layer_scales(self.variables.get("params", {}), recipe)
         heads, kv_heads, dim = (
             config.num_attention_heads,
             config.num_key_value_heads,

@@ -19,6 +19,7 @@ from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.stacks import ALL, LayerSpec
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, as_activation, kv_health, quantize_kv
+from fp8rl_jax.quant.kv import layer_scales
 from fp8rl_jax.quant.products import plus
 from fp8rl_jax.quant.scaling import find_amax
 
@@ -28,12 +29,10 @@ class PerLayer(NamedTuple):
 
     Attributes:
       number: () int32, the layer's index in the cache, or None.
-      scales: the layer's calibrated scales, {'q' | 'k' | 'v': ()}, or None.
       window: () int32, the most tokens that a query sees (`stacks.layer_windows`), or None.
     """
 
     number: Any
-    scales: dict[str, jax.Array] | None
     window: jax.Array | None
 
 
@@ -68,7 +67,6 @@ class DecoderLayer(nn.Module):
         x, cache = carried
         if cache is not None:
             cache = dataclasses.replace(cache, layer=per_layer.number)
-        scales = per_layer.scales
         config, spec, recipe, parallel = self.config, self.spec, self.recipe, self.parallel
         norm = norm_of(config, recipe, parallel)
         h = as_activation(x)
@@ -77,7 +75,7 @@ class DecoderLayer(nn.Module):
         attention = LatentAttention if config.latent else Attention
         rope = _own_tables(config, per_layer.window, cos, sin)
         a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
-            h, cache, scales, positions, *rope, per_layer.window
+            h, cache, positions, *rope, per_layer.window
         )
         sandwich, before_mlp = config.sandwich_norms, "post_attention_layernorm"
         residual = None if sandwich else x
@@ -103,8 +101,8 @@ class DecoderLayer(nn.Module):
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
         if "kv_health" in self.collect and recipe.kv_quantized:
             names = [name for name in qkv if recipe.stored_dtype(name) is not None]
-            given = scales or {}
-            counts = [_kv_health(qkv[name], recipe, name, given.get(name)) for name in names]
+            scales = layer_scales(self.variables["params"]["self_attn"], recipe) or {}
+            counts = [_kv_health(qkv[name], recipe, name, scales.get(name)) for name in names]
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if "kv_amax" in self.collect:
             valid_only = {n: jnp.where(valid[:, :, None, None], y, 0) for n, y in qkv.items()}

@@ -36,7 +36,7 @@ class StoredKV:
     Attributes:
       k, v: (L, B, S, Hkv, Dh), each in `Recipe.stored_dtype`, else the compute dtype.
       k_scale, v_scale: (L, B, S, Hkv) float32 with one scale per (token, kv head); None when k or v
-        is not quantised, or when scales are calibrated (they are part of the weights).
+        is not quantised, or one scale of all tokens is among the weights.
       keys_by_feature: whether k is (L, B, Hkv, Dh, S) instead, the layout of products in jnp.
     """
 
@@ -254,7 +254,7 @@ def _empty(
         rope = zeros(recipe.compute_dtype, config.qk_rope_head_dim)
         return StoredLatent(zeros(k_dtype, config.kv_lora_rank), scale, rope)
     heads = config.num_key_value_heads
-    own = recipe.kv == "dynamic"  # calibrated scales are the weights'
+    own = recipe.kv == "dynamic"
     k_scale, v_scale = (
         zeros(jnp.float32, heads) if own and recipe.stored_dtype(name) is not None else None
         for name in "kv"

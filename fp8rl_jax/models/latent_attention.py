@@ -151,15 +151,13 @@ class LatentAttention(nn.Module):
     parallel: Parallel
 
     @nn.compact
-    def __call__(
-        self, x: Activation, cache: LayerCache | None, scales, positions, cos, sin, window
-    ):
-        """Runs attention on x (B, T, D), `Places` of its tokens, cos/sin (B, T, Dr/2); `scales` and
-        `window` are None.
+    def __call__(self, x: Activation, cache: LayerCache | None, positions, cos, sin, window):
+        """Runs attention on x (B, T, D), `Places` of its tokens, cos/sin (B, T, Dr/2); `window` is
+        None.
 
         Returns ((B, T, H * v_head_dim), cache, {'latent': (B, T, 1, R) before quantisation}).
         """
-        assert scales is None and window is None and self.parallel.tensor == 1  # refused before
+        assert window is None and self.parallel.tensor == 1  # refused before
         config, recipe, parallel = self.config, self.recipe, self.parallel
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         nope, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim

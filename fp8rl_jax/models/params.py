@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from jax import lax
 from jax.experimental.layout import Format, Layout
 
@@ -37,6 +38,7 @@ from fp8rl_jax.models.arrays import (
     EXPERTS,
     HEAD,
     LINEAR,
+    SCALE,
     SMALL,
     TABLE,
     array_in,
@@ -47,7 +49,15 @@ from fp8rl_jax.models.arrays import (
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.lora import Adapted, merged, scaled
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.stacks import DENSE_STACK, STACK, LayerGroup, is_whole, layer_groups, path_of
+from fp8rl_jax.models.stacks import (
+    DENSE_STACK,
+    STACK,
+    LayerGroup,
+    Path,
+    is_whole,
+    layer_groups,
+    path_of,
+)
 from fp8rl_jax.models.transformer import Transformer
 from fp8rl_jax.quant import (
     BoundWeight,
@@ -64,7 +74,7 @@ from fp8rl_jax.quant import (
     quantize_weight,
     update_site,
 )
-from fp8rl_jax.quant.kv import KV_SCALES, of_sites, with_kv_scales
+from fp8rl_jax.quant.kv import LAYER_SCALES, of_sites, scales_in, with_scales_of
 from fp8rl_jax.quant.operands import plain_value, stacked
 from fp8rl_jax.quant.scaling import dynamic, never_saturates
 
@@ -80,7 +90,7 @@ def init_params(config: ModelConfig, key: jax.Array):
     tokens = jnp.zeros((1, 1), jnp.int32)
     cos, sin = (jnp.asarray(t)[tokens] for t in rope_tables(config, 1))
     module = Transformer(config, get_recipe("f32"))
-    return module.init(key, tokens, None, None, tokens, cos, sin, tokens)["params"]
+    return module.init(key, tokens, None, tokens, cos, sin, tokens)["params"]
 
 
 def _site(path) -> str:
@@ -178,16 +188,17 @@ def update_scaling(params, recipe: Recipe | str, scaling, seen) -> dict[str, Sit
         return update_site(site, state, amax)
 
     states = {name: advance(name, state) for name, state in of_sites(scaling).items()}
-    return with_kv_scales(states, scaling.get(KV_SCALES))
+    return with_scales_of(states, scaling)
 
 
 def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     """Quantises masters for the forward pass: QArrays for linear layers, compute dtype for tables.
 
     Where activations have a stateful policy, the weight is a BoundWeight that carries the frozen
-    state. Calibrated scales of keys and values go along, as 'kv_scales'. The result depends on
-    values, recipe and states alone, so rollout and learner hold the same bytes. FP8 weights of a
-    frozen base (models/lora.py) that have no adapter and the recipe's format stay as they are.
+    state. Attention also gets its scales of keys and values, if `scaling` has any. The result
+    depends on values, recipe and states alone, so rollout and learner hold the same bytes. FP8
+    weights of a frozen base (models/lora.py) that have no adapter and the recipe's format stay as
+    they are.
 
     Args:
       params: float32 masters, `Adapted`, or a frozen base.
@@ -198,6 +209,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
       ValueError: the recipe is stateful and `scaling` lacks a site.
     """
     recipe = get_recipe(recipe)
+    scaling = scaling or {}
     # FP8 is made of weights in bf16, too.
     exact = recipe.kernels == "exact"
     params = merged(params, keep_quantised=True, dtype=recipe.compute_dtype, exact=exact)
@@ -207,7 +219,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     def convert(path, leaf):
         name = _site(path)
         if role_of(path_of(path)) == LINEAR and name in sites:
-            site, state = sites[name][0], (scaling or {}).get(name)
+            site, state = sites[name][0], scaling.get(name)
             if isinstance(leaf, QArray) and _has_format(leaf, site):
                 return leaf
             q, _ = quantize_weight(plain_value(leaf), site, state)
@@ -221,7 +233,12 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
 
     cut = split_layers(params, recipe)
     weights = jax.tree_util.tree_map_with_path(convert, cut, is_leaf=is_weight)
-    return with_kv_scales(weights, (scaling or {}).get(KV_SCALES))
+    scales = scales_in(scaling)
+    for run in [] if scales is None else _runs(params, recipe):
+        attention = weights[run.name]["self_attn"]
+        for name, key in LAYER_SCALES.items():
+            attention[key] = getattr(scales, name)[run.layers]
+    return weights
 
 
 def _has_format(weight: QArray, site: Recipe) -> bool:
@@ -250,8 +267,7 @@ def for_decoding(weights, recipe: Recipe, *, stacks: bool):
         leaf = jax.tree.map(lambda x: x.widened() if is_widened(x) else x, leaf, is_leaf=is_widened)
         return keep(leaf) if stacks else leaf
 
-    converted = jax.tree_util.tree_map_with_path(convert, of_sites(weights), is_leaf=is_weight)
-    return with_kv_scales(converted, weights.get(KV_SCALES))
+    return jax.tree_util.tree_map_with_path(convert, weights, is_leaf=is_weight)
 
 
 def kernel_formats(weights, shardings):
@@ -305,15 +321,19 @@ def trainable_params(
       probes: result of `init_probes`; None observes nothing.
     """
 
-    def pair(path, master, weight):
-        if role_of(path_of(path)) in SMALL:
-            return master
-        state, probe = (tree.get(_site(path)) for tree in (scaling or {}, probes or {}))
+    def pair(path: Path, weight):
+        role = role_of(path)
+        if role == SCALE:
+            return weight
+        if role in SMALL:
+            return masters[path]
+        site = ".".join(path[:-1])
         value = lax.stop_gradient(_value(weight))
-        if as_bits and role_of(path_of(path)) == LINEAR:
+        if as_bits and role == LINEAR:
             value = keep(value)
-        own = adapters.get(path_of(path)[:-1])
-        return BoundWeight(value, master, lax.stop_gradient(state), probe, own)
+        state = lax.stop_gradient((scaling or {}).get(site))
+        probe = (probes or {}).get(site)
+        return BoundWeight(value, masters[path], state, probe, adapters.get(path[:-1]))
 
     # Where no kernel reads the stacks: XLA:CPU would convert them whole, to slice a layer out.
     kernels = get_recipe(recipe).kernels
@@ -326,9 +346,9 @@ def trainable_params(
             for path, arrays in whole.items():
                 if path[0] == run.stack:
                     adapters[run.name, *path[1:]] = tuple(x[run.span] for x in arrays)
-    masters = split_layers(params, get_recipe(recipe))
-    pairs = jax.tree_util.tree_map_with_path(pair, masters, of_sites(weights), is_leaf=is_weight)
-    return with_kv_scales(pairs, weights.get(KV_SCALES))
+    masters = traverse_util.flatten_dict(split_layers(params, get_recipe(recipe)))
+    leaves = traverse_util.flatten_dict(weights)
+    return traverse_util.unflatten_dict({path: pair(path, leaf) for path, leaf in leaves.items()})
 
 
 def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
@@ -337,7 +357,7 @@ def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, 
     params = merged(params, exact=recipe.kernels == "exact")
     values = {
         _site(path): _value(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(of_sites(weights), is_leaf=is_weight)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)
         if role_of(path_of(path)) == LINEAR
     }
     health = {}

@@ -48,7 +48,6 @@ from fp8rl_jax.models.taps import (
     watched,
 )
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, get_recipe, is_weight, take_layer
-from fp8rl_jax.quant.kv import of_sites, scales_of
 from fp8rl_jax.quant.varying import varying_vjp
 
 REMAT = ("none", "full")  # values of `remat`: keep activations; recompute each layer
@@ -101,7 +100,7 @@ class Transformer(nn.Module):
     collect: tuple[str, ...] = ()
 
     @nn.compact
-    def __call__(self, tokens, cache, scales, positions, cos, sin, valid):
+    def __call__(self, tokens, cache, positions, cos, sin, valid):
         config, recipe = self.config, self.recipe
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
@@ -115,7 +114,6 @@ class Transformer(nn.Module):
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             spec = layer_spec(config, run.stack)
             settings = (config, spec, run.recipe, self.collect, self.parallel)
-            run_scales = jax.tree.map(lambda s, run=run: s[run.layers], scales)
             layers = run.span.stop - run.span.start
             carried = x, run_cache(cache, index, layers)
             reach = None if windows is None else jnp.asarray(windows[run.layers])
@@ -124,12 +122,11 @@ class Transformer(nn.Module):
                 layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
                 by_kernel = resolve(run.recipe.kernels) != "reference"
                 named = stack[run.name]
-                own = run_scales, reach
-                carried, aux = _scan_in_place(layer, by_kernel, named, own, carried, *others)
+                carried, aux = _scan_in_place(layer, by_kernel, named, reach, carried, *others)
             else:
                 number = None if cache is None else jnp.arange(layers, dtype=jnp.int32)
                 scan = self._scan(settings, run)
-                carried, aux = scan(carried, PerLayer(number, run_scales, reach), *others)
+                carried, aux = scan(carried, PerLayer(number, reach), *others)
             x, written = carried
             stored_runs.append(None if written is None else written.stored)
             auxes.append(aux)
@@ -156,16 +153,16 @@ class Transformer(nn.Module):
         )(*settings, name=run.name)
 
 
-def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, own, carried, *others):
+def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, windows, carried, *others):
     """Scans layers like `Transformer._scan`, with a cache and without copies of the weights.
 
     With `by_kernel`, kernels read linear layers and norms in their stack (`StackedLayer`). Other
-    arrays are sliced as bits, because XLA:CPU slices bf16 in a scan through float32. `own` are
-    scales and windows of all layers; the arguments after it, and the result, are those of the
-    scanned module.
+    arrays are sliced as bits, because XLA:CPU slices bf16 in a scan through float32. `windows` are
+    those of all layers, or None; the arguments after it, and the result, are those of the scanned
+    module.
     """
 
-    def step(carried, own):
+    def step(carried, window):
         # Counted here: an index to scan would be one more array to slice in every layer.
         index, carried = carried
 
@@ -179,11 +176,11 @@ def _scan_in_place(layer: DecoderLayer, by_kernel: bool, stack, own, carried, *o
             params = jax.tree_util.tree_map_with_path(one, stack, is_leaf=is_weight)
         else:
             params = kept(take_layer(stack, index))
-        carried, aux = layer.apply({"params": params}, carried, PerLayer(index, *own), *others)
+        carried, aux = layer.apply({"params": params}, carried, PerLayer(index, window), *others)
         return (index + 1, carried), aux
 
     count = jax.tree.leaves(stack)[0].shape[0]
-    (_, carried), aux = lax.scan(step, (jnp.int32(0), carried), own, length=count)
+    (_, carried), aux = lax.scan(step, (jnp.int32(0), carried), windows, length=count)
     return carried, aux
 
 
@@ -276,9 +273,9 @@ def forward(
       ForwardOutput.
 
     Raises:
-      ValueError: `remat`, `output` or an observation is none of these, the recipe needs calibrated
-        scales that `params` lack, taps or swaps name sharded values, or `jax.set_mesh` set a mesh
-        that `parallel` lacks.
+      ValueError: `remat`, `output` or an observation is none of these, `params` lack scales that
+        the recipe needs, taps or swaps name sharded values, or `jax.set_mesh` set a mesh that
+        `parallel` lacks.
     """
     if remat not in REMAT:
         raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")
@@ -301,7 +298,6 @@ def forward(
         valid = jnp.ones(tokens.shape, bool) if lengths is None else positions < lengths[:, None]
     tables = rope or rope_tables(config, cache.slots if cache is not None else length)
     cos, sin = (jnp.asarray(table)[positions] for table in tables)
-    scales = scales_of(params, recipe)
     by_shard_map = parallel.uses_shard_map(recipe)
     if by_shard_map and not {*observe.taps, *observe.swaps} <= {*ROUTING}:
         raise ValueError(
@@ -322,9 +318,7 @@ def forward(
 
     if by_shard_map:
         apply = split_columns(apply, config, recipe, parallel)
-    hidden, cache, aux, tapped = apply(
-        of_sites(params), observe.swaps, tokens, cache, scales, where, cos, sin, valid
-    )
+    hidden, cache, aux, tapped = apply(params, observe.swaps, tokens, cache, where, cos, sin, valid)
     if observe.taps:
         aux = aux | {"taps": tapped}
     logits = None

@@ -25,7 +25,7 @@ from fp8rl_jax.learner import TrainState
 from fp8rl_jax.models.lora import merged
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.policy.source import is_released
-from fp8rl_jax.quant.kv import KV_SCALES, is_fresh, with_kv_scales
+from fp8rl_jax.quant.kv import is_fresh, with_scales_of
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints, with_checked_base
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -223,9 +223,8 @@ def load_trained(
     kept: dict[str, Any] = {"step": state.step}
     # Fine-tuning calibrates KV scales at evaluations only; between them the scales are outdated.
     same = runtime.rollout_recipe == saved.rollout_recipe and not averaged
-    scales = state.scaling_state.get(KV_SCALES)
-    if same and scales is not None and is_fresh(state.scaling_state, int(state.step)):
-        kept["scaling_state"] = with_kv_scales(loaded.scaling_state, scales)
+    if same and is_fresh(state.scaling_state, int(state.step)):
+        kept["scaling_state"] = with_scales_of(loaded.scaling_state, state.scaling_state)
     return dataclasses.replace(loaded, **kept), found.phase
 
 

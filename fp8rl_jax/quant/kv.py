@@ -4,14 +4,14 @@ The sampler's cache and the learner's attention both go through `quantize_kv`, s
 exactly the keys that the rollout read. Under 'dynamic' a scale belongs to one (token, head): no
 calibration, nothing that can be stale, and no dependence on the rest of the batch. Under
 'calibrated' there is one scale per layer and tensor, measured after each update on that step's own
-sequences (rollout/refit.py) and frozen until the next. These scales are an entry of the scaling
-state, from where `quantize_params` takes them into the weights.
+sequences (rollout/calibrate.py) and frozen until the next. These scales are an entry of the scaling
+state, from where `quantize_params` takes them into the weights: each layer's into its attention.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -41,45 +41,69 @@ class KVScales:
     v: jax.Array
     step: jax.Array
 
-    def layer_scales(self) -> dict[str, jax.Array]:
-        """Returns {'q' | 'k' | 'v': (L,)}, the form that a scan over layers takes."""
-        return {"q": self.q, "k": self.k, "v": self.v}
+
+_ENTRY = "kv_scales"  # of a scaling state
+# Names of a layer's own scales, () float32, in the parameters of its attention.
+LAYER_SCALES = {"q": "q_scale", "k": "k_scale", "v": "v_scale"}
 
 
-KV_SCALES = "kv_scales"  # the entry of weights and scaling states that has `KVScales`
+def of_sites(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a scaling state without the scales of keys and values."""
+    return {name: value for name, value in scaling.items() if name != _ENTRY}
 
 
-def of_sites(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns weights, or a scaling state, without the calibrated scales of keys and values."""
-    return {name: value for name, value in tree.items() if name != KV_SCALES}
+def scales_in(scaling: Mapping[str, Any]) -> KVScales | None:
+    """Returns the scales of keys and values in a scaling state, if it has any."""
+    return scaling.get(_ENTRY)
 
 
-def with_kv_scales(tree: Mapping[str, Any], scales: KVScales | None) -> dict[str, Any]:
-    """Returns weights, or a scaling state, with these scales of keys and values; None for none."""
-    return of_sites(tree) | ({} if scales is None else {KV_SCALES: scales})
+def with_scales(scaling: Mapping[str, Any], scales: KVScales | None) -> dict[str, Any]:
+    """Returns a scaling state with these scales of keys and values; None for none."""
+    return of_sites(scaling) | ({} if scales is None else {_ENTRY: scales})
+
+
+def with_scales_of(scaling: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a scaling state with the scales of keys and values of another, if that has any."""
+    scales = scales_in(other)
+    return dict(scaling) if scales is None else with_scales(scaling, scales)
+
+
+def with_missing_scales(
+    scaling: Mapping[str, Any], recipes: Iterable[Recipe], layers: int
+) -> dict[str, Any]:
+    """Returns a scaling state with `missing_scales` if one of the recipes is calibrated."""
+    calibrated = "calibrated" in (recipe.kv for recipe in recipes)
+    return with_scales(scaling, missing_scales(layers) if calibrated else None)
+
+
+def age_of_scales(scaling: Mapping[str, Any], step: int) -> dict[str, int]:
+    """Returns {'kv': RL steps, up to `step`, since the scales of keys and values were measured}; {}
+    for a scaling state without such scales."""
+    scales = scales_in(scaling)
+    return {} if scales is None else {"kv": step - int(scales.step)}
 
 
 def is_fresh(scaling: Mapping[str, Any], step: int) -> bool:
     """Returns whether a scaling state has no `KVScales`, or those of the weights after RL step
     `step`. Sampling with older scales could clip keys and values without any error."""
-    scales = scaling.get(KV_SCALES)
-    return scales is None or int(scales.step) == step
+    return not any(age_of_scales(scaling, step).values())
 
 
-def scales_of(weights: Mapping[str, Any], recipe: Recipe) -> dict[str, jax.Array] | None:
-    """Returns `layer_scales` of the weights' `KVScales`; None for a recipe that is not calibrated.
+def layer_scales(attention: Mapping[str, Any], recipe: Recipe) -> dict[str, jax.Array] | None:
+    """Returns the scales {'q' | 'k' | 'v': ()} in the parameters of a layer's attention; None for a
+    recipe that is not calibrated.
 
     Raises:
       ValueError: the recipe is calibrated, and the weights have no scales.
     """
     if recipe.kv != "calibrated":
         return None
-    if KV_SCALES not in weights:
+    if not {*LAYER_SCALES.values()} <= {*attention}:
         raise ValueError(
             f"recipe {recipe.name!r} stores K and V with calibrated scales, which these weights "
             "lack: refit with a scaling state that has them (make_calibrate)"
         )
-    return weights[KV_SCALES].layer_scales()
+    return {name: attention[key] for name, key in LAYER_SCALES.items()}
 
 
 def missing_scales(layers: int) -> KVScales:

@@ -32,7 +32,7 @@ from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.plan.bytes import device_memory
 from fp8rl_jax.plan.rollout import plan_rollout
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.quant.kv import with_kv_scales
+from fp8rl_jax.quant.kv import with_scales
 from fp8rl_jax.rollout import (
     Answer,
     Batching,
@@ -199,7 +199,7 @@ class JaxEngine:
             state.params, state.scaling_state, placed, state.step, self.rope
         )
         scales = processes.place(scales, self.layout.replicated)
-        return dataclasses.replace(state, scaling_state=with_kv_scales(state.scaling_state, scales))
+        return dataclasses.replace(state, scaling_state=with_scales(state.scaling_state, scales))
 
     # Rollout.
 

@@ -23,8 +23,7 @@ from fp8rl_jax.models import (
     quantize_params,
     weight_specs,
 )
-from fp8rl_jax.quant import missing_scales
-from fp8rl_jax.quant.kv import with_kv_scales
+from fp8rl_jax.quant.kv import with_missing_scales
 from fp8rl_jax.training.offload import with_host_moments
 
 
@@ -69,8 +68,8 @@ class Layout:
     def _with_missing_scales(self, scaling: dict) -> dict:
         """Returns a scaling state with the KV scales before the first calibration, if a recipe
         needs any."""
-        layers = self.resolved.model.num_hidden_layers
-        return with_kv_scales(scaling, missing_scales(layers) if self.calibrated else None)
+        sides = self.resolved.rollout_recipe, self.resolved.learner_recipe
+        return with_missing_scales(scaling, sides, self.resolved.model.num_hidden_layers)
 
     @property
     def offloads(self) -> bool:

@@ -84,7 +84,7 @@ def test_calibrated_scales_are_weights_too():
     resolved = _planned("tiny_arithmetic", "precision.kv_cache=fp8_calibrated").resolved
     mesh = sharding.make_mesh(resolved.config.mesh.to_dict())
     runtime = described_runtime(resolved, mesh)
-    assert "kv_scales" in runtime.layout.weight_shapes
+    assert "k_scale" in runtime.layout.weight_shapes["layers"]["self_attn"]
     assert jax.tree.structure(runtime.layout.weight_shardings) == jax.tree.structure(
         runtime.layout.weight_shapes
     )

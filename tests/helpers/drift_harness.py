@@ -22,7 +22,7 @@ from fp8rl_jax.data import join
 from fp8rl_jax.models import lora
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe, get_recipe
-from fp8rl_jax.quant.kv import with_kv_scales
+from fp8rl_jax.quant.kv import with_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,7 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     for update in range(case.updates + 1):
         if calibrated:
             scales = calibrate(state.params, state.scaling_state, seen, np.int32(update), rope)
-            scaling = with_kv_scales(state.scaling_state, scales)
+            scaling = with_scales(state.scaling_state, scales)
             state = dataclasses.replace(state, scaling_state=scaling)
         weights, checksum, _ = refit(state.params, state.scaling_state)
         weights = plant(weights) if plant else weights

@@ -15,7 +15,7 @@ import numpy as np
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, init_params, init_scaling, quantize_params
 from fp8rl_jax.quant import Recipe, calibrated_scales
-from fp8rl_jax.quant.kv import with_kv_scales
+from fp8rl_jax.quant.kv import with_scales
 
 
 def initial_params(config: ModelConfig, seed: int = 0):
@@ -41,15 +41,21 @@ def initial_params(config: ModelConfig, seed: int = 0):
 
 def quantized(params, recipe):
     """The sampler's weights; stateful policies have seen the parameters once."""
-    made = exact_jit(lambda p: quantize_params(p, recipe, init_scaling(p, recipe)))
-    return made(params)
+    return _made(params, recipe, None)
+
+
+def _made(params, recipe, scales):
+    def make(p):
+        return quantize_params(p, recipe, with_scales(init_scaling(p, recipe), scales))
+
+    return exact_jit(make)(params)
 
 
 def rollout_weights(model: ModelConfig, recipe: Recipe, seed: int = 1):
     """Random rollout weights of two layers; with calibrated scales of 3 / 448 if the recipe has
     such."""
-    weights = quantized(initial_params(model, seed), recipe)
-    if recipe.kv != "calibrated":
-        return weights
-    amax = {name: jnp.full(2, 3.0) for name in "qkv"}
-    return with_kv_scales(weights, calibrated_scales(amax, 1.0, jnp.int32(0)))
+    scales = None
+    if recipe.kv == "calibrated":
+        amax = {name: jnp.full(2, 3.0) for name in "qkv"}
+        scales = calibrated_scales(amax, 1.0, jnp.int32(0))
+    return _made(initial_params(model, seed), recipe, scales)

@@ -25,7 +25,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.plan import h200
-from fp8rl_jax.quant.kv import KV_SCALES
+from fp8rl_jax.quant.kv import scales_in
 from fp8rl_jax.quant.operands import COUNTS
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime, make_runtime
@@ -91,7 +91,7 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
     collectives = _collectives(rt, state, batch) if case.get("collectives") else []
     loss = LossConfig(router_aux_coef=rt.config.algo.router_aux_loss_coef)
     step = rt.engine.train_step(optimizer, loss, case.get("micro_batches", 1))
-    scales = jax.device_get(state.scaling_state.get(KV_SCALES))
+    scales = jax.device_get(scales_in(state.scaling_state))
     state, logp, metrics = jax.device_get(step(state, rt.layout.by_rows(batch), rt.engine.rope))
     assert bool(metrics["checksum"] == jax.device_get(checksum))
     return {

@@ -14,6 +14,7 @@ from fp8rl_jax.models.arrays import (
     LAYER,
     LINEAR,
     MODEL,
+    SCALE,
     array_in,
     array_of,
     is_matrix,
@@ -21,7 +22,7 @@ from fp8rl_jax.models.arrays import (
 )
 from fp8rl_jax.models.stacks import RUNS, layer_groups, path_of
 from fp8rl_jax.quant import get_recipe, missing_scales
-from fp8rl_jax.quant.kv import with_kv_scales
+from fp8rl_jax.quant.kv import with_scales
 from fp8rl_jax.sharding import MESH_AXES
 from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
@@ -142,7 +143,7 @@ def test_what_belongs_to_a_parameter_is_stored_like_it(name):
             optimizer,
             jax.numpy.zeros(2, "uint32"),
             recipe,
-            with_kv_scales(models.init_scaling(p, recipe), missing_scales(3)),
+            with_scales(models.init_scaling(p, recipe), missing_scales(3)),
         ),
         models.param_shapes(config),
     )
@@ -160,15 +161,12 @@ def test_what_belongs_to_a_parameter_is_stored_like_it(name):
 
 
 def test_rows_of_parts():
-    """The parts of a quantised and of a trained weight have its row; scales of the cache none."""
+    """The parts of a quantised and of a trained weight have its row, and scales of keys one."""
     params = models.param_shapes(_family("dense"))
-    weights = jax.eval_shape(lambda p: models.quantize_params(p, "fp8"), params)
-    rows = [
-        array_in(keys)
-        for keys, _ in jax.tree_util.tree_leaves_with_path(
-            with_kv_scales(weights, missing_scales(3))
-        )
-    ]
+    scaling = with_scales({}, missing_scales(3))
+    weights = jax.eval_shape(lambda p: models.quantize_params(p, "fp8", scaling), params)
+    rows = [array_in(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(weights)]
     assert rows.count(array_of(("o_proj", "kernel"))) == 2
-    assert rows.count(None) == len(jax.tree.leaves(missing_scales(3)))
-    assert {row.role for row in rows if row} == {LINEAR, GAIN, "table"}
+    roles = [row.role for row in rows if row]
+    assert roles.count(SCALE) == 3
+    assert {*roles} == {LINEAR, GAIN, SCALE, "table"}

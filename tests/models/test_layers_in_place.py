@@ -24,7 +24,7 @@ from fp8rl_jax.models.layers import StackedLayer, multiply, multiply_experts
 from fp8rl_jax.models.stacks import layer_stacks
 from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Activation, Rows, get_recipe, missing_scales, quantize, take_layer
-from fp8rl_jax.quant.kv import with_kv_scales
+from fp8rl_jax.quant.kv import with_scales
 from fp8rl_jax.quant.qarray import E4M3
 
 _DENSE = dataclasses.replace(BLOCKS, num_hidden_layers=3)
@@ -128,7 +128,7 @@ def test_both_platforms_give_the_same_tree(monkeypatch, changes, more):
     table = jnp.asarray([[1], [2]], jnp.int32)
 
     def step(params, tokens):
-        weights = quantize_params(params, recipe, with_kv_scales({}, scales))
+        weights = quantize_params(params, recipe, with_scales({}, scales))
         caches = init_cache(config, recipe, 2, 64), init_paged_cache(config, recipe, 3, table)
         run = functools.partial(forward, weights, tokens, config, recipe)
         return [run(cache=cache).cache for cache in caches]

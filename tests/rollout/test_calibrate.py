@@ -28,7 +28,7 @@ from fp8rl_jax.models import rope_tables as make_rope
 from fp8rl_jax.models.kv_cache import LayerCache
 from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import calibrated_scales, get_recipe, kv_health, missing_scales, quantize_kv
-from fp8rl_jax.quant.kv import KV_SCALES, is_fresh, with_kv_scales
+from fp8rl_jax.quant.kv import is_fresh, with_scales
 from fp8rl_jax.rollout import make_calibrate
 
 _MODEL = ModelConfig(
@@ -93,10 +93,14 @@ def _expected_amax() -> dict[str, np.ndarray]:
     return amax
 
 
+def _by_name(scales) -> dict:
+    return {name: getattr(scales, name) for name in "qkv"}
+
+
 def _assert_same(one, other):
     """Equal scales, bit for bit."""
-    for name, scale in one.layer_scales().items():
-        np.testing.assert_array_equal(scale, other.layer_scales()[name], err_msg=name)
+    for name, scale in _by_name(one).items():
+        np.testing.assert_array_equal(scale, _by_name(other)[name], err_msg=name)
 
 
 # Against the oracle.
@@ -108,7 +112,7 @@ def test_scales_are_those_of_the_largest_value(margin):
     found = _scales(margin=margin, step=7)
     assert int(found.step) == 7
     for name, amax in _expected_amax().items():
-        scale = found.layer_scales()[name]
+        scale = getattr(found, name)
         assert scale.shape == (2,) and scale.dtype == np.float32
         np.testing.assert_allclose(scale, amax.max(1) * margin / 448, rtol=1e-5, err_msg=name)
 
@@ -118,7 +122,7 @@ def test_scales_are_those_of_the_largest_value(margin):
 )
 def test_scales_of_rounded_models(recipe, low, high):
     """Under bf16 and FP8 linear layers: near the oracle, within recorded bounds, two-sided."""
-    found = _scales(recipe).layer_scales()
+    found = _by_name(_scales(recipe))
     errors = [
         np.abs(found[name] / (amax.max(1) * 1.05 / 448) - 1)
         for name, amax in _expected_amax().items()
@@ -130,8 +134,8 @@ def test_scales_of_rounded_models(recipe, low, high):
 def test_layers_in_bf16():
     """Runs of layers under two recipes give one scale a layer, in order: the first layer's are
     those of bf16, bit for bit, and not those of FP8."""
-    mixed = _scales(dataclasses.replace(get_recipe("fp8"), first_layers=1)).layer_scales()
-    plain, quantised = (_scales(name).layer_scales() for name in ("bf16", "fp8"))
+    mixed = _by_name(_scales(dataclasses.replace(get_recipe("fp8"), first_layers=1)))
+    plain, quantised = (_by_name(_scales(name)) for name in ("bf16", "fp8"))
     assert all(scale.shape == (2,) for scale in mixed.values())
     assert all(mixed[name][0] == plain[name][0] for name in "qkv")
     assert any(mixed[name][0] != quantised[name][0] for name in "qkv")
@@ -153,14 +157,14 @@ def test_padding_is_ignored(recipe):
     tokens, other = _tokens(), _tokens(seed=1)
     real = np.arange(12) < _LENGTHS[:, None]
     _assert_same(_scales(recipe), _scales(recipe, np.where(real, tokens, other)))
-    changed = _scales(recipe, np.where(real, other, tokens)).layer_scales()
-    assert all((changed[n] != s).any() for n, s in _scales(recipe).layer_scales().items())
+    changed = _by_name(_scales(recipe, np.where(real, other, tokens)))
+    assert all((changed[n] != s).any() for n, s in _by_name(_scales(recipe)).items())
 
 
 def test_lengths_say_what_is_padding():
     """With the whole rows counted, a larger value turns up in what was padding."""
-    whole = _scales(lengths=np.int32([12] * 4)).layer_scales()
-    partial = _scales().layer_scales()
+    whole = _by_name(_scales(lengths=np.int32([12] * 4)))
+    partial = _by_name(_scales())
     assert all((whole[name] >= partial[name]).all() for name in "qkv")
     assert any((whole[name] > partial[name]).any() for name in "qkv")
 
@@ -185,7 +189,7 @@ def test_scales_do_not_depend_on_those_they_replace(kv):
 def _program(recipe, cached=False):
     def run(params, tokens, scales):
         return forward(
-            quantize_params(params, recipe, with_kv_scales({}, scales)),
+            quantize_params(params, recipe, with_scales({}, scales)),
             tokens,
             _MODEL,
             recipe,
@@ -202,7 +206,7 @@ def _run(scales, recipe=_CALIBRATED, cached=False):
 
 
 def _times(scales, factor: float):
-    return dataclasses.replace(scales, **{n: s * factor for n, s in scales.layer_scales().items()})
+    return dataclasses.replace(scales, **{n: s * factor for n, s in _by_name(scales).items()})
 
 
 def test_stored_codes_keep_the_margin():
@@ -235,7 +239,7 @@ def test_missing_scales_make_nan_of_everything(attention, cached):
     """Before the first calibration no logit is a number, and every layer's tensors are counted."""
     recipe = dataclasses.replace(_CALIBRATED, fp8_attention=attention)
     missing = missing_scales(2)
-    assert all(np.isnan(s).all() for s in missing.layer_scales().values())
+    assert all(np.isnan(s).all() for s in _by_name(missing).values())
     assert int(missing.step) == -1
     out = _run(missing, recipe, cached)
     assert np.isnan(out.logits).all()
@@ -264,9 +268,9 @@ def test_without_scales_nothing_runs():
 def test_is_fresh():
     """No scales, scales of this step, and the two kinds that would clip unseen."""
     fresh = calibrated_scales({name: jnp.ones(2) for name in "qkv"}, 1.05, jnp.int32(4))
-    assert is_fresh({}, 4) and is_fresh({KV_SCALES: fresh}, 4)
-    assert not is_fresh({KV_SCALES: fresh}, 5) and not is_fresh({KV_SCALES: fresh}, 3)
-    assert not is_fresh({KV_SCALES: missing_scales(2)}, 0)
+    assert is_fresh({}, 4) and is_fresh(with_scales({}, fresh), 4)
+    assert not is_fresh(with_scales({}, fresh), 5) and not is_fresh(with_scales({}, fresh), 3)
+    assert not is_fresh(with_scales({}, missing_scales(2)), 0)
 
 
 # One tensor.
@@ -301,7 +305,7 @@ def test_a_token_that_is_nan_leaves_no_scale():
     params = jax.tree.map(np.array, _params())
     alone = np.setdiff1d(_tokens()[1, :5], _tokens()[[0, 2, 3]])[0]
     params["embed_tokens"][alone] = np.nan
-    found = _scales(params=params).layer_scales()
+    found = _by_name(_scales(params=params))
     assert all(np.isnan(scale).all() for scale in found.values())
 
 

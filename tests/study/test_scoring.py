@@ -12,7 +12,7 @@ from marks import slow
 from random_model import initial_params
 
 from fp8rl_jax.quant import get_recipe, matmul
-from fp8rl_jax.quant.kv import KV_SCALES
+from fp8rl_jax.quant.kv import scales_in
 from studies import head, scoring, subjects
 from studies.scoring import Scorer, View, sample, scaling_of
 
@@ -218,7 +218,7 @@ def test_scale_of_parts_is_the_largest(runtime, monkeypatch):
     monkeypatch.setattr(scoring, "_ROWS", 5)
     recipe = dataclasses.replace(get_recipe("bf16"), kv="calibrated")
     found = scaling_of(runtime, {}, recipe, tokens, np.arange(rows))
-    assert found[KV_SCALES] == {"k": tokens.max(), "v": tokens[:, 0].max()}
+    assert scales_in(found) == {"k": tokens.max(), "v": tokens[:, 0].max()}
     assert [len(part) for part, _ in seen] == [4, 4, 4]
     np.testing.assert_array_equal(np.concatenate([part for part, _ in seen]), tokens)
     np.testing.assert_array_equal(np.concatenate([n for _, n in seen]), np.arange(rows))

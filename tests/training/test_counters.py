@@ -27,7 +27,7 @@ from fp8rl_jax.quant import (
     missing_scales,
     update_site,
 )
-from fp8rl_jax.quant.kv import KV_SCALES
+from fp8rl_jax.quant.kv import with_scales
 from fp8rl_jax.training.counters import age_metrics, loss_metrics
 from fp8rl_jax.training.step_metrics import learner_token_metrics, memory_metrics, rate_metrics
 
@@ -245,15 +245,15 @@ def test_operands_without_a_state_have_no_age():
 def test_age_of_calibrated_scales():
     """RL steps since the calibration, beside the others; plain integers, to be logged."""
     scales = calibrated_scales({name: jnp.ones(2) for name in "qkv"}, 1.05, jnp.int32(5))
-    assert age_metrics({KV_SCALES: scales}, 5) == {"scale_age/kv": 0}
-    ages = age_metrics({"layers.up_proj": _after({}), KV_SCALES: scales}, 7)
+    assert age_metrics(with_scales({}, scales), 5) == {"scale_age/kv": 0}
+    ages = age_metrics(with_scales({"layers.up_proj": _after({})}, scales), 7)
     assert ages["scale_age/kv"] == 2 and len(ages) == 4
     assert {type(age) for age in ages.values()} == {int}
 
 
 def test_age_of_scales_that_were_never_calibrated():
     """Older than any step."""
-    assert age_metrics({KV_SCALES: missing_scales(2)}, 0)["scale_age/kv"] > 0
+    assert age_metrics(with_scales({}, missing_scales(2)), 0)["scale_age/kv"] > 0
 
 
 def test_tokens_of_the_learner():

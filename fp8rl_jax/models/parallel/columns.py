@@ -57,7 +57,7 @@ def split_columns(
     The returned function takes and returns global arrays; see `models.transformer`.
     """
 
-    def split(params, swaps, tokens, cache, scales, *others):
+    def split(params, swaps, tokens, cache, *others):
         axes, parts = parallel.rows(tokens.shape[0]), parallel.tensor
         weights = weight_specs(params, config, recipe, parallel.mesh, stored=axes is not None)
         rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
@@ -67,10 +67,10 @@ def split_columns(
         swapped = jax.tree.map(lambda x: by_layer if x.ndim > 1 else WHOLE, swaps)
         run = parallel.shard_map(
             apply,
-            (weights, swapped, rows, stored, WHOLE, rows, rows, rows, rows),
+            (weights, swapped, rows, stored, rows, rows, rows, rows),
             (rows, stored, WHOLE, by_layer),
         )
-        return run(params, swaps, tokens, cache, scales, *others)
+        return run(params, swaps, tokens, cache, *others)
 
     return split
 
