@@ -5,7 +5,9 @@ K and V always pass through the KV quantiser. Under FP8 attention q passes throu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,6 +18,7 @@ from fp8rl_jax import kernels
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV
 from fp8rl_jax.models.layers import (
+    Part,
     StackedLayer,
     add_bias,
     by_kernel_or_jnp,
@@ -27,7 +30,7 @@ from fp8rl_jax.models.layers import (
 )
 from fp8rl_jax.models.packing import Places, as_sequences, seen_slots
 from fp8rl_jax.models.parallel.columns import gather_or_slice, shared_input
-from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
+from fp8rl_jax.models.parallel.mesh import ONE_DEVICE
 from fp8rl_jax.models.parallel.specs import splits_heads
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap, watched
@@ -37,6 +40,22 @@ from fp8rl_jax.quant.varying import varying_vjp
 
 KEPT = "attention"  # `checkpoint_name` of the result, which a recomputed layer reads again
 Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}, of all tokens (`layer_scales`)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OfLayer:
+    """What attention reads in a layer besides queries, keys and values.
+
+    Attributes:
+      scales: {'q' | 'k' | 'v': ()} float32, of all tokens; None where each token has its own.
+      window: () int32, the most tokens that a query sees, or None.
+      sinks: (H,) float32, as for `kernels.attention`, or None.
+    """
+
+    scales: Scales | None
+    window: jax.Array | None
+    sinks: jax.Array | None
 
 
 def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
@@ -58,13 +77,11 @@ def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
 
 def _attend(
     recipe: Recipe,
+    scale: float,
     query,
     cache: LayerCache,
     positions,
-    scales: Scales | None,
-    scale: float,
-    window: jax.Array | None,
-    sinks: jax.Array | None,
+    layer: OfLayer,
     reader: Recipe | None = None,
 ) -> Activation:
     """Runs attention; returns (B, T, H * Dh) in the compute dtype.
@@ -76,10 +93,17 @@ def _attend(
     cache = cache.as_read(recipe.kernels)
     kv = cache.stored
     assert isinstance(kv, StoredKV)
-    k_scale, v_scale = _scales(kv, scales)
+    k_scale, v_scale = _scales(kv, layer.scales)
     run = functools.partial(kernels.attention, scale=scale)
-    others = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    others |= {"table": cache.table, "layer": cache.layer, "window": window, "sinks": sinks}
+    others = {
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "table": cache.table,
+        "layer": cache.layer,
+        "window": layer.window,
+        "sinks": layer.sinks,
+    }
 
     def kernel(arrays, others, dtype, quantisation):
         settings = {"dtype": dtype, "quantisation": quantisation}
@@ -115,9 +139,7 @@ def self_attention(
     k: jax.Array,
     v: jax.Array,
     places: Places,
-    scales: Scales | None,
-    window: jax.Array | None,
-    sinks: jax.Array | None,
+    layer: OfLayer,
 ) -> jax.Array:
     """Computes attention within the given sequences without a cache, for the learner.
 
@@ -129,29 +151,27 @@ def self_attention(
       scale: factor of the scores (`softmax_scale`).
       q: (B, T, H, Dh); k, v: (B, T, Hkv, Dh), in the compute dtype.
       places: of the tokens in their rows.
-      scales: of all tokens of the layer, or None.
-      window: () int32, the most tokens that a query sees, or None.
-      sinks: (H,) float32, as for `kernels.attention`, or None.
+      layer: scales, window and sinks.
 
     Returns:
       (B, T, H, Dh) in the compute dtype.
     """
-    return _self_attention_forward(recipe, scale, q, k, v, places, scales, window, sinks)[0]
+    return _self_attention_forward(recipe, scale, q, k, v, places, layer)[0]
 
 
-def _self_attention_forward(recipe, scale, q, k, v, places, scales, window, sinks):
-    kv, query = _store(k, v, recipe, scales), _query(q, recipe, scales)
-    residual = kernels.keep((query, kv, places, scales, window, sinks))
+def _self_attention_forward(recipe, scale, q, k, v, places, layer):
+    kv, query = _store(k, v, recipe, layer.scales), _query(q, recipe, layer.scales)
+    residual = kernels.keep((query, kv, places, layer))
     query, cache, positions = as_sequences(query, kv, places)
-    out = _attend(recipe, query, cache, positions, scales, scale, window, sinks).value
+    out = _attend(recipe, scale, query, cache, positions, layer).value
     return out.reshape(q.shape), (residual, jnp.zeros((0,), q.dtype))
 
 
 def _self_attention_backward(recipe, scale, residual, cotangent):
     operands, like = residual
-    (q, q_scale), kv, places, scales, window, sinks = kernels.kept(operands)
-    k_scale, v_scale = _scales(kv, scales)
-    last, others = seen_slots(places, window)
+    (q, q_scale), kv, places, layer = kernels.kept(operands)
+    k_scale, v_scale = _scales(kv, layer.scales)
+    last, others = seen_slots(places, layer.window)
     dq, dk, dv, *dsinks = kernels.attention_vjp(
         q,
         kv.k,
@@ -163,11 +183,11 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
         k_scale=k_scale,
         v_scale=v_scale,
         **others,
-        sinks=sinks,
+        sinks=layer.sinks,
         implementation=recipe.kernels,
     )
     dqkv = (g.astype(like.dtype) for g in (dq, dk, dv))
-    return *dqkv, None, None, None, dsinks[0] if dsinks else None
+    return *dqkv, None, OfLayer(None, None, dsinks[0] if dsinks else None)
 
 
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
@@ -185,12 +205,24 @@ def _add_by_head(recipe: Recipe, y: jax.Array, bias: StackedLayer) -> jax.Array:
     return add_bias(recipe, ONE_DEVICE, y.reshape(*y.shape[:2], -1), bias).reshape(y.shape)
 
 
+class Projected(NamedTuple):
+    """The projections of a layer's input, and what a kernel has yet to do to them.
+
+    Attributes:
+      qkv: each (B, T, heads, Dh), in the compute dtype, or with biases float32.
+      biases: of the three, to be added; or None.
+      gains: of the norms of q and k by head; or None.
+    """
+
+    qkv: tuple[jax.Array, ...]
+    biases: tuple[StackedLayer, ...] | None = None
+    gains: tuple[StackedLayer, ...] | None = None
+
+
 def _inputs_by_kernel(
     config: ModelConfig,
     recipe: Recipe,
-    projections: tuple[jax.Array, jax.Array, jax.Array],
-    biases: tuple[StackedLayer, ...] | None,
-    gains: tuple[StackedLayer, StackedLayer] | None,
+    projected: Projected,
     rope: tuple[jax.Array, jax.Array],
     scales: Scales | None,
     cache: LayerCache,
@@ -198,15 +230,14 @@ def _inputs_by_kernel(
 ):
     """Adds biases, applies QK-norm and RoPE, quantises, and writes keys and values to the cache.
 
-    With biases the projections are float32.
-
     Returns (q, k, `_query` of q, cache): q and k after RoPE and before quantisation.
     """
 
-    def kernel(projections, biases, gains, rope, scales, cache, positions):
+    def kernel(projected, rope, scales, cache, positions):
         unit, stored = kernels.gpu_kernels().attention_inputs, cache.merged
+        qkv, biases, gains = projected
         q, k, q_stored, q_scale, *arrays = unit.attention_inputs(
-            *projections,
+            *qkv,
             rope,
             gains and tuple(gain.stack for gain in gains),
             unit.Kept(**(kept_by_kernel(recipe) or {})),
@@ -227,11 +258,12 @@ def _inputs_by_kernel(
             query = q_stored, q_scale if scales is None else scales["q"]
         return q, k, query, cache.with_merged(StoredKV(*arrays))
 
-    def plain(projections, biases, gains, rope, scales, cache, positions):
+    def plain(projected, rope, scales, cache, positions):
+        (q, k, v), biases, gains = projected
         if biases is not None:
-            pairs = zip(projections, biases, strict=True)
-            projections = [_add_by_head(recipe, y, bias) for y, bias in pairs]
-        q, k, v = projections
+            q, k, v = (
+                _add_by_head(recipe, y, bias) for y, bias in zip((q, k, v), biases, strict=True)
+            )
         if gains is not None:
             norm = functools.partial(rms_norm, recipe, config.rms_norm_eps, False, ONE_DEVICE)
             q, k = (norm(x, gain).value for x, gain in zip((q, k), gains, strict=True))
@@ -239,16 +271,12 @@ def _inputs_by_kernel(
         cache = cache.write(_store(k, v, recipe, scales), positions)
         return q, k, _query(q, recipe, scales), cache
 
-    operands = projections, biases, gains, rope, scales, cache, positions
+    operands = projected, rope, scales, cache, positions
     return kernels.by_platform(recipe.kernels, kernel, plain, *operands)
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Projections, QK-norm if any, RoPE, and attention over the cache or the sequence itself."""
-
-    config: ModelConfig
-    recipe: Recipe
-    parallel: Parallel
 
     @nn.compact
     def __call__(self, x: Activation, cache: LayerCache | None, positions, cos, sin, window):
@@ -258,25 +286,10 @@ class Attention(nn.Module):
         Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation);
         where devices share the heads, H counts this device's heads.
         """
-        config, recipe, parallel = self.config, self.recipe, self.parallel
+        config, recipe = self.config, self.recipe
+        scale, rope = softmax_scale(config), (cos, sin)
         scales = layer_scales(self.variables.get("params", {}), recipe)
-        heads, kv_heads, dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        batch, length, _ = x.shape
-        scale = softmax_scale(config)
-        sharers = parallel.tensor if splits_heads(config, parallel.tensor) else 1
-        features = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        x = shared_input(x, recipe, features, parallel.tensor)
-        sinks = vector(self, config, parallel, "sinks", nn.initializers.normal(0.02))
-        if sinks is not None:
-            sinks = gather_or_slice(sinks, heads // sharers)
-
-        norm = norm_of(config, recipe, parallel)
-        norms_heads = config.qk_norm and config.qk_norm_by_head
-        norms_rows = config.qk_norm and not config.qk_norm_by_head
+        layer = OfLayer(scales, window, self._sinks())
         # One kernel makes attention's inputs from the projections and writes to the cache, with the
         # bits of a kernel for each step.
         one_kernel = (
@@ -285,47 +298,74 @@ class Attention(nn.Module):
             and kernels.resolve(recipe.kernels) != "reference"
             and kept_by_kernel(recipe) is not None
         )
-        # The kernel adds biases, unless the sums are normed first.
-        apart = one_kernel and config.qkv_bias and parallel.tensor == 1 and not norms_rows
-        projections = linears(
-            self, config, recipe, parallel, list(features), x, adds_bias=not apart
-        )
-        if norms_rows:
-            q, k, v = projections
-            q = norm(name="q_norm")(gather_or_slice(q, heads * dim)).value
-            k = norm(name="k_norm")(gather_or_slice(k, kv_heads * dim)).value
-            projections = [q, k, v]
-        q, k, v = (
-            gather_or_slice(y, width // sharers).reshape(batch, length, -1, dim)
-            for y, width in zip(projections, features.values(), strict=True)
-        )
-        reader = recipe.for_module("o_proj") if parallel.tensor == 1 else None
+        projected = self._projected(x, one_kernel)
+        q, k, v = projected.qkv
         if one_kernel and cache is not None:
-            params, biases, gains = self.variables["params"], None, None
-            if apart:
-                biases = tuple(params[name]["bias"] for name in features)
-            if norms_heads:
-                given = (params[f"{name}_norm"]["weight"] for name in "qk")
-                gains = tuple(gain_of(gain, config.unit_offset_norms) for gain in given)
             q, k, query, cache = _inputs_by_kernel(
-                config, recipe, (q, k, v), biases, gains, (cos, sin), scales, cache, positions
+                config, recipe, projected, rope, scales, cache, positions
             )
-            read = _attend(recipe, query, cache, positions, scales, scale, window, sinks, reader)
+            reader = recipe.for_module("o_proj") if self.parallel.tensor == 1 else None
+            read = _attend(recipe, scale, query, cache, positions, layer, reader)
             return read, cache, {"q": q, "k": k, "v": v}
-        if norms_heads:
-            q, k = norm(name="q_norm")(q).value, norm(name="k_norm")(k).value
-        q, k = _rotated(config, recipe, q, k, (cos, sin))
+        q, k = _rotated(config, recipe, q, k, rope)
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
         q, k, v = (
             tap(self, f"{name}_read", y, functools.partial(_as_read, recipe, name, scales))
             for name, y in (("q", q), ("k", k), ("v", v))
         )
         if cache is None:
-            out = self_attention(recipe, scale, q, k, v, positions, scales, window, sinks)
+            out = self_attention(recipe, scale, q, k, v, positions, layer)
         else:
             cache = cache.write(_store(k, v, recipe, scales), positions)
             query = _query(q, recipe, scales)
-            out = _attend(recipe, query, cache, positions, scales, scale, window, sinks).value
-            out = out.reshape(batch, length, -1, dim)
+            out = _attend(recipe, scale, query, cache, positions, layer).value.reshape(q.shape)
         out = tap(self, "attention", checkpoint_name(out, KEPT))
-        return Activation(out.reshape(batch, length, -1)), cache, {"q": q, "k": k, "v": v}
+        return Activation(out.reshape(*x.shape[:-1], -1)), cache, {"q": q, "k": k, "v": v}
+
+    @property
+    def _sharers(self) -> int:
+        """Number of devices that share the heads."""
+        parts = self.parallel.tensor
+        return parts if splits_heads(self.config, parts) else 1
+
+    def _sinks(self) -> jax.Array | None:
+        """Returns the sinks (H,) of this device's heads, if the model has any."""
+        config = self.config
+        sinks = vector(self, config, self.parallel, "sinks", nn.initializers.normal(0.02))
+        if sinks is None:
+            return None
+        return gather_or_slice(sinks, config.num_attention_heads // self._sharers)
+
+    def _projected(self, x: Activation, by_kernel: bool) -> Projected:
+        """Projects x (B, T, D). `by_kernel`: whether one kernel makes attention's inputs; it also
+        adds the biases, unless the sums are normed first, and norms the heads."""
+        config, parallel = self.config, self.parallel
+        kv_width = config.num_key_value_heads * config.head_dim
+        widths = {
+            "q_proj": config.num_attention_heads * config.head_dim,
+            "k_proj": kv_width,
+            "v_proj": kv_width,
+        }
+        x = shared_input(x, self.recipe, widths, parallel.tensor)
+        norm = norm_of(config, self.recipe, parallel)
+        norms_rows = config.qk_norm and not config.qk_norm_by_head
+        apart = by_kernel and config.qkv_bias and parallel.tensor == 1 and not norms_rows
+        q, k, v = linears(self, list(widths), x, adds_bias=not apart)
+        if norms_rows:
+            q = norm(name="q_norm")(gather_or_slice(q, widths["q_proj"])).value
+            k = norm(name="k_norm")(gather_or_slice(k, kv_width)).value
+        q, k, v = (
+            gather_or_slice(y, width // self._sharers).reshape(*x.shape[:-1], -1, config.head_dim)
+            for y, width in zip((q, k, v), widths.values(), strict=True)
+        )
+        norms_heads = config.qk_norm and config.qk_norm_by_head
+        if norms_heads and not by_kernel:
+            q, k = norm(name="q_norm")(q).value, norm(name="k_norm")(k).value
+        biases = gains = None
+        params = self.variables.get("params", {})
+        if apart:
+            biases = tuple(params[name]["bias"] for name in widths)
+        if norms_heads and by_kernel:
+            weights = [params["q_norm"]["weight"], params["k_norm"]["weight"]]
+            gains = tuple(gain_of(weight, config.unit_offset_norms) for weight in weights)
+        return Projected((q, k, v), biases, gains)

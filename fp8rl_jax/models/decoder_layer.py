@@ -13,9 +13,8 @@ from fp8rl_jax.models.attention import Attention
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.feed_forward import gated_mlp, sparse_mlp
 from fp8rl_jax.models.latent_attention import LatentAttention
-from fp8rl_jax.models.layers import linears, norm_of
+from fp8rl_jax.models.layers import Part, linears, norm_of
 from fp8rl_jax.models.parallel.columns import combine, gather_or_slice
-from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.stacks import ALL, LayerSpec
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Recipe, as_activation, kv_health, quantize_kv
@@ -36,7 +35,7 @@ class PerLayer(NamedTuple):
     window: jax.Array | None
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Part):
     """Attention and feed-forward part; the residual stream is in the compute dtype.
 
     ::
@@ -46,11 +45,8 @@ class DecoderLayer(nn.Module):
         sandwich_norms     x + norm(f(x))
     """
 
-    config: ModelConfig
     spec: LayerSpec
-    recipe: Recipe
     collect: tuple[str, ...]
-    parallel: Parallel
 
     @nn.compact
     def __call__(self, carried, per_layer: PerLayer, positions, cos, sin, valid):
@@ -79,7 +75,7 @@ class DecoderLayer(nn.Module):
         )
         sandwich, before_mlp = config.sandwich_norms, "post_attention_layernorm"
         residual = None if sandwich else x
-        (y,) = linears(self, config, recipe, parallel, ["o_proj"], as_activation(a), residual)
+        (y,) = linears(self, ["o_proj"], as_activation(a), residual)
         if sandwich:
             y = gather_or_slice(y, x.shape[-1])
             y = plus(x, norm(name="attention_norm")(y).value, recipe)
@@ -92,9 +88,9 @@ class DecoderLayer(nn.Module):
         aux: dict = {}
         residual = None if sandwich or spec.experts else x
         if spec.experts:
-            y, aux = sparse_mlp(self, config, recipe, parallel, h2, valid, self.collect)
+            y, aux = sparse_mlp(self, h2, valid, self.collect)
         else:
-            y = gated_mlp(self, config, recipe, parallel, h2, config.intermediate_size, residual)
+            y = gated_mlp(self, h2, config.intermediate_size, residual)
         if sandwich:
             y = norm(name="post_feedforward_layernorm")(y).value
         x = tap(self, "residual_mlp", y if residual is not None else plus(x, y, recipe))

@@ -25,11 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from fp8rl_jax import kernels
-from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.kv_cache import LayerCache, StoredLatent
-from fp8rl_jax.models.layers import Kernel, LayerWeight, RMSNorm, linear, multiply_experts
+from fp8rl_jax.models.layers import Kernel, LayerWeight, Part, RMSNorm, linear, multiply_experts
 from fp8rl_jax.models.packing import Places, as_sequences, seen_slots
-from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.models.rope import apply_rope, deinterleave, softmax_scale
 from fp8rl_jax.models.taps import tap
 from fp8rl_jax.quant import Activation, Recipe, compute_value, dequantize_kv, quantize_kv
@@ -142,13 +140,9 @@ def by_head(recipe: Recipe, devices: int, x: jax.Array, weight: LayerWeight) -> 
     return y.reshape(heads, batch, length, -1).transpose(1, 2, 0, 3)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Part):
     """Multi-head latent attention: projects the input to latents of keys and values (and of queries
     if the model has them), applies RoPE, and attends over the latents."""
-
-    config: ModelConfig
-    recipe: Recipe
-    parallel: Parallel
 
     @nn.compact
     def __call__(self, x: Activation, cache: LayerCache | None, positions, cos, sin, window):
@@ -162,13 +156,13 @@ class LatentAttention(nn.Module):
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         nope, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
         if config.q_lora_rank:
-            q = linear(config, recipe, parallel, "q_a_proj")(x)
+            q = linear(self, "q_a_proj")(x)
             normed = RMSNorm(_LATENT_EPS, recipe, parallel, True, name="q_a_layernorm")(q)
-            q = linear(config, recipe, parallel, "q_b_proj")(normed)
+            q = linear(self, "q_b_proj")(normed)
         else:
-            q = linear(config, recipe, parallel, "q_proj")(x)
+            q = linear(self, "q_proj")(x)
         q = q.reshape(*x.shape[:2], heads, nope + rotated)
-        compressed = linear(config, recipe, parallel, "kv_a_proj_with_mqa")(x)
+        compressed = linear(self, "kv_a_proj_with_mqa")(x)
         latent = RMSNorm(_LATENT_EPS, recipe, parallel, name="kv_a_layernorm")(
             compressed[..., :rank]
         ).value

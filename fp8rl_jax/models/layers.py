@@ -210,13 +210,19 @@ def vector(
     return stored(parallel.replicate(module.param(name, init, shape), spec))
 
 
-class Linear(nn.Module):
-    """A linear layer, with a bias if models/arrays.py has one. Its quantised input and its output
-    are tapped. Without `adds_bias` the caller adds it, to a product in float32."""
+class Part(nn.Module):
+    """A part of the decoder: a module with the model's shapes, numerics, and the devices that share
+    it."""
 
     config: ModelConfig
     recipe: Recipe
     parallel: Parallel
+
+
+class Linear(Part):
+    """A linear layer, with a bias if models/arrays.py has one. Its quantised input and its output
+    are tapped. Without `adds_bias` the caller adds it, to a product in float32."""
+
     adds_bias: bool = True
 
     @nn.compact
@@ -277,33 +283,28 @@ class SplitLinear(nn.Module):
         return add_bias(self.recipe, self.parallel, y, bias) if self.adds_bias else y
 
 
-def linear(
-    config: ModelConfig, recipe: Recipe, parallel: Parallel, name: str, adds_bias: bool = True
-) -> nn.Module:
-    """Makes a `Linear` under the recipe of the layer `name`, or inside a shard_map a `SplitLinear`
-    with the same parameters."""
-    own = recipe.for_module(name)
-    if parallel.inside:
-        return SplitLinear(own, parallel, adds_bias, name=name)
-    return Linear(config, own, parallel, adds_bias, name=name)
+def linear(part: Part, name: str, adds_bias: bool = True) -> nn.Module:
+    """Makes a `Linear` of `part` under the recipe of the layer `name`, or inside a shard_map a
+    `SplitLinear` with the same parameters."""
+    recipe = part.recipe.for_module(name)
+    if part.parallel.inside:
+        return SplitLinear(recipe, part.parallel, adds_bias, name=name)
+    return Linear(part.config, recipe, part.parallel, adds_bias, name=name)
 
 
 def linears(
-    module: nn.Module,
-    config: ModelConfig,
-    recipe: Recipe,
-    parallel: Parallel,
+    part: Part,
     names: Sequence[str],
     x: Activation,
     residual: jax.Array | None = None,
     adds_bias: bool = True,
 ) -> list[jax.Array]:
-    """Runs linear layers of one input, children of `module`; in one launch where a kernel reads
-    their weights in stacks, with the same bits.
+    """Runs linear layers of one input, children of `part`; in one launch where a kernel reads their
+    weights in stacks, with the same bits.
 
     Args:
-      module: Flax module whose compact `__call__` calls this.
-      config, recipe, parallel, names: as for `linear`; three names at most.
+      part: module whose compact `__call__` calls this.
+      names: names of the layers, three at most.
       x: (..., in), in the compute dtype.
       residual: (..., out) to which a single layer's whole result is added, or None.
       adds_bias: whether to add the layers' biases, if they have some; the caller adds them
@@ -312,28 +313,34 @@ def linears(
     Returns:
       (..., out) of each; inside a shard_map a part of its columns, unless there is a `residual`.
     """
-    owns = [recipe.for_module(name) for name in names]
-    params = module.variables.get("params", {})
+    parallel = part.parallel
+    recipes = [part.recipe.for_module(name) for name in names]
+    params = part.variables.get("params", {})
     weights = [params[name]["kernel"] for name in names if name in params]
     stacked = [w for w in weights if isinstance(w, StackedLayer)]
-    alike = all(own == owns[0] for own in owns) and has_grouped_kernels(owns[0])
+    alike = all(recipe == recipes[0] for recipe in recipes) and has_grouped_kernels(recipes[0])
     if len(stacked) == len(names) and alike and parallel.tensor == 1:
-        stacks, rows = [w.stack for w in stacked], x.matrix()
         biases = [params[name].get("bias") for name in names]  # all of them or none
         before = None if residual is None or biases[0] is not None else rows_of(residual)
-        dtype, layer = _product(recipe, biases[0]), stacked[0].layer
         with jax.named_scope("+".join(names)):
-            found = layer_matmuls(owns[0], rows, stacks, layer, dtype, before)
-        found = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+            products = layer_matmuls(
+                recipes[0],
+                x.matrix(),
+                [w.stack for w in stacked],
+                stacked[0].layer,
+                _product(part.recipe, biases[0]),
+                before,
+            )
+        ys = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in products]
         if not adds_bias:
-            return found
-        found = [add_bias(recipe, parallel, y, b) for y, b in zip(found, biases, strict=True)]
+            return ys
+        ys = [add_bias(part.recipe, parallel, y, b) for y, b in zip(ys, biases, strict=True)]
         residual = None if before is not None else residual  # the kernel has added it
     else:
-        found = [linear(config, recipe, parallel, name, adds_bias)(x) for name in names]
+        ys = [linear(part, name, adds_bias)(x) for name in names]
     if residual is None:
-        return found
-    return [plus(residual, columns.gather_or_slice(found[0], residual.shape[-1]), recipe)]
+        return ys
+    return [plus(residual, columns.gather_or_slice(ys[0], residual.shape[-1]), part.recipe)]
 
 
 def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Initializer:

@@ -113,7 +113,7 @@ class Transformer(nn.Module):
         stored_runs, auxes, windows = [], [], layer_windows(config)
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
             spec = layer_spec(config, run.stack)
-            settings = (config, spec, run.recipe, self.collect, self.parallel)
+            settings = (config, run.recipe, self.parallel, spec, self.collect)
             layers = run.span.stop - run.span.start
             carried = x, run_cache(cache, index, layers)
             reach = None if windows is None else jnp.asarray(windows[run.layers])
