@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.models.kv_cache import PAGE, pages_of
-from fp8rl_jax.models.truncation import Truncation
+from fp8rl_jax.models.truncation import Draws, Truncation
 from fp8rl_jax.rl.aggregation import token_mean
 
 Array = Any  # numpy on the host, jax.Array on the device
@@ -125,6 +125,14 @@ class Batch:
         return before + jnp.arange(responses), of_slot
 
     @property
+    def draws(self) -> Draws:
+        """The response tokens, and the distribution that they were drawn from."""
+        of_rows = self.temperature.reshape(len(self.targets), -1)
+        by_token = jnp.broadcast_to(of_rows, self.targets.shape)
+        counts = None if self.packing is None else self.mask > 0
+        return Draws(self.targets, by_token, self.truncation, self.kept, counts)
+
+    @property
     def valid(self) -> jax.Array:
         """(B, T) bool, whether a token is one of a sequence."""
         slots = self.tokens.shape[1]
@@ -143,8 +151,15 @@ class Batch:
         return ((starts // PAGE)[:, None] == pages[:, None]) & (self.mask > 0)[:, None]
 
 
-_BY_RESPONSE: tuple[str, ...] = ("targets", "mask", "advantages", "weights")  # fields (B, R)
-_BY_RESPONSE += ("rollout_weights", "old_logprobs", "ref_logprobs")
+_BY_RESPONSE = (  # fields (B, R)
+    "targets",
+    "mask",
+    "advantages",
+    "weights",
+    "rollout_weights",
+    "old_logprobs",
+    "ref_logprobs",
+)
 
 
 def make_batch(

@@ -157,33 +157,12 @@ def response_logprobs(
     out = _hidden(params, batch, model, recipe, rope, parallel, remat=remat, observe=replayed)
     hidden = rows_at(out.hidden, *batch.predictions)
     head = output_head(params, model, parallel)
-    counts = None if batch.packing is None else batch.mask > 0
-    logp, entropy = token_logprobs(
-        hidden,
-        head,
-        batch.targets,
-        batch.temperature,
-        recipe,
-        parallel,
-        counts,
-        batch.truncation,
-        batch.kept,
-    )
+    draws = batch.draws
+    logp, entropy = token_logprobs(hidden, head, draws, recipe, parallel)
     if batch.teacher is not None:
         assert teacher_head is not None
-        out.aux["teacher_kl"] = token_divergences(
-            hidden,
-            head,
-            batch.teacher.hidden,
-            teacher_head,
-            batch.temperature,
-            recipe,
-            parallel,
-            counts,
-            batch.targets,
-            batch.truncation,
-            batch.kept,
-        )
+        other = batch.teacher.hidden, teacher_head
+        out.aux["teacher_kl"] = token_divergences(hidden, head, other, draws, recipe, parallel)
     if LOGITS in observe.taps:
         logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe, parallel)
         out.aux["taps"][LOGITS] = logits.reshape(*batch.targets.shape, -1)

@@ -28,7 +28,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, Swap, forward, output_head, rope_tables, token_logprobs
+from fp8rl_jax.models import (
+    Draws,
+    ModelConfig,
+    Swap,
+    forward,
+    output_head,
+    rope_tables,
+    token_logprobs,
+)
 from fp8rl_jax.models.arrays import ATTENTION, LINEAR, MLP
 from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Recipe, matmul
@@ -118,9 +126,9 @@ def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
         params = params | {"layers": unflatten_dict(layers, sep="/")}
         observe = Observe(names, swaps)
         out = forward(params, tokens, config, recipe, rope=rope, output="hidden", observe=observe)
-        targets, ones = jnp.roll(tokens, -1, axis=1), jnp.ones(1)
+        targets, ones = jnp.roll(tokens, -1, axis=1), jnp.ones(tokens.shape)
         head = output_head(params, config)
-        logp, _ = token_logprobs(out.hidden, head, targets, ones, recipe)
+        logp, _ = token_logprobs(out.hidden, head, Draws(targets, ones), recipe)
         return -logp[:, :-1].mean(), out.aux["taps"]
 
     @exact_jit

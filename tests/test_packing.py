@@ -23,7 +23,7 @@ from small_models import NARROW
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.batch import Batch, SharedPrompts, assign, make_batch, pack
-from fp8rl_jax.models.logprobs import token_logprobs
+from fp8rl_jax.models import Draws, token_logprobs
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rl import losses
 
@@ -195,8 +195,8 @@ def test_the_head_is_kept_once():
     arrays = [jax.ShapeDtypeStruct(*both) for both in zip(shapes, kinds, strict=True)]
 
     def loss(hidden, head, targets, temperature, counts):
-        recipe = get_recipe("bf16")
-        return token_logprobs(hidden, head, targets, temperature, recipe, counts=counts)[0].sum()
+        draws = Draws(targets, temperature, counts=counts)
+        return token_logprobs(hidden, head, draws, get_recipe("bf16"))[0].sum()
 
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*arrays))
     assert "cond" in text and f"[{tokens // 256},256,{width}]" in text

@@ -65,12 +65,12 @@ def _head_by_autodiff() -> None:
 
     from fp8rl_jax.models import logprobs
 
-    def rows(recipe, parallel, truncation, hidden, head, targets, temperature, recorded, counts):
-        assert truncation is None and counts is None
-        inverse = logprobs.inverse_temperature(temperature)
-        return logprobs._row_logprobs(recipe, parallel, hidden, head, targets, inverse)[:2]
+    def rows(recipe, parallel, hidden, head, draws):
+        assert draws.truncation is None and draws.counts is None
+        inverse = logprobs.inverse_temperature(draws.temperature)
+        return logprobs._row_logprobs(recipe, parallel, hidden, head, draws.targets, inverse)[:2]
 
-    _replace("_chunk_logprobs", jax.checkpoint(rows, static_argnums=(0, 1, 2)))
+    _replace("_chunk_logprobs", jax.checkpoint(rows, static_argnums=(0, 1)))
 
 
 def _in_float32() -> None:

@@ -15,7 +15,15 @@ import numpy as np
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
-from fp8rl_jax.models import forward, hf, output_head, quantize_params, rope_tables, token_logprobs
+from fp8rl_jax.models import (
+    Draws,
+    forward,
+    hf,
+    output_head,
+    quantize_params,
+    rope_tables,
+    token_logprobs,
+)
 from fp8rl_jax.quant import get_recipe
 from studies.passages import TEXT
 
@@ -50,8 +58,9 @@ def main() -> None:
 
         def score(weights, tokens, rope, recipe=recipe):
             hidden = forward(weights, tokens, config, recipe, rope=rope, output="hidden").hidden
-            targets, ones = jnp.roll(tokens, -1, axis=1), jnp.ones(tokens.shape[0])
-            return token_logprobs(hidden, output_head(weights, config), targets, ones, recipe)[0]
+            targets, ones = jnp.roll(tokens, -1, axis=1), jnp.ones(tokens.shape)
+            draws = Draws(targets, ones)
+            return token_logprobs(hidden, output_head(weights, config), draws, recipe)[0]
 
         weights = exact_jit(lambda p, recipe=recipe: quantize_params(p, recipe))(params)
         logp = np.float64(exact_jit(score)(weights, tokens, rope))[:, :-1][scored]

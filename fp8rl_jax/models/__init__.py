@@ -59,4 +59,4 @@ from fp8rl_jax.models.params import (
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.taps import Swap
 from fp8rl_jax.models.transformer import REMAT, ForwardOutput, forward
-from fp8rl_jax.models.truncation import Truncation
+from fp8rl_jax.models.truncation import Draws, Truncation

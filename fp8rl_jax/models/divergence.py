@@ -19,19 +19,18 @@ from fp8rl_jax.models.logprobs import (
     inverse_temperature,
 )
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
-from fp8rl_jax.models.truncation import Truncation, kept_tokens
+from fp8rl_jax.models.truncation import Draws, kept_tokens
 from fp8rl_jax.quant import Recipe, Weight
 
 
-def _divergence_logprobs(recipe, parallel, truncation, operands):
+def _divergence_logprobs(recipe: Recipe, parallel: Parallel, hidden, head, other, draws: Draws):
     """Returns log-probabilities (M, V) of the policy and of the other model, the vector-Jacobian
     product of the former, and (M, V) bool, the tokens that are kept, or None for all."""
-    hidden, head, other, targets, temperature, recorded = operands
-    inverse = inverse_temperature(temperature)[:, None]
+    inverse = inverse_temperature(draws.temperature)[:, None]
     keeps = None
-    if truncation is not None:
+    if draws.truncation is not None:
         scaled = prevent_fma(head_logits(hidden, head, recipe, parallel) * inverse)
-        keeps, _ = kept_tokens(truncation, scaled, targets, temperature, recorded, scaled.shape[1])
+        keeps, _ = kept_tokens(draws, scaled, scaled.shape[1])
 
     def logprobs(hidden, head):
         scaled = head_logits(hidden, head, recipe, parallel) * inverse
@@ -43,25 +42,22 @@ def _divergence_logprobs(recipe, parallel, truncation, operands):
     return logp, logprobs(*other), pull, keeps
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunk_divergences(
-    recipe, parallel, truncation, hidden, head, other, targets, temperature, recorded, any_counts
-):
-    """Returns KL (M,) of rows from those of `other`: hidden states (M, D') and head (D', V).
+    recipe: Recipe,
+    parallel: Parallel,
+    hidden: jax.Array,
+    head: Weight,
+    other: tuple[jax.Array, jax.Array],
+    draws: Draws,
+) -> jax.Array:
+    """Returns KL (M,) of rows, arrays (M, ...), from those of `other`; 0 if none of them counts."""
+    return _divergence_forward(recipe, parallel, hidden, head, other, draws)[0]
 
-    `any_counts` and what is kept as in `_chunk_logprobs`.
-    """
-    rows = hidden, head, other, targets, temperature, recorded, any_counts
-    return _divergence_forward(recipe, parallel, truncation, *rows)[0]
 
-
-def _divergence_forward(
-    recipe, parallel, truncation, hidden, head, other, targets, temperature, recorded, any_counts
-):
-    operands = hidden, head, other, targets, temperature, recorded
-
-    def divergence(operands):
-        logp, logq, _, keeps = _divergence_logprobs(recipe, parallel, truncation, operands)
+def _divergence_forward(recipe: Recipe, parallel: Parallel, hidden, head, other, draws: Draws):
+    def divergence():
+        logp, logq, _, keeps = _divergence_logprobs(recipe, parallel, hidden, head, other, draws)
         p = jnp.exp(logp)
         d = logq - logp
         if keeps is not None:
@@ -70,21 +66,21 @@ def _divergence_forward(
         small = p * (jnp.expm1(jnp.minimum(d, 1)) - d)
         return jnp.where(d > 1, jnp.exp(logq) - p * (1 + d), small).sum(-1)
 
-    return if_any(any_counts, divergence, operands), (operands, any_counts)
+    return if_any(draws.counts, divergence), (hidden, head, other, draws)
 
 
-def _divergence_backward(recipe, parallel, truncation, residual, cotangent):
-    operands, any_counts = residual
+def _divergence_backward(recipe: Recipe, parallel: Parallel, residual, cotangent):
+    hidden, head, other, draws = residual
 
-    def gradients(operands):
-        logp, logq, pull, keeps = _divergence_logprobs(recipe, parallel, truncation, operands)
+    def gradients():
+        logp, logq, pull, keeps = _divergence_logprobs(recipe, parallel, hidden, head, other, draws)
         # Without the derivative of the first log p, which is the same for all tokens.
         of_token = jnp.exp(logp) * (logp - logq)
         if keeps is not None:
             of_token = jnp.where(keeps, of_token, 0.0)
         return pull(of_token * cotangent[:, None])
 
-    return (*if_any(any_counts, gradients, operands), None, None, None, None, None)
+    return *if_any(draws.counts, gradients), None, None
 
 
 _chunk_divergences.defvjp(_divergence_forward, _divergence_backward)
@@ -93,31 +89,27 @@ _chunk_divergences.defvjp(_divergence_forward, _divergence_backward)
 def token_divergences(
     hidden: jax.Array,
     head: Weight,
-    other_hidden: jax.Array,
-    other_head: jax.Array,
-    temperature: jax.Array,
+    other: tuple[jax.Array, jax.Array],
+    draws: Draws,
     recipe: Recipe,
     parallel: Parallel = ONE_DEVICE,
-    counts: jax.Array | None = None,
-    targets: jax.Array | None = None,
-    truncation: Truncation | None = None,
-    recorded: jax.Array | None = None,
 ) -> jax.Array:
     """Returns ``KL(p || q) = sum_v p_v (log p_v - log q_v)`` over the full vocabulary, or with a
-    `truncation` over the kept tokens, p and q renormalised: (B, T) float32 in nats, by chunks of
+    truncation over the kept tokens, p and q renormalised: (B, T) float32 in nats, by chunks of
     tokens; differentiable in p, and exactly 0 where p and q have equal logits.
 
     Args:
-      hidden, head, temperature, recipe, parallel, counts: as for `token_logprobs`; they give p.
-      other_hidden, other_head: (B, T, D') and (D', V) of q, a constant.
-      targets, truncation, recorded: as for `token_logprobs`; `targets` only with a truncation.
+      hidden, head, draws, recipe, parallel: as for `token_logprobs`; they give p. The targets are
+        read only with a truncation.
+      other: hidden states (B, T, D') and head (D', V) of q, a constant.
     """
-    if temperature.ndim == 1:
-        temperature = jnp.broadcast_to(temperature[:, None], hidden.shape[:2])
+    other_hidden, other_head = other
 
-    def divergence(hidden, temperature, other, targets, recorded, any_counts=None):
-        rows = hidden, head, (other, other_head), targets, temperature, recorded, any_counts
-        return (_chunk_divergences(recipe, parallel, truncation, *rows),)
+    def divergence(hidden: tuple[jax.Array, jax.Array], draws: Draws) -> tuple[jax.Array]:
+        own, others = hidden
+        return (_chunk_divergences(recipe, parallel, own, head, (others, other_head), draws),)
 
-    rows = hidden, temperature, other_hidden, targets, recorded
-    return by_chunks_of_all_rows(divergence, rows, counts, parallel.row_devices)[0]
+    (divergences,) = by_chunks_of_all_rows(
+        divergence, (hidden, other_hidden), draws, parallel.row_devices
+    )
+    return divergences

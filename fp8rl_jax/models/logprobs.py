@@ -12,8 +12,10 @@ the tokens that a truncation keeps.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.parallel.columns import split_head
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel
 from fp8rl_jax.models.parallel.specs import head_spec
-from fp8rl_jax.models.truncation import Truncation, kept_tokens
+from fp8rl_jax.models.truncation import Draws, kept_tokens
 from fp8rl_jax.quant import BoundWeight, Recipe, Rows, Weight, compute_value, matmul
 from fp8rl_jax.quant.varying import varying_vjp
 
@@ -110,19 +112,11 @@ def _row_logprobs(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunk_logprobs(
-    recipe: Recipe,
-    parallel: Parallel,
-    truncation: Truncation | None,
-    hidden: jax.Array,
-    head: Weight,
-    targets: jax.Array,
-    temperature: jax.Array,
-    recorded: jax.Array | None,
-    any_counts: jax.Array | None,
+    recipe: Recipe, parallel: Parallel, hidden: jax.Array, head: Weight, draws: Draws
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp, entropy) of rows; 0 if `any_counts`, () bool, says that none counts.
+    """Returns (logp, entropy) of rows, arrays (M, ...); 0 if none of them counts.
 
     Keeps the arguments, logsumexp and the cut for the backward pass, which recomputes the logits
     and no more: the gradient of a row's log-probability with respect to them is
@@ -130,66 +124,50 @@ def _chunk_logprobs(
     here, within the derivative's rules: JAX's own derivative of a `cond` within a loop would keep a
     copy of the head for every chunk.
     """
-    rows = hidden, head, targets, temperature, recorded, any_counts
-    return _chunk_forward(recipe, parallel, truncation, *rows)[0]
+    return _chunk_forward(recipe, parallel, hidden, head, draws)[0]
 
 
-def _chunk_forward(
-    recipe, parallel, truncation, hidden, head, targets, temperature, recorded, any_counts
-):
-    operands = hidden, head, targets, temperature, recorded
-
-    def some(operands):
-        hidden, head, targets, temperature, recorded = operands
-        if truncation is None:
-            inverse = inverse_temperature(temperature)
-            return _row_logprobs(recipe, parallel, hidden, head, targets, inverse), None
+def _chunk_forward(recipe: Recipe, parallel: Parallel, hidden, head, draws: Draws):
+    def rows():
         logits = head_logits(hidden, head, recipe, parallel)
-        scaled = scaled_logits(logits, temperature)
-        keeps, cut = kept_tokens(
-            truncation, scaled, targets, temperature, recorded, logits.shape[1]
+        scaled = scaled_logits(logits, draws.temperature)
+        keeps, cut = kept_tokens(draws, scaled, logits.shape[1])
+        of_rows = drawn_logprobs(
+            logits, scaled, draws.targets, draws.temperature, recipe, parallel, keeps
         )
-        return _logprobs_over(keeps, logits, scaled, targets, temperature, recipe, parallel), cut
+        return of_rows, cut
 
-    (logp, entropy, logsumexp), cut = if_any(any_counts, some, operands)
-    return (logp, entropy), (operands, logsumexp, cut, any_counts)
-
-
-def if_any(any_counts: jax.Array | None, run: Callable, operands):
-    """Returns ``run(operands)``, or zeros if `any_counts` is False."""
-    if any_counts is None:
-        return run(operands)
-
-    def none(operands):
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, operands))
-
-    return lax.cond(any_counts, run, none, operands)
+    (logp, entropy, logsumexp), cut = if_any(draws.counts, rows)
+    return (logp, entropy), (hidden, head, draws, logsumexp, cut)
 
 
-def _chunk_backward(recipe, parallel, truncation, residual, cotangents):
-    operands, logsumexp, cut, any_counts = residual
+def if_any(counts: jax.Array | None, run: Callable):
+    """Returns ``run()``, or zeros if `counts`, () bool, is False."""
+    if counts is None:
+        return run()
 
-    def gradients(operands):
-        hidden, head, targets, temperature, recorded = operands
-        inverse = inverse_temperature(temperature)
+    def none():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
+
+    return lax.cond(counts, run, none)
+
+
+def _chunk_backward(recipe: Recipe, parallel: Parallel, residual, cotangents):
+    hidden, head, draws, logsumexp, cut = residual
+
+    def gradients():
+        inverse = inverse_temperature(draws.temperature)
         logits, pull = jax.vjp(lambda x, w: head_logits(x, w, recipe, parallel), hidden, head)
-        is_target = jnp.arange(logits.shape[1], dtype=targets.dtype) == targets[:, None]
+        targets = draws.targets[:, None]
+        is_target = jnp.arange(logits.shape[1], dtype=targets.dtype) == targets
         scaled = logits * inverse[:, None]
         probability = jnp.exp(scaled - logsumexp[:, None])
-        if truncation is not None:
-            keeps, _ = kept_tokens(
-                truncation,
-                prevent_fma(scaled),
-                targets,
-                temperature,
-                recorded,
-                logits.shape[1],
-                cut,
-            )
+        keeps, _ = kept_tokens(draws, prevent_fma(scaled), logits.shape[1], cut)
+        if keeps is not None:
             probability = jnp.where(keeps, probability, 0.0)
         return pull((is_target - probability) * (cotangents[0] * inverse)[:, None])
 
-    return (*if_any(any_counts, gradients, operands), None, None, None, None)
+    return *if_any(draws.counts, gradients), None
 
 
 _chunk_logprobs.defvjp(_chunk_forward, _chunk_backward)
@@ -248,8 +226,10 @@ def _kernel_backward(recipe: Recipe, residual, cotangents):
 _kernel_logprobs.defvjp(_kernel_forward, _kernel_backward)
 
 
-def _token_logprobs_by_kernel(hidden, head, targets, inverse, counts, recipe, parallel):
-    """Runs `token_logprobs` by kernels, each device on its rows; inverse (B, T) of temperature.
+def _token_logprobs_by_kernel(
+    hidden: jax.Array, head: Weight, draws: Draws, recipe: Recipe, parallel: Parallel
+) -> tuple[jax.Array, jax.Array]:
+    """Runs `token_logprobs` by kernels, each device on its rows.
 
     A device's tokens that count go first, so that chunks of others can be left out.
     """
@@ -270,54 +250,38 @@ def _token_logprobs_by_kernel(hidden, head, targets, inverse, counts, recipe, pa
             found = rows_at(jnp.stack(found, axis=1)[None], back[None], order[None])[0].T
         return tuple(x.reshape(batch, length) for x in found)
 
-    return parallel.by_own_rows(run, hidden, targets, inverse, counts, shared=(value, master))
+    inverse = inverse_temperature(draws.temperature)
+    return parallel.by_own_rows(
+        run, hidden, draws.targets, inverse, draws.counts, shared=(value, master)
+    )
 
 
 def token_logprobs(
-    hidden: jax.Array,
-    head: Weight,
-    targets: jax.Array,
-    temperature: jax.Array,
-    recipe: Recipe,
-    parallel: Parallel = ONE_DEVICE,
-    counts: jax.Array | None = None,
-    truncation: Truncation | None = None,
-    recorded: jax.Array | None = None,
+    hidden: jax.Array, head: Weight, draws: Draws, recipe: Recipe, parallel: Parallel = ONE_DEVICE
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns log-probabilities of `targets`, by chunks of tokens: (B, T, V) is never in memory.
+    """Returns log-probabilities of drawn tokens, by chunks: (B, T, V) is never in memory.
 
     Args:
-      hidden: (B, T, D) after the final norm; position t predicts targets[:, t].
+      hidden: (B, T, D) after the final norm; position t predicts draws.targets[:, t].
       head: (D, V), from `output_head`.
-      targets: (B, T) int32.
-      temperature: (B,) or (B, T) float32; 0 counts as 1.
+      draws: the tokens (B, T). Under a truncation log-probabilities and entropy are over the tokens
+        that it kept.
       recipe: numerics.
       parallel: as for `forward`.
-      counts: (B, T) bool, tokens that count: chunks without any are not computed, and get 0. None
-        for all.
-      truncation: how the targets were drawn, if not from the whole vocabulary: log-probabilities
-        and entropy are over the tokens that it kept.
-      recorded: (B, T, C) int32, which tokens were kept, by `Truncation.record`; None for those that
-        it keeps of these logits.
 
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
     """
-    batch, length = targets.shape
-    if temperature.ndim == 1:
-        temperature = jnp.broadcast_to(temperature[:, None], (batch, length))
-    if _by_kernel(recipe, parallel) and truncation is None:
-        inverse = inverse_temperature(temperature)
-        return _token_logprobs_by_kernel(hidden, head, targets, inverse, counts, recipe, parallel)
+    if _by_kernel(recipe, parallel) and draws.truncation is None:
+        return _token_logprobs_by_kernel(hidden, head, draws, recipe, parallel)
 
-    def logp(hidden, targets, temperature, recorded, any_counts=None):
-        rows = targets, temperature, recorded, any_counts
-        return _chunk_logprobs(recipe, parallel, truncation, hidden, head, *rows)
+    def logp(hidden: jax.Array, draws: Draws):
+        return _chunk_logprobs(recipe, parallel, hidden, head, draws)
 
-    rows = hidden, targets, temperature, recorded
-    if counts is not None or parallel.devices > 1:
-        values, entropy = by_chunks_of_all_rows(logp, rows, counts, parallel.row_devices)
+    if draws.counts is not None or parallel.devices > 1:
+        values, entropy = by_chunks_of_all_rows(logp, hidden, draws, parallel.row_devices)
         return values, entropy
+    batch, length = draws.targets.shape
     count = batch * length
     chunk = min(_CHUNK, count)
 
@@ -325,7 +289,7 @@ def token_logprobs(
         x = pad_to(x.reshape(count, *x.shape[2:]), 0, chunk)
         return x.reshape(-1, chunk, *x.shape[1:])
 
-    chunks = jax.tree.map(chunks_of, rows)
+    chunks = jax.tree.map(chunks_of, (hidden, draws))
     if len(chunks[0]) == 1:
         values, entropy = logp(*jax.tree.map(lambda x: x[0], chunks))
     else:
@@ -334,29 +298,36 @@ def token_logprobs(
 
 
 def by_chunks_of_all_rows(
-    logp: Callable, rows: tuple, counts: jax.Array | None, devices: int
+    run: Callable, hidden: Any, draws: Draws, devices: int
 ) -> tuple[jax.Array, ...]:
-    """Computes ``logp(*rows)``, a tuple of arrays (B, T), of arrays (B, T, ...), or None, by chunks
-    of tokens of all B rows; 0 for the chunks in which no token counts.
+    """Computes ``run(hidden, draws)``, a tuple of arrays (B, T), by chunks of tokens of all B rows.
 
     A product's order on a CPU depends on how many rows each device has. These chunks have equally
     many on all of them, where chunks of tokens in order would lie on one.
+
+    Args:
+      run: function of hidden states (M, D) and of draws, arrays (M, ...), with `Draws.counts` of a
+        chunk.
+      hidden: (B, T, D), or a tree of such arrays.
+      draws: the tokens (B, T).
+      devices: number of devices that share the rows.
     """
-    batch, length = rows[1].shape[:2]
-    chunk = min(max((_CHUNK if counts is None else _FEW) * devices // batch, 1), length)
+    batch, length = draws.targets.shape
+    tokens = _CHUNK if draws.counts is None else _FEW
+    chunk = min(max(tokens * devices // batch, 1), length)
 
     def chunks_of(x: jax.Array) -> jax.Array:
         x = pad_to(x, 1, chunk)
         x = x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(len(x), batch * chunk, *x.shape[3:])
 
-    chunks = jax.tree.map(chunks_of, rows)
-    if counts is not None:
-        chunks = *chunks, chunks_of(counts).any(1)
-    if len(chunks[0]) == 1:
-        found = tuple(x[None] for x in logp(*jax.tree.map(lambda x: x[0], chunks)))
+    hidden, draws = jax.tree.map(chunks_of, (hidden, draws))
+    if draws.counts is not None:
+        draws = dataclasses.replace(draws, counts=draws.counts.any(1))
+    if len(draws.targets) == 1:
+        found = tuple(x[None] for x in run(*jax.tree.map(lambda x: x[0], (hidden, draws))))
     else:
-        found = lax.map(lambda xs: logp(*xs), chunks)
+        found = lax.map(lambda chunk: run(*chunk), (hidden, draws))
 
     def joined(x: jax.Array) -> jax.Array:
         return x.reshape(-1, batch, chunk).swapaxes(0, 1).reshape(batch, -1)[:, :length]
@@ -364,17 +335,25 @@ def by_chunks_of_all_rows(
     return tuple(map(joined, found))
 
 
-def _logprobs_over(
-    keeps: jax.Array | None,
+def drawn_logprobs(
     logits: jax.Array,
     scaled: jax.Array,
     tokens: jax.Array,
     temperature: jax.Array,
     recipe: Recipe,
-    parallel: Parallel,
+    parallel: Parallel = ONE_DEVICE,
+    keeps: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (logp, entropy, logsumexp) of tokens, (M,) float32 each, over the tokens of `keeps`
-    (M, W) bool, None for all; the other arguments as for `drawn_logprobs`."""
+    """Returns (logp, entropy, logsumexp) of drawn tokens, (M,) float32 each, with the bits of
+    `token_logprobs`.
+
+    Args:
+      logits: (M, V) float32, before temperature; scaled: (M, W), from `scaled_logits`.
+      tokens: (M,) int32; temperature: (M,) float32.
+      recipe: numerics.
+      parallel: as for `forward`.
+      keeps: (M, W) bool, the tokens that may be drawn; None for all.
+    """
     if keeps is not None:
         scaled = jnp.where(keeps, scaled, -jnp.inf)
     if not _by_kernel(recipe, parallel):
@@ -391,27 +370,6 @@ def _logprobs_over(
     run = functools.partial(by_platform, recipe.kernels, kernel, plain)
     inverse = inverse_temperature(temperature)
     return parallel.by_own_rows(run, logits, scaled, tokens, inverse)
-
-
-def drawn_logprobs(
-    logits: jax.Array,
-    scaled: jax.Array,
-    tokens: jax.Array,
-    temperature: jax.Array,
-    recipe: Recipe,
-    parallel: Parallel = ONE_DEVICE,
-    keeps: jax.Array | None = None,
-) -> jax.Array:
-    """Returns log-probabilities of drawn tokens, (M,) float32, with the bits of `token_logprobs`.
-
-    Args:
-      logits: (M, V) float32, before temperature; scaled: (M, W), from `scaled_logits`.
-      tokens: (M,) int32; temperature: (M,) float32.
-      recipe: numerics.
-      parallel: as for `forward`.
-      keeps: (M, W) bool, the tokens that may be drawn; None for all.
-    """
-    return _logprobs_over(keeps, logits, scaled, tokens, temperature, recipe, parallel)[0]
 
 
 @jax.custom_vjp

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,6 +123,27 @@ class Truncation:
         return jnp.pad(keeps, ((0, 0), (0, width - vocabulary)))
 
 
+@flax.struct.dataclass
+class Draws:
+    """Tokens that were drawn, and the distribution that they were drawn from.
+
+    Attributes:
+      targets: (B, T) int32, the tokens.
+      temperature: (B, T) float32, by which a token's logits are divided; 0 counts as 1.
+      truncation: which tokens could be drawn; None for the whole vocabulary.
+      kept: (B, T, C) int32, which tokens were kept, by `Truncation.record`; None for those that
+        the truncation keeps of the logits that score.
+      counts: (B, T) bool, tokens whose results are read; chunks without any are not computed, and
+        get 0. None for all. Of a chunk () bool, whether it has any.
+    """
+
+    targets: Any
+    temperature: Any
+    truncation: Truncation | None = flax.struct.field(pytree_node=False, default=None)
+    kept: Any = None
+    counts: Any = None
+
+
 def _largest(
     reaches: Callable[[jax.Array], jax.Array], low: jax.Array, high: jax.Array, steps: int
 ) -> jax.Array:
@@ -176,25 +198,31 @@ def _last_of_equal(scaled: jax.Array, value: jax.Array, count: int) -> jax.Array
 
 
 def kept_tokens(
-    truncation: Truncation,
-    scaled: jax.Array,
-    targets: jax.Array,
-    temperature: jax.Array,
-    recorded: jax.Array | None,
-    vocabulary: int,
-    cut: Cut | None = None,
-) -> tuple[jax.Array, Cut | None]:
-    """Returns (M, W) bool, which tokens of scaled logits (M, W) were kept when the targets were
-    drawn, and the cut if it was not recorded and so is that of these logits.
+    draws: Draws, scaled: jax.Array, vocabulary: int, cut: Cut | None = None
+) -> tuple[jax.Array | None, Cut | None]:
+    """Returns which tokens were kept when the targets were drawn, and the cut if it was not
+    recorded and so is that of these logits; (None, None) without a truncation.
 
     A target is always kept: it was drawn, and with other logits than the sampler's it may be beyond
     their cut.
+
+    Args:
+      draws: M drawn tokens, arrays (M, ...).
+      scaled: (M, W) float32, logits divided by the temperature; W is at least the vocabulary.
+      vocabulary: number of tokens.
+      cut: the cut of `scaled`, if it is known.
+
+    Returns:
+      (M, W) bool, and the cut.
     """
+    if draws.truncation is None:
+        return None, None
     width = scaled.shape[1]
-    if recorded is not None:
-        greedy = temperature[:, None] == 0  # all tokens, which ids cannot record
-        keeps = truncation.recorded(recorded, vocabulary, width) | greedy
+    if draws.kept is not None:
+        greedy = draws.temperature[:, None] == 0  # all tokens, which ids cannot record
+        keeps = draws.truncation.recorded(draws.kept, vocabulary, width) | greedy
     else:
-        cut = truncation.cut(scaled, temperature) if cut is None else cut
+        cut = draws.truncation.cut(scaled, draws.temperature) if cut is None else cut
         keeps = cut.keeps(scaled)
-    return keeps | (jnp.arange(width, dtype=targets.dtype) == targets[:, None]), cut
+    targets = draws.targets[:, None]
+    return keeps | (jnp.arange(width, dtype=targets.dtype) == targets), cut

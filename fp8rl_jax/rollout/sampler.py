@@ -250,7 +250,7 @@ class Loop:
             if sampler.records_kept and not sampler.whole_logprobs:
                 kept = sampler.truncation.record(keeps, logits.shape[1])
         token = sample_token(drawn_from, keys, temperature)
-        logp = drawn_logprobs(
+        logp, _, _ = drawn_logprobs(
             logits,
             scaled,
             token,

@@ -306,7 +306,8 @@ def _learner_logits(case: Case, state, batch: Batch, rope) -> np.ndarray:
         index = batch.prompt_lengths[:, None] - 1 + jnp.arange(batch.targets.shape[1])
         hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)
         head = models.output_head(paired, model)
-        logp, _ = models.token_logprobs(hidden, head, batch.targets, batch.temperature, recipe)
+        draws = models.Draws(batch.targets, batch.draws.temperature)
+        logp, _ = models.token_logprobs(hidden, head, draws, recipe)
         rows = hidden.reshape(-1, hidden.shape[-1])
         logits = models.head_logits(rows, head, recipe).reshape(*batch.targets.shape, -1)
         return -(logp * batch.mask).sum(), logits

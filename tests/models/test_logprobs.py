@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from marks import slow
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import logprobs_of_logits, scaled_logits, token_logprobs
+from fp8rl_jax.models import Draws, logprobs_of_logits, scaled_logits, token_logprobs
 from fp8rl_jax.quant import get_recipe
 
 _TEMPERATURES = np.float32([1.0, 0.5, 1.7])
@@ -20,7 +20,11 @@ _TEMPERATURES = np.float32([1.0, 0.5, 1.7])
 
 @functools.cache
 def _program(recipe):
-    return exact_jit(functools.partial(token_logprobs, recipe=get_recipe(recipe)))
+    def logprobs(hidden, head, targets, temperature):
+        draws = Draws(targets, jnp.broadcast_to(temperature[:, None], targets.shape))
+        return token_logprobs(hidden, head, draws, get_recipe(recipe))
+
+    return exact_jit(logprobs)
 
 
 def _inputs(vocab, batch=3, length=5, width=40, seed=0, dtype=np.float32):
@@ -115,7 +119,8 @@ def test_gradients(length):
         loss = lambda h, w: (function(h, w) * weight).sum()
         return jax.jit(jax.grad(loss, (0, 1)))(hidden, head)
 
-    ours = of(lambda h, w: token_logprobs(h, w, targets, _TEMPERATURES, get_recipe("f32"))[0])
+    draws = Draws(targets, np.broadcast_to(_TEMPERATURES[:, None], targets.shape))
+    ours = of(lambda h, w: token_logprobs(h, w, draws, get_recipe("f32"))[0])
     plain = of(lambda h, w: _plain_logprobs(h, w, targets, _TEMPERATURES))
     for got, expected in zip(ours, plain, strict=True):
         scale = np.abs(expected).max()

@@ -9,7 +9,7 @@ import pytest
 from marks import quick_if
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import Truncation, token_divergences, token_logprobs
+from fp8rl_jax.models import Draws, Truncation, token_divergences, token_logprobs
 from fp8rl_jax.models.truncation import kept_tokens
 from fp8rl_jax.quant import get_recipe
 
@@ -81,8 +81,7 @@ def test_greedy_rows_keep_all_tokens_and_nan_is_kept():
     by_id, many = Truncation(2), jnp.zeros((2, 100))  # two ids cannot record a hundred tokens
     heat = jnp.asarray([1.0, 0.0])
     numbers = by_id.record(by_id.cut(many, heat).keeps(many), 100)
-    targets = jnp.asarray([1, 5])
-    read, _ = kept_tokens(by_id, many, targets, heat, numbers, 100)
+    read, _ = kept_tokens(Draws(jnp.asarray([1, 5]), heat, by_id, numbers), many, 100)
     assert numbers.shape == (2, 2) and read.sum(1).tolist() == [2, 100]
 
 
@@ -111,13 +110,13 @@ def test_logprobs_and_gradients_are_those_of_float64(recorded):
     if recorded:
         kept = truncation.record(jnp.asarray(keeps.reshape(15, -1)), 97).reshape(3, 5, -1)
     weight = rng.standard_normal((3, 5))
+    heat = np.broadcast_to(_HEAT[:, None], (3, 5))
 
     @exact_jit
     def logprobs(hidden, head, targets, weight, kept):
         def loss(hidden, head):
-            logp, entropy = token_logprobs(
-                hidden, head, targets, _HEAT, _F32, truncation=truncation, recorded=kept
-            )
+            draws = Draws(targets, heat, truncation, kept)
+            logp, entropy = token_logprobs(hidden, head, draws, _F32)
             return (logp * weight).sum(), (logp, entropy)
 
         return jax.grad(loss, (0, 1), has_aux=True)(hidden, head)
@@ -140,16 +139,11 @@ def test_logprobs_and_gradients_are_those_of_float64(recorded):
     many = None if kept is None else jnp.repeat(kept[:1, :1], len(tokens), 1)
 
     def score(truncation, recorded):
+        own_heat = np.full((1, len(tokens)), _HEAT[0])
+        draws = Draws(tokens[None].astype(np.int32), own_heat, truncation, recorded)
+
         def expected(head):
-            logp, _ = token_logprobs(
-                of_all,
-                head,
-                tokens[None].astype(np.int32),
-                _HEAT[:1],
-                _F32,
-                truncation=truncation,
-                recorded=recorded,
-            )
+            logp, _ = token_logprobs(of_all, head, draws, _F32)
             return (logp[0] * share.astype(np.float32)).sum()
 
         return np.abs(jax.jit(jax.grad(expected))(head)).max()
@@ -158,7 +152,7 @@ def test_logprobs_and_gradients_are_those_of_float64(recorded):
 
 
 def test_divergences_over_the_kept_tokens():
-    """Value and gradient against float64; 0 where the teacher is the policy."""
+    """Value and gradient against float64; 0 where the other model is the policy."""
     truncation, (hidden, head, scaled) = Truncation(0, 0.8), _case()
     rng = np.random.default_rng(2)
     other = rng.standard_normal(hidden.shape).astype(np.float32)
@@ -168,9 +162,9 @@ def test_divergences_over_the_kept_tokens():
     @exact_jit
     def divergence(hidden, other):
         def total(hidden):
-            found = token_divergences(
-                hidden, head, other, head, _HEAT, _F32, targets=targets, truncation=truncation
-            )
+            heat = np.broadcast_to(_HEAT[:, None], targets.shape)
+            draws = Draws(targets, heat, truncation)
+            found = token_divergences(hidden, head, (other, head), draws, _F32)
             return found.sum(), found
 
         return jax.grad(total, has_aux=True)(hidden)

@@ -16,7 +16,7 @@ from fp8rl_jax import train
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.config import saved_config
-from fp8rl_jax.models import token_divergences
+from fp8rl_jax.models import Draws, token_divergences
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.report.metrics import DRIFT_MAX
 from fp8rl_jax.rl.losses import none
@@ -41,6 +41,7 @@ def test_the_divergence_and_its_gradient(counts):
         (rng.standard_normal((n, vocabulary)) / np.sqrt(n)).astype(np.float32) for n in (24, 40)
     )
     temperature = np.float32([1.0, 0.5, 1.7])
+    targets = np.zeros((batch, length), np.int32)
     pull = rng.standard_normal((batch, length)).astype(np.float32)
     mask = np.ones((batch, length), bool)
     if counts:
@@ -50,8 +51,9 @@ def test_the_divergence_and_its_gradient(counts):
     @exact_jit
     def found(hidden, head):
         def value(hidden, head):
-            rows = hidden, head, other, other_head, temperature
-            return token_divergences(*rows, _F32, counts=given)
+            by_token = np.broadcast_to(temperature[:, None], targets.shape)
+            draws = Draws(targets, by_token, counts=given)
+            return token_divergences(hidden, head, (other, other_head), draws, _F32)
 
         kl, vjp = jax.vjp(value, hidden, head)
         return kl, vjp(pull * mask)
@@ -75,7 +77,13 @@ def test_a_policy_that_is_sure():
     head = rng.standard_normal((24, 37)).astype(np.float32)
     other = rng.standard_normal((1, 8, 24)).astype(np.float32)
     ones = np.ones(1, np.float32)
-    found = exact_jit(lambda *rows: token_divergences(*rows, _F32))(hidden, head, other, head, ones)
+    draws = Draws(np.zeros((1, 8), np.int32), np.ones((1, 8), np.float32))
+
+    @exact_jit
+    def divergences(hidden, head, other):
+        return token_divergences(hidden, head, (other, head), draws, _F32)
+
+    found = divergences(hidden, head, other)
     logp, logq = _log_softmax(hidden, head, ones), _log_softmax(other, head, ones)
     assert (logq - logp).max() > 120
     np.testing.assert_allclose(found, (np.exp(logp) * (logp - logq)).sum(-1), rtol=1e-5)
@@ -86,12 +94,13 @@ def test_equal_policies_do_not_diverge():
     rng = np.random.default_rng(1)
     hidden = jnp.asarray(rng.standard_normal((2, 9, 16)), jnp.bfloat16)
     head = jnp.asarray(rng.standard_normal((16, 50)), jnp.float32)
+    draws = Draws(np.zeros((2, 9), np.int32), np.ones((2, 9), np.float32))
 
     @exact_jit
     @jax.value_and_grad
     def total(hidden):
-        rows = hidden, head, jax.lax.stop_gradient(hidden), head, jnp.ones(2)
-        return token_divergences(*rows, get_recipe("fp8")).sum()
+        same = jax.lax.stop_gradient(hidden), head
+        return token_divergences(hidden, head, same, draws, get_recipe("fp8")).sum()
 
     value, gradient = total(hidden)
     assert value == 0 and not gradient.any()
