@@ -48,19 +48,6 @@ class Packing:
 
 
 @flax.struct.dataclass
-class TeacherOutputs:
-    """What gives a teacher's probabilities of every token of the vocabulary.
-
-    Attributes:
-      hidden: (B, R, D), its hidden state that predicts each response token.
-      head: (D, V), its output head; None while the batch is split.
-    """
-
-    hidden: Array
-    head: Array | None
-
-
-@flax.struct.dataclass
 class Batch:
     """Sequences to learn from, one row per response; with `packing` several a row.
 
@@ -81,7 +68,8 @@ class Batch:
       routing: {name of taps.ROUTING: (B, L, T, top_k)}, results of the rollout's routers to replay;
         {} for the learner's own routing.
       packing: where the sequences of a row are, or None.
-      teacher: a teacher's hidden states and output head, or None.
+      teacher_hidden: (B, R, D), a teacher's hidden state that predicts each response token.
+      teacher_head: (D, V), the teacher's output head, which has no rows; None while they are split.
       lengths: (B,) int32, number of tokens of prompt and response together; None with `packing`.
       truncation, kept: as in `Rollout`: log-probabilities are over the tokens that were kept when
         the targets were drawn. Without `kept` they are those that the truncation keeps of the
@@ -100,7 +88,8 @@ class Batch:
     ref_logprobs: Array
     routing: dict[str, Array] = flax.struct.field(default_factory=dict)
     packing: Packing | None = None
-    teacher: TeacherOutputs | None = None
+    teacher_hidden: Array = None
+    teacher_head: Array = None
     lengths: Array = None
     truncation: Truncation | None = flax.struct.field(pytree_node=False, default=None)
     kept: Array = None

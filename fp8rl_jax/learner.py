@@ -29,7 +29,7 @@ from jax import lax
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.kernels import resolve, sum_all, tree_norm
-from fp8rl_jax.micro_batches import join_parts, over_parts, split
+from fp8rl_jax.micro_batches import join_parts, over_parts
 from fp8rl_jax.models import (
     ONE_DEVICE,
     ForwardOutput,
@@ -52,7 +52,7 @@ from fp8rl_jax.models.logprobs import rows_at
 from fp8rl_jax.models.lora import base_of, merged, trained, with_base, with_trained, without_base
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, NOTHING, ROUTING, Observe, batch_axis
-from fp8rl_jax.quant import Recipe, get_recipe, merge_probes
+from fp8rl_jax.quant import Recipe, merge_probes
 from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
 from fp8rl_jax.rl.kl import Estimator
 from fp8rl_jax.rl.losses import TokenLoss, ppo
@@ -105,8 +105,14 @@ def new_state(
     """
     if scaling_state is None:
         scaling_state = init_scaling(params, recipe)
-    zeros = (jnp.int32(0), rng, jnp.int32(0))
-    return TrainState(params, optimizer.init(trained(params)), scaling_state, *zeros)
+    return TrainState(
+        params,
+        opt_state=optimizer.init(trained(params)),
+        scaling_state=scaling_state,
+        step=jnp.int32(0),
+        rng=rng,
+        data_state=jnp.int32(0),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,39 +135,58 @@ class LossConfig:
     teacher_coef: float = 0.0
 
 
-def _hidden(params, batch: Batch, model, recipe, rope, parallel, **more) -> ForwardOutput:
-    """Runs `forward`, with keywords `more`, on a batch's sequences up to the output head."""
-    given = {"rope": rope, "parallel": parallel, **batch.places, **more}
-    return forward(params, batch.tokens, model, recipe, output="hidden", **given)
+@dataclasses.dataclass(frozen=True)
+class ForwardPass:
+    """How the learner reads batches: static choices that its programs share.
+
+    Attributes:
+      model: shapes.
+      recipe: numerics.
+      parallel: the devices that share the work.
+      remat: what the backward pass recomputes, as for `forward`.
+    """
+
+    model: ModelConfig
+    recipe: Recipe
+    parallel: Parallel = ONE_DEVICE
+    remat: str = "none"
+
+    def hidden(self, params, batch: Batch, rope, observe: Observe = NOTHING) -> ForwardOutput:
+        """Runs `forward` on a batch's sequences up to the output head."""
+        return forward(
+            params,
+            batch.tokens,
+            self.model,
+            self.recipe,
+            **batch.places,
+            parallel=self.parallel,
+            rope=rope,
+            remat=self.remat,
+            output="hidden",
+            observe=observe,
+        )
 
 
 def response_logprobs(
-    params,
-    batch: Batch,
-    model: ModelConfig,
-    recipe: Recipe,
-    rope,
-    remat: str,
-    parallel: Parallel = ONE_DEVICE,
-    observe: Observe = NOTHING,
-    teacher_head: jax.Array | None = None,
+    forward_pass: ForwardPass, params, batch: Batch, rope, observe: Observe = NOTHING
 ) -> tuple[jax.Array, jax.Array, dict]:
     """Returns (logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
 
-    Arguments are those of `forward`. `batch.routing` replaces the routers' results. With the
-    teacher's output head, aux has 'teacher_kl' (B, R), the divergence from `batch.teacher`.
+    Arguments are those of `forward`. `batch.routing` replaces the routers' results. If the batch
+    has a teacher's hidden states, aux has 'teacher_kl' (B, R), the divergence from the teacher.
     """
-    everywhere = jnp.ones(model.num_hidden_layers, bool)
+    recipe = forward_pass.recipe
+    parallel = forward_pass.parallel
+    everywhere = jnp.ones(forward_pass.model.num_hidden_layers, bool)
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     replayed = dataclasses.replace(observe, swaps={**observe.swaps, **routing})
-    out = _hidden(params, batch, model, recipe, rope, parallel, remat=remat, observe=replayed)
+    out = forward_pass.hidden(params, batch, rope, replayed)
     hidden = rows_at(out.hidden, *batch.predictions)
-    head = output_head(params, model, parallel)
+    head = output_head(params, forward_pass.model, parallel)
     draws = batch.draws
     logp, entropy = token_logprobs(hidden, head, draws, recipe, parallel)
-    if batch.teacher is not None:
-        assert teacher_head is not None
-        other = batch.teacher.hidden, teacher_head
+    if batch.teacher_hidden is not None:
+        other = batch.teacher_hidden, batch.teacher_head
         out.aux["teacher_kl"] = token_divergences(hidden, head, other, draws, recipe, parallel)
     if LOGITS in observe.taps:
         logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe, parallel)
@@ -174,74 +199,69 @@ def keep_if(wanted: jax.Array, after, before):
     return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), after, before)
 
 
-def make_score(
-    model: ModelConfig, recipe: Recipe | str, parallel: Parallel = ONE_DEVICE
-) -> Callable:
+def _of_rows(
+    run: Callable[[Batch], jax.Array], batch: Batch, parallel: Parallel, micro_batches: int = 1
+) -> jax.Array:
+    """Returns ``run(batch)``, an array (B, ...), computed by micro-batches if there are several."""
+    if batch.packing is None and micro_batches == 1:
+        return run(batch)
+    _, rows = over_parts(
+        lambda part: ((), run(part)), lambda *_: (), batch, parallel, micro_batches
+    )
+    return join_parts(rows, 0)
+
+
+def make_score(forward_pass: ForwardPass) -> Callable:
     """Returns the jitted ``score(params, scaling_state, batch, rope) -> logp (B, R)``.
 
     It computes old and reference log-probabilities.
     """
-    recipe = get_recipe(recipe)
 
     def score(params, scaling_state, batch: Batch, rope):
-        weights = quantize_params(params, recipe, scaling_state)
+        weights = quantize_params(params, forward_pass.recipe, scaling_state)
 
         def run(part: Batch):
-            return (), response_logprobs(weights, part, model, recipe, rope, "none", parallel)[0]
+            return response_logprobs(forward_pass, weights, part, rope)[0]
 
-        if batch.packing is None:
-            return run(batch)[1]
-        _, logp = over_parts(run, lambda *_: (), *split(batch, parallel))
-        return join_parts(logp, 0)
+        return _of_rows(run, batch, forward_pass.parallel)
 
     return exact_jit(score)
 
 
-def make_hidden(
-    model: ModelConfig,
-    recipe: Recipe | str,
-    parallel: Parallel = ONE_DEVICE,
-    micro_batches: int = 1,
-) -> Callable:
+def make_hidden(forward_pass: ForwardPass, micro_batches: int = 1) -> Callable:
     """Returns the jitted ``hidden(weights, batch, rope) -> (B, R, D)``, the hidden state that
     predicts each response token, under weights of `quantize_params`. `micro_batches`: parts into
     which a batch of one sequence a row is split."""
-    recipe = get_recipe(recipe)
 
     def hidden(weights, batch: Batch, rope):
         def run(part: Batch):
-            out = _hidden(weights, part, model, recipe, rope, parallel)
-            return (), rows_at(out.hidden, *part.predictions)
+            out = forward_pass.hidden(weights, part, rope)
+            return rows_at(out.hidden, *part.predictions)
 
-        if batch.packing is None and micro_batches == 1:
-            return run(batch)[1]
-        _, found = over_parts(run, lambda *_: (), *split(batch, parallel, micro_batches))
-        return join_parts(found, 0)
+        return _of_rows(run, batch, forward_pass.parallel, micro_batches)
 
     return exact_jit(hidden)
 
 
-def count_experts(
-    weights, batch: Batch, model: ModelConfig, recipe: Recipe, rope, parallel: Parallel = ONE_DEVICE
-) -> jax.Array:
+def count_experts(forward_pass: ForwardPass, weights, batch: Batch, rope) -> jax.Array:
     """Returns (S, E) int32, the number of a batch's tokens that each expert gets.
 
     Replayed routing (`batch.routing`) is counted directly; without it, a forward pass is run.
 
     Args:
+      forward_pass, batch, rope: as for `response_logprobs`.
       weights: `quantize_params` of the masters.
-      batch, model, recipe, rope, parallel: as for `response_logprobs`.
     """
     if (chosen := batch.routing.get(ROUTING[0])) is not None:  # (B, L, T, k)
-        of_layer = functools.partial(expert_tokens, model, valid=batch.valid)
-        return jax.vmap(of_layer, in_axes=1)(chosen[:, model.dense_layers :])
-    out = _hidden(weights, batch, model, recipe, rope, parallel)
-    return out.aux["expert_tokens"]
+        of_layer = functools.partial(expert_tokens, forward_pass.model, valid=batch.valid)
+        return jax.vmap(of_layer, in_axes=1)(chosen[:, forward_pass.model.dense_layers :])
+    return forward_pass.hidden(weights, batch, rope).aux["expert_tokens"]
 
 
-def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
-    """Returns the counts of the probes: {operand class: {site: {count: (L,) or (L, E)}}}."""
-    health: dict = {}
+def _site_health(probes: dict, kv_health: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
+    """Returns the counts of the probes, and those of the KV cache, if there are any: {operand
+    class: {site: {count: (L,) or (L, E)}}}."""
+    health: dict = {"kv": {"layers.self_attn": kv_health}} if kv_health else {}
     for operand in ("activation", "gradient"):
         for site, probe in probes.items():
             found = getattr(probe, operand)
@@ -249,13 +269,6 @@ def _site_health(probes: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
                 counts = {count: found.counts[..., i] for i, count in enumerate(COUNTS)}
                 health.setdefault(OPERAND_CLASSES[operand], {})[site] = counts
     return health
-
-
-def _add(one, other):
-    """Adds two micro-batches' results; probes are merged."""
-    (value, grads, probes, sums), (value2, grads2, probes2, sums2) = one, other
-    value, grads, sums = jax.tree.map(jnp.add, (value, grads, sums), (value2, grads2, sums2))
-    return value, grads, merge_probes(probes, probes2), sums
 
 
 @flax.struct.dataclass
@@ -273,29 +286,89 @@ class Gradients:
     scaling_state: dict
 
 
-def make_gradients(
-    model: ModelConfig,
-    recipe: Recipe | str,
-    loss: LossConfig,
-    *,
-    parallel: Parallel = ONE_DEVICE,
-    micro_batches: int = 1,
-    remat: str = "none",
-    health: bool = False,
-    taps: tuple[str, ...] = (),
-) -> Callable:
-    """Returns ``gradients(state, batch, rope) -> (Gradients, logp, metrics)``, not jitted; it does
-    not read `state.opt_state`.
+class _Shared(NamedTuple):
+    """What the micro-batches of an update share.
 
-    Args:
-      model, recipe: shapes and numerics.
+    Attributes:
+      state: the state before the update.
+      weights: `quantize_params` of its masters.
+      probes: arguments whose gradients are observations of the scaling policies.
+      rope: tables of `rope_tables`.
+      loads: (S, E) int32, tokens of each expert in the update; None for those of the micro-batch.
+    """
+
+    state: TrainState
+    weights: Any
+    probes: dict
+    rope: Any
+    loads: jax.Array | None = None
+
+
+class _Sums(NamedTuple):
+    """Results of a micro-batch that are added up.
+
+    Attributes:
+      loss: () float32.
+      gradients: float32, by the trained parameters.
+      probes: observations of the scaling policies.
+      broken: (L,) bool, whether a layer's output is not finite.
+      counts: further sums, by their names in the metrics.
+      kv_health: as `ForwardOutput.aux` has it; {} if that is not collected.
+    """
+
+    loss: jax.Array
+    gradients: Any
+    probes: dict
+    broken: jax.Array
+    counts: dict[str, jax.Array]
+    kv_health: dict[str, jax.Array]
+
+    def plus(self, other: _Sums) -> _Sums:
+        """Returns the results of two micro-batches together."""
+        return _Sums(
+            self.loss + other.loss,
+            jax.tree.map(jnp.add, self.gradients, other.gradients),
+            merge_probes(self.probes, other.probes),
+            self.broken | other.broken,
+            jax.tree.map(jnp.add, self.counts, other.counts),
+            jax.tree.map(jnp.add, self.kv_health, other.kv_health),
+        )
+
+
+class _Rows(NamedTuple):
+    """Results of a micro-batch that have its rows.
+
+    Attributes:
+      logp: (B, R) float32.
+      tokens: {statistic of a token: (B, R) float32}.
+      taps: tapped values, with rows along `batch_axis`.
+    """
+
+    logp: jax.Array
+    tokens: dict[str, jax.Array]
+    taps: dict[str, jax.Array]
+
+    def joined(self) -> _Rows:
+        """Returns results (parts, ...) of micro-batches as those of their batch."""
+        return _Rows(
+            join_parts(self.logp, 0),
+            {name: join_parts(x, 0) for name, x in self.tokens.items()},
+            {name: join_parts(x, batch_axis(name)) for name, x in self.taps.items()},
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientProgram:
+    """A train step without its update, not jitted: ``program(state, batch, rope) -> (Gradients,
+    logp, metrics)``. It does not read `state.opt_state`.
+
+    Attributes:
+      forward_pass: shapes, numerics and devices.
       loss: static choices of the loss.
-      parallel: the devices that share the work.
       micro_batches: number of parts into which the batch is split along B; gradients are added.
         A packed batch has as many as it has rows for each device, and runs those that are filled.
         With `router_aux_coef` and more than one part, experts' tokens are first counted over all
         parts, which costs a forward pass unless the routing is replayed.
-      remat: argument of `forward`.
       health: also count what quantisation lost, by operand class, site and layer.
       taps: intermediate values to return as well: names of models/taps.py, and 'logits'.
 
@@ -313,125 +386,112 @@ def make_gradients(
         health: {'activations' | 'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}
         taps: {name: (L, B, T, ...), (B, T, ...) outside the layers, or 'logits' (B, R, V)}
     """
-    recipe = get_recipe(recipe)
-    collect = ("kv_health",) * health + ("expert_probability",) * (loss.router_aux_coef > 0)
-    objective = _Objective(model, recipe, loss, parallel, remat, collect, taps)
-    differentiated = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
-    def gradients(state: TrainState, batch: Batch, rope):
+    forward_pass: ForwardPass
+    loss: LossConfig = LossConfig()
+    micro_batches: int = 1
+    health: bool = False
+    taps: tuple[str, ...] = ()
+
+    def __call__(self, state: TrainState, batch: Batch, rope) -> tuple[Gradients, Array, dict]:
+        recipe = self.forward_pass.recipe
         params = merged(
             state.params,
             keep_quantised=True,
             dtype=recipe.compute_dtype,
             exact=recipe.kernels == "exact",
         )
-        head = None
-        if batch.teacher is not None:  # no row has a part of the head
-            head = batch.teacher.head
-            rows = dataclasses.replace(batch.teacher, head=None)
-            batch = dataclasses.replace(batch, teacher=rows)
         weights = quantize_params(params, recipe, state.scaling_state)
-        probes = init_probes(params, recipe, health)
-        shared = _Shared(state, weights, rope, head)
-
-        def run(part: Batch, shared: _Shared):
-            (value, of_part), (grads, seen) = differentiated(
-                trained(state.params), probes, part, shared
-            )
-            sums, tokens, finite, tapped = of_part
-            return (value, grads, seen, sums), (tokens, ~finite, tapped)
-
-        if micro_batches == 1 and batch.packing is None:
-            total, (tokens, broken, tapped) = run(batch, shared)
-        else:
-            assert batch.packing is None or not taps
-            parts = split(batch, parallel, micro_batches)
-            # The balance loss of each micro-batch is weighted by an expert's share of the update's
-            # tokens, which must be known before the first micro-batch.
-            if loss.router_aux_coef > 0:
-
-                def count(part: Batch):
-                    return count_experts(weights, part, model, recipe, rope, parallel), ()
-
-                shared = shared._replace(loads=over_parts(count, jnp.add, *parts)[0])
-            of_part = functools.partial(run, shared=shared)
-            total, (tokens, broken, tapped) = over_parts(of_part, _add, *parts)
-            tokens = jax.tree.map(lambda x: join_parts(x, 0), tokens)
-            broken = broken.any(axis=0)
-            tapped = {name: join_parts(x, batch_axis(name)) for name, x in tapped.items()}
-        value, grads, seen, sums = total
-        logp, per_token = tokens
-        norm = (tree_norm if resolve(recipe.kernels) == "reference" else optax.tree.norm)(grads)
-        good = jnp.isfinite(value) & jnp.isfinite(norm)
+        probes = init_probes(params, recipe, self.health)
+        sums, rows = self._of_batch(_Shared(state, weights, probes, rope), batch)
+        norm = (tree_norm if resolve(recipe.kernels) == "reference" else optax.tree.norm)(
+            sums.gradients
+        )
+        good = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         changes = good & (batch.weights != 0).any()
-        scaling = update_scaling(params, recipe, state.scaling_state, seen)
+        scaling = update_scaling(params, recipe, state.scaling_state, sums.probes)
         scaling = keep_if(changes, scaling, state.scaling_state)
-        metrics = {
-            "loss": value,
+        metrics = sums.counts | {
+            "loss": sums.loss,
             "grad_norm": norm,
             "good": good,
-            "bad_layer": jnp.where(broken.any(), jnp.argmax(broken), -1),
+            "bad_layer": jnp.where(sums.broken.any(), jnp.argmax(sums.broken), -1),
             "checksum": checksum(weights),
-            "tokens": per_token,
-            **{name: x for name, x in sums.items() if name != "kv_health"},
+            "tokens": rows.tokens,
         }
-        if health:
-            metrics["health"] = _site_health(seen)
-            if "kv_health" in sums:
-                metrics["health"]["kv"] = {"layers.self_attn": sums["kv_health"]}
-        if taps:
-            metrics["taps"] = tapped
-        return Gradients(grads, changes, scaling), logp, metrics
+        if self.health:
+            metrics["health"] = _site_health(sums.probes, sums.kv_health)
+        if self.taps:
+            metrics["taps"] = rows.taps
+        return Gradients(sums.gradients, changes, scaling), rows.logp, metrics
 
-    return gradients
+    def _of_batch(self, shared: _Shared, batch: Batch) -> tuple[_Sums, _Rows]:
+        """Returns the results of all micro-batches together."""
+        if self.micro_batches == 1 and batch.packing is None:
+            return self._of_part(shared, batch)
+        assert batch.packing is None or not self.taps
+        over_rows = functools.partial(
+            over_parts,
+            batch=dataclasses.replace(batch, teacher_head=None),
+            parallel=self.forward_pass.parallel,
+            micro_batches=self.micro_batches,
+        )
+        # The balance loss of each micro-batch is weighted by an expert's share of the update's
+        # tokens, which must be known before the first micro-batch.
+        if self.loss.router_aux_coef > 0:
 
+            def count(part: Batch):
+                loads = count_experts(self.forward_pass, shared.weights, part, shared.rope)
+                return loads, ()
 
-class _Shared(NamedTuple):
-    """The arguments of the loss that all micro-batches of an update share.
+            shared = shared._replace(loads=over_rows(count, jnp.add)[0])
 
-    Attributes:
-      state: the state before the update.
-      weights: `quantize_params` of its masters.
-      rope: tables of `rope_tables`.
-      teacher_head: the teacher's output head; None without one.
-      loads: (S, E) int32, tokens of each expert in the update; None for those of the micro-batch.
-    """
+        def run(part: Batch) -> tuple[_Sums, _Rows]:
+            part = dataclasses.replace(part, teacher_head=batch.teacher_head)
+            return self._of_part(shared, part)
 
-    state: TrainState
-    weights: Any
-    rope: Any
-    teacher_head: jax.Array | None
-    loads: jax.Array | None = None
+        sums, rows = over_rows(run, _Sums.plus)
+        return sums, rows.joined()
 
+    def _of_part(self, shared: _Shared, part: Batch) -> tuple[_Sums, _Rows]:
+        """Returns the results of a micro-batch."""
 
-@dataclasses.dataclass(frozen=True)
-class _Objective:
-    """The loss of a micro-batch as a function of the trained parameters and the probes; fields are
-    arguments of `make_gradients`, `collect` is that of `forward`."""
+        def loss(values, probes):
+            return self._loss(shared, part, values, probes)
 
-    model: ModelConfig
-    recipe: Recipe
-    loss: LossConfig
-    parallel: Parallel
-    remat: str
-    collect: tuple[str, ...]
-    taps: tuple[str, ...]
+        differentiated = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        values = trained(shared.state.params)
+        (value, (counts, rows, aux)), (gradients, observed) = differentiated(values, shared.probes)
+        sums = _Sums(
+            loss=value,
+            gradients=gradients,
+            probes=observed,
+            broken=~aux["finite"],
+            counts=counts,
+            kv_health=aux.get("kv_health", {}),
+        )
+        return sums, rows
 
-    def __call__(self, values, probes, part: Batch, shared: _Shared):
-        """Returns (loss, (sums over tokens, (logp, statistics of tokens), finite layers, taps))."""
-        state, loss = shared.state, self.loss
-        params = with_trained(state.params, values)
-        paired = trainable_params(params, shared.weights, self.recipe, state.scaling_state, probes)
+    def _loss(self, shared: _Shared, part: Batch, values, probes):
+        """Returns (the loss of a micro-batch as a function of the trained parameters and the
+        probes, (`_Sums.counts`, `_Rows`, aux of `forward`))."""
+        loss = self.loss
+        paired = trainable_params(
+            with_trained(shared.state.params, values),
+            shared.weights,
+            self.forward_pass.recipe,
+            shared.state.scaling_state,
+            probes,
+        )
+        collect = ["kv_health"] if self.health else []
+        if loss.router_aux_coef > 0:
+            collect.append("expert_probability")
         logp, entropy, aux = response_logprobs(
+            self.forward_pass,
             paired,
             part,
-            self.model,
-            self.recipe,
             shared.rope,
-            self.remat,
-            self.parallel,
-            Observe(self.taps, collect=self.collect),
-            teacher_head=shared.teacher_head,
+            observe=Observe(self.taps, collect=tuple(collect)),
         )
         counts = part.weights != 0
         sequences = {} if part.packing is None else {"sequences": part.sequences}
@@ -446,45 +506,45 @@ class _Objective:
         if loss.teacher_coef:
             tokens["teacher_kl"] = aux["teacher_kl"]
             each = each + loss.teacher_coef * tokens["teacher_kl"]
-        value = sum_all(jnp.where(counts, each * part.weights, 0.0), self.parallel.replicate)
-        sums = {name: aux[name] for name in ("expert_tokens", "kv_health") if name in aux}
+        each = jnp.where(counts, each * part.weights, 0.0)
+        value = sum_all(each, self.forward_pass.parallel.replicate)
+        sums = {name: aux[name] for name in ("expert_tokens",) if name in aux}
         if loss.router_aux_coef:
             loads = aux["expert_tokens"] if shared.loads is None else shared.loads
-            balance = load_balance_loss(self.model, loads, aux["expert_probability"])
-            sums["router_aux_loss"] = balance
-            value = value + loss.router_aux_coef * balance
-        return value, (sums, (logp, tokens), aux["finite"], aux.get("taps", {}))
+            sums["router_aux_loss"] = load_balance_loss(
+                self.forward_pass.model, loads, aux["expert_probability"]
+            )
+            value = value + loss.router_aux_coef * sums["router_aux_loss"]
+        return value, (sums, _Rows(logp, tokens, aux.get("taps", {})), aux)
 
 
 def make_train_step(
-    model: ModelConfig,
-    recipe: Recipe | str,
+    gradients: GradientProgram,
     optimizer: optax.GradientTransformation,
-    loss: LossConfig,
     *,
     donate: bool = True,
     shardings: dict | None = None,
-    **options,
 ) -> Callable:
-    """Returns the jitted ``train_step(state, batch, rope) -> (state, logp, metrics)``, a
-    `TrainStep`.
+    """Returns the jitted ``train_step(state, batch, rope, base=None) -> (state, logp, metrics)``.
 
     Args:
-      model, recipe, loss: as for `make_gradients`, which describes `logp` and `metrics`.
+      gradients: the step without its update; describes `logp` and `metrics`.
       optimizer: result of `make_optimizer`, or another of optax.
       donate: give the state's memory to the new state; False leaves the old state usable.
       shardings: keywords for jit on a mesh.
-      options: keywords of `make_gradients`.
+
+    `base` is the frozen base of a state that lacks it (`step_arguments`), as the new one does: it
+    is never donated, because it may be the reference policy's too.
 
     If loss or gradients are not finite, or if no token of the batch counts, the returned state is
     the state before the step: without a gradient, the optimiser's momentum would still move the
     weights.
     """
-    gradients = make_gradients(model, recipe, loss, **options)
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def train_step(state: TrainState, base, batch: Batch, rope):
-        found, logp, metrics = gradients(with_base(state, base), batch, rope)
+    def train_step(state: TrainState, batch: Batch, rope, base=None):
+        whole = state if base is None else with_base(state, base)
+        found, logp, metrics = gradients(whole, batch, rope)
 
         def update(state: TrainState, found: Gradients) -> TrainState:
             values = trained(state.params)
@@ -500,35 +560,15 @@ def make_train_step(
 
         # XLA:CPU chooses between numbers in more passes, with copies of the old moments; XLA:GPU
         # copies what a branch returns.
-        if resolve(get_recipe(recipe).kernels) == "reference":
+        if resolve(gradients.forward_pass.recipe.kernels) == "reference":
             new = lax.cond(found.changes, update, lambda state, found: state, state, found)
         else:
             new = keep_if(found.changes, update(state, found), state)
         return new, logp, metrics
 
-    donated = {"donate_argnums": 0} if donate else {}
-    return TrainStep(exact_jit(train_step, **donated, **(shardings or {})))
+    return exact_jit(train_step, donate_argnums=0 if donate else (), **(shardings or {}))
 
 
-class TrainStep:
-    """A jitted train step that never donates the frozen base of a state, which may be the
-    reference policy's too."""
-
-    def __init__(self, program: Any):
-        self._program = program
-
-    @staticmethod
-    def _arguments(state: TrainState, batch: Batch, rope) -> tuple:
-        return without_base(state), base_of(state.params), batch, rope
-
-    def __call__(self, state: TrainState, batch: Batch, rope) -> tuple[TrainState, Array, dict]:
-        new, *others = self._program(*self._arguments(state, batch, rope))
-        return with_base(new, base_of(state.params)), *others
-
-    def trace(self, state: TrainState, batch: Batch, rope) -> jax.stages.Traced:
-        """Traces the program, as `jax.jit` does."""
-        return self._program.trace(*self._arguments(state, batch, rope))
-
-    def lower(self, state: TrainState, batch: Batch, rope) -> jax.stages.Lowered:
-        """Lowers the program, as `jax.jit` does."""
-        return self._program.lower(*self._arguments(state, batch, rope))
+def step_arguments(state: TrainState, batch: Batch, rope) -> tuple:
+    """Returns the arguments of a train step that does not donate the state's frozen base."""
+    return without_base(state), batch, rope, base_of(state.params)

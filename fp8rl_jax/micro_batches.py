@@ -17,14 +17,16 @@ from fp8rl_jax.batch import Batch
 from fp8rl_jax.models import Parallel
 
 
-def split(
-    batch: Batch, parallel: Parallel, micro_batches: int = 1
-) -> tuple[Batch, jax.Array | None]:
-    """Returns a batch as micro-batches (count, rows, ...), and how many of them hold anything,
-    () int32, or None for all.
+def over_parts(
+    run: Callable, add: Callable, batch: Batch, parallel: Parallel, micro_batches: int = 1
+):
+    """Runs ``run(part) -> (result, rest)`` on the micro-batches of a batch.
 
     Row r goes to micro-batch r % count, so that each device keeps its rows. Those of a packed batch
-    have one row for each device, whatever `micro_batches` says.
+    have one row for each device, whatever `micro_batches` says; only the first ones hold anything.
+
+    Returns (the sum of the results by `add`, the rests (count, ...)). Micro-batches that hold
+    nothing are not run; their rests are 0.
     """
     filled = None
     if batch.packing is not None:
@@ -32,20 +34,10 @@ def split(
         holds = batch.valid.any(1).reshape(-1, micro_batches).any(0)
         filled = holds.sum(dtype=jnp.int32)
     parts = jax.tree.map(lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), batch)
-    return parts, filled
-
-
-def over_parts(run: Callable, add: Callable, parts: Batch, filled: jax.Array | None):
-    """Runs ``run(part) -> (result, rest)`` on micro-batches.
-
-    Returns (the sum of the results by `add`, the rests (count, ...)). Only the first `filled`
-    micro-batches are run, if given; the rests of others are 0.
-    """
 
     def part_at(index: int | jax.Array) -> Batch:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), parts)
 
-    count = len(parts.tokens)
     total, rests = jax.eval_shape(run, part_at(0))
     total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), total)
     if filled is None:
@@ -61,7 +53,7 @@ def over_parts(run: Callable, add: Callable, parts: Batch, filled: jax.Array | N
         put = functools.partial(lax.dynamic_update_index_in_dim, index=index, axis=0)
         return add(carried[0], result), jax.tree.map(put, carried[1], rest)
 
-    rests = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), rests)
+    rests = jax.tree.map(lambda x: jnp.zeros((micro_batches, *x.shape), x.dtype), rests)
     return lax.fori_loop(0, filled, step, (total, rests))
 
 

@@ -135,14 +135,14 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
     served = engine.refit(state)
     version = Version(served.weights, int(served.version), np.asarray(state.rng))
     stream = Stream(runtime.questions["train"], config.rollout.prompts_per_step, config.run.seed)
-    settings = {
-        "parallel": runtime.layout.parallel,
-        "micro_batches": config.learner.gradient_accumulation_steps,
-        "remat": config.learner.remat,
+    parts = config.learner.gradient_accumulation_steps
+    forward_passes = {
+        name: engine.forward_pass(recipe, config.learner.remat)
+        for name, recipe in BACKWARDS.items()
     }
     programs = {
-        name: exact_jit(learner.make_gradients(runtime.model, recipe, engine.loss, **settings))
-        for name, recipe in BACKWARDS.items()
+        name: exact_jit(learner.GradientProgram(forward_pass, engine.loss, parts))
+        for name, forward_pass in forward_passes.items()
     }
     sums = {name: _Sums() for name in BACKWARDS}
     progress = Part("batches", batches, note)

@@ -281,13 +281,12 @@ def _make_score(
 ) -> Callable:
     """Returns (weights, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
     model, parallel = runtime.model, runtime.layout.parallel
+    forward_pass = runtime.engine.forward_pass(recipe)
     taps = taps if head is None else (*taps, _HIDDEN)
 
     @exact_jit
     def score(weights, batch: Batch, rope):
-        logp, entropy, aux = response_logprobs(
-            weights, batch, model, recipe, rope, "none", parallel, Observe(taps)
-        )
+        logp, entropy, aux = response_logprobs(forward_pass, weights, batch, rope, Observe(taps))
         found = aux["taps"]
         if head is not None:
             shape = batch.targets.shape

@@ -19,6 +19,7 @@ from small_models import NARROW
 
 from fp8rl_jax import learner, models
 from fp8rl_jax.batch import Batch, make_batch
+from fp8rl_jax.quant import get_recipe
 
 _MODEL = dataclasses.replace(NARROW, num_hidden_layers=1)
 _ROWS, _TOKENS, _RESPONSE = 8, 16, 6
@@ -27,9 +28,9 @@ _SGD = optax.sgd(0.05)
 
 @functools.cache
 def _step(micro_batches: int):
-    return learner.make_train_step(
-        _MODEL, "f32", _SGD, learner.LossConfig(), micro_batches=micro_batches
-    )
+    forward_pass = learner.ForwardPass(_MODEL, get_recipe("f32"))
+    gradients = learner.GradientProgram(forward_pass, micro_batches=micro_batches)
+    return learner.make_train_step(gradients, _SGD)
 
 
 def _batch() -> Batch:

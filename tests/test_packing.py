@@ -70,7 +70,8 @@ def _rope():
 
 
 def _score(batch: Batch, recipe: str, params) -> np.ndarray:
-    return np.asarray(learner.make_score(NARROW, recipe)(params, {}, batch, _rope()))
+    score = learner.make_score(learner.ForwardPass(NARROW, get_recipe(recipe)))
+    return np.asarray(score(params, {}, batch, _rope()))
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
@@ -163,7 +164,9 @@ def test_gradients_are_those_of_rows(name):
     config = learner.LossConfig(loss)
     if kl:
         config = learner.LossConfig(loss, lambda logp, ref: (logp - ref) ** 2, kl)
-    step = learner.make_train_step(NARROW, "f32", _SGD, config, donate=False)
+    forward_pass = learner.ForwardPass(NARROW, get_recipe("f32"))
+    gradients = learner.GradientProgram(forward_pass, config)
+    step = learner.make_train_step(gradients, _SGD, donate=False)
     params = initial_params(NARROW)
     state = learner.new_state(params, _SGD, np.zeros(2, np.uint32), "f32")
     for lengths in (_LENGTHS, [(1, 2), *_LENGTHS[:8]], [(2, 2)] * 9, _SHARED[:9]):
@@ -184,7 +187,7 @@ def test_gradients_are_those_of_rows(name):
             largest = np.abs(one - start).max()
             assert largest > 1e-6
             np.testing.assert_allclose(two - start, one - start, atol=1e-5 * largest)
-    assert step._program._cache_size() == 3  # rows, packed rows, and those with shared prompts
+    assert step._cache_size() == 3  # rows, packed rows, and those with shared prompts
 
 
 def test_the_head_is_kept_once():

@@ -21,6 +21,7 @@ from fp8rl_jax import learner, models
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import make_batch
 from fp8rl_jax.models.taps import ROUTING
+from fp8rl_jax.quant import get_recipe
 
 MODEL = models.ModelConfig(
     512, 256, 512, 4, 4, 2, 64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
@@ -42,10 +43,11 @@ def main() -> None:
     replayed = dataclasses.replace(plain, routing={ROUTING[0]: chosen.astype(np.int32)})
     rope = tuple(map(jnp.asarray, models.rope_tables(MODEL, length)))
     cases = {"without": (0.0, plain), "balanced": (0.01, plain), "replayed": (0.01, replayed)}
+    forward_pass = learner.ForwardPass(MODEL, get_recipe("fp8"))
     steps, seconds = {}, {name: [] for name in cases}
     for name, (coefficient, batch) in cases.items():
         loss = learner.LossConfig(router_aux_coef=coefficient)
-        steps[name] = exact_jit(learner.make_gradients(MODEL, "fp8", loss, micro_batches=PARTS))
+        steps[name] = exact_jit(learner.GradientProgram(forward_pass, loss, PARTS))
         jax.block_until_ready(steps[name](state, batch, rope))
     for _ in range(TURNS):
         for name, (_, batch) in cases.items():

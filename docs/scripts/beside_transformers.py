@@ -34,6 +34,7 @@ def _ours(name: str, recipe: str) -> Callable[[], None]:
     from fp8rl_jax import learner, models
     from fp8rl_jax.batch import make_batch
     from fp8rl_jax.models.presets import preset
+    from fp8rl_jax.quant import get_recipe
     from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
     model, length = preset(name), _PROMPT + _RESPONSE
@@ -45,7 +46,8 @@ def _ours(name: str, recipe: str) -> Callable[[], None]:
     optimizer = make_optimizer(learning_rates(1e-4, 1), 0.9, 0.99, 0.0, 1.0)
     params = models.init_params(model, jax.random.key(0, impl="threefry2x32"))
     state = learner.new_state(params, optimizer, np.zeros(2, np.uint32), recipe)
-    step = learner.make_train_step(model, recipe, optimizer, learner.LossConfig())
+    gradients = learner.GradientProgram(learner.ForwardPass(model, get_recipe(recipe)))
+    step = learner.make_train_step(gradients, optimizer)
     rope = tuple(map(jnp.asarray, models.rope_tables(model, length)))
 
     def run() -> None:

@@ -181,8 +181,9 @@ def _ours(recipe: str, tail: bool, versions: int = 1):
     from fp8rl_jax.batch import make_batch, pack
     from fp8rl_jax.bench import rollout as bench
     from fp8rl_jax.data import join
-    from fp8rl_jax.learner import LossConfig, make_train_step, new_state
+    from fp8rl_jax.learner import ForwardPass, GradientProgram, make_train_step, new_state
     from fp8rl_jax.models import ModelConfig, init_params, pages_of
+    from fp8rl_jax.quant import get_recipe
     from fp8rl_jax.rl.advantages import group_mean, group_std
     from fp8rl_jax.rollout import Batching, ContinuousSampler, HalvedSampler, make_refit
     from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
@@ -200,7 +201,8 @@ def _ours(recipe: str, tail: bool, versions: int = 1):
             sample = _Partial(sample, rows, new)
     else:
         sample = HalvedSampler(model, recipe, cell.settings)
-    refit, train_step = make_refit(recipe), make_train_step(model, recipe, optimizer, LossConfig())
+    refit, gradients = make_refit(recipe), GradientProgram(ForwardPass(model, get_recipe(recipe)))
+    train_step = make_train_step(gradients, optimizer)
     weights = refit(state.params)[0]
     limits = np.full(rows, new, np.int32)
     _, prompts, requests = bench.arguments(model, weights, cell, rows, limits)

@@ -108,6 +108,7 @@ def measure(variant: str, repeats: int) -> dict[str, float]:
     import fp8rl_jax.learner as learner
     from fp8rl_jax.batch import make_batch
     from fp8rl_jax.models import ModelConfig, init_params, rope_tables
+    from fp8rl_jax.quant import get_recipe
 
     VARIANTS[variant]()
     found = {}
@@ -144,9 +145,9 @@ def measure(variant: str, repeats: int) -> dict[str, float]:
                 jax.random.key_data(jax.random.key(1, impl="threefry2x32")),
                 recipe,
             )
-            step = learner.make_train_step(
-                model, recipe, optimizer, learner.LossConfig(), health=True, donate=False
-            )
+            forward_pass = learner.ForwardPass(model, get_recipe(recipe))
+            gradients = learner.GradientProgram(forward_pass, health=True)
+            step = learner.make_train_step(gradients, optimizer, donate=False)
             jax.block_until_ready(step(state, batch, rope))
             times = []
             for _ in range(repeats):

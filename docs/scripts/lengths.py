@@ -21,6 +21,7 @@ import optax
 
 from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.batch import Batch, make_batch, pack
+from fp8rl_jax.quant import get_recipe
 
 _TIMES = 5
 _PROMPTS, _RESPONSES = 1024, 256  # of the second table
@@ -63,7 +64,8 @@ class Case:
 def _table(recipe: str, cases: dict[str, Case], base: str, longest: int) -> None:
     """Prints the CPU seconds of cases, of at most `longest` tokens, over those of `base`."""
     optimizer = optax.adam(1e-3)
-    step = learner.make_train_step(_MODEL, recipe, optimizer, learner.LossConfig(), donate=False)
+    gradients = learner.GradientProgram(learner.ForwardPass(_MODEL, get_recipe(recipe)))
+    step = learner.make_train_step(gradients, optimizer, donate=False)
     params = models.init_params(_MODEL, jax.random.key(0, impl="threefry2x32"))
     state = learner.new_state(params, optimizer, np.zeros(2, np.uint32), recipe)
     rope = tuple(map(jnp.asarray, models.rope_tables(_MODEL, longest)))

@@ -20,6 +20,7 @@ from fp8rl_jax.batch import make_batch
 from fp8rl_jax.bench.rollout import SMALL
 from fp8rl_jax.models import lora
 from fp8rl_jax.models.presets import preset
+from fp8rl_jax.quant import get_recipe
 
 _TIMES, _ROWS, _PROMPT, _RESPONSE = 4, 8, 32, 96
 _RANK = 16
@@ -45,7 +46,8 @@ def _cases(model: models.ModelConfig):
         if base:
             own = lora.adapted(params, _RANK, 2.0 * _RANK, ("*",), base, key)
         state = learner.new_state(own, optimizer, np.zeros(2, np.uint32), "fp8")
-        step = learner.make_train_step(model, "fp8", optimizer, learner.LossConfig(), donate=False)
+        gradients = learner.GradientProgram(learner.ForwardPass(model, get_recipe("fp8")))
+        step = learner.make_train_step(gradients, optimizer, donate=False)
         yield (f"adapters on a base in {base}" if base else "all parameters"), step, state
 
 

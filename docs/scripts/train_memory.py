@@ -50,7 +50,8 @@ def temporary_bytes(name: str) -> int:
         params = models.init_params(MODEL, jax.random.key(0, impl="threefry2x32"))
         return learner.new_state(params, optimizer, jnp.zeros(2, jnp.uint32), recipe)
 
-    step = learner.make_train_step(MODEL, recipe, optimizer, learner.LossConfig())
+    gradients = learner.GradientProgram(learner.ForwardPass(MODEL, get_recipe(recipe)))
+    step = learner.make_train_step(gradients, optimizer)
     compiled = step.lower(jax.eval_shape(start), batch, rope).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 

@@ -20,7 +20,7 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import of_sequences
 from fp8rl_jax.drift.operations import tapped_values
 from fp8rl_jax.envs import Question
-from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs
+from fp8rl_jax.learner import LossConfig, TrainState, response_logprobs, step_arguments
 from fp8rl_jax.models import Swap, quantize_params, trainable_params
 from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.rl.losses import reinforce
@@ -123,7 +123,7 @@ class Programs:
         )
         if not taps:
             return rt.engine.update(state, batch, step, distil=False)[1], {}
-        _, logp, metrics = step(state, rt.layout.by_rows(batch), rt.engine.rope)
+        _, logp, metrics = step(*step_arguments(state, rt.layout.by_rows(batch), rt.engine.rope))
         return processes.fetch((logp, metrics["taps"]))
 
     def learner_weights(self) -> dict:
@@ -150,18 +150,12 @@ class Programs:
         names, nowhere = tuple(taps), np.zeros(layers, bool)
         values = {name: jnp.asarray(value) for name, value in taps.items()}
         batch = rt.layout.by_rows(batch)
+        forward_pass = rt.engine.forward_pass(recipe, rt.config.learner.remat)
 
         def objective(params, weights, state, batch, rope, swaps):
             paired = trainable_params(params, weights, recipe, state.scaling_state)
             logp, _, aux = response_logprobs(
-                paired,
-                batch,
-                rt.model,
-                recipe,
-                rope,
-                rt.config.learner.remat,
-                rt.layout.parallel,
-                observe=Observe(names, swaps),
+                forward_pass, paired, batch, rope, Observe(names, swaps)
             )
             return (logp * batch.mask).sum(), (logp, aux["taps"])
 

@@ -58,7 +58,7 @@ class Workload:
       micro_batches: number of micro-batches of an update, one after the other.
       remat: 'none' or 'full', as in `forward`.
       counts: whether a forward pass before the micro-batches counts the experts' tokens
-        (`learner.make_gradients`).
+        (`learner.GradientProgram`).
       capacity: tokens of a row of several sequences (`learner.tokens_per_batch`); 0 without such.
     """
 

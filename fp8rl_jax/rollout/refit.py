@@ -25,7 +25,7 @@ from jax import lax
 from fp8rl_jax.base.exact_jit import exact_jit, exact_when_called
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.kernels import K_BLOCK
-from fp8rl_jax.micro_batches import over_parts, split
+from fp8rl_jax.micro_batches import over_parts
 from fp8rl_jax.models import (
     ONE_DEVICE,
     ModelConfig,
@@ -121,7 +121,7 @@ def make_calibrate(
             amax = run(batch)[0]
         else:
             largest = functools.partial(jax.tree.map, jnp.maximum)
-            amax = over_parts(run, largest, *split(batch, parallel))[0]
+            amax = over_parts(run, largest, batch, parallel)[0]
         return calibrated_scales(amax, margin, step)
 
     return exact_jit(calibrate)

@@ -21,12 +21,14 @@ from fp8rl_jax import sharding
 from fp8rl_jax.batch import make_batch
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import ByteTokenizer
+from fp8rl_jax.learner import step_arguments
 from fp8rl_jax.models import rope_tables
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.plan import h200
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
+from fp8rl_jax.training.offload import OffloadedStep
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.teacher import with_teacher_shapes
 
@@ -97,9 +99,13 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
 
 
 def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
-    """Traces the train step of RL on one minibatch: gradients and the optimiser's update."""
-    arguments = _train_arguments(runtime, runtime.minibatch_samples)
-    return runtime.engine.compiled_update.trace(*arguments)
+    """Traces the train step of RL on one minibatch: gradients and the optimiser's update, with
+    offloaded moments the gradients alone."""
+    state, batch, rope = _train_arguments(runtime, runtime.minibatch_samples)
+    step = runtime.engine.compiled_update
+    if isinstance(step, OffloadedStep):
+        return step.gradients.trace(dataclasses.replace(state, opt_state=None), batch, rope)
+    return step.trace(*step_arguments(state, batch, rope))
 
 
 def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
@@ -116,7 +122,10 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
         "rollout": sampling.engine.sampler.trace(sampling.layout.weight_shapes, prompts, requests),
         "train step": trace_train_step(runtime),
         "score": runtime.engine.compiled_score.trace(
-            state.params, state.scaling_state, dataclasses.replace(batch, teacher=None), rope
+            state.params,
+            state.scaling_state,
+            dataclasses.replace(batch, teacher_hidden=None, teacher_head=None),
+            rope,
         ),
     }
 

@@ -27,7 +27,7 @@ from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import join
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.models import init_params, init_scaling, param_shardings, rope_tables
-from fp8rl_jax.models.lora import base_of, without_base
+from fp8rl_jax.models.lora import base_of, with_base, without_base
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.plan.bytes import device_memory
 from fp8rl_jax.plan.rollout import plan_rollout
@@ -341,16 +341,17 @@ class JaxEngine:
 
     # Learner.
 
-    def _make_score(self, recipe: Recipe):
-        return learner.make_score(self.resolved.model, recipe, self.layout.parallel)
+    def forward_pass(self, recipe: Recipe, remat: str = "none") -> learner.ForwardPass:
+        """Returns how the learner reads batches under a recipe."""
+        return learner.ForwardPass(self.resolved.model, recipe, self.layout.parallel, remat)
 
     @functools.cached_property
     def compiled_score(self):
-        return self._make_score(self.resolved.learner_recipe)
+        return learner.make_score(self.forward_pass(self.resolved.learner_recipe))
 
     @functools.cached_property
     def compiled_reference_score(self):
-        return self._make_score(self.resolved.reference_recipe)
+        return learner.make_score(self.forward_pass(self.resolved.reference_recipe))
 
     def packed(self, batch: Batch) -> tuple[Batch, Slots | None]:
         """Returns a batch as the learner takes it, on the host: with `learner.tokens_per_batch`
@@ -411,22 +412,22 @@ class JaxEngine:
 
         `taps` and `donate` as for `learner.make_train_step`.
         """
-        layout, model = self.layout, self.resolved.model
+        layout = self.layout
         state = without_base(param_shardings(layout.mesh, layout.state_shapes(optimizer)))
-        shardings = (state, layout.rows, layout.replicated)
         recipe = recipe or self.resolved.learner_recipe
-        settings = {
-            "parallel": layout.parallel,
-            "micro_batches": micro_batches,
-            "remat": self.config.learner.remat,
-            "health": self.config.precision.health,
-            "taps": taps,
-        }
+        gradients = learner.GradientProgram(
+            self.forward_pass(recipe, self.config.learner.remat),
+            loss,
+            micro_batches,
+            self.config.precision.health,
+            taps,
+        )
+        shardings = (state, layout.rows, layout.replicated)
         if layout.offloads:
-            gradients = learner.make_gradients(model, recipe, loss, **settings)
-            return OffloadedStep(gradients, optimizer, *shardings, donate)
-        settings |= {"donate": donate, "shardings": {"out_shardings": shardings}}
-        return learner.make_train_step(model, recipe, optimizer, loss, **settings)
+            return OffloadedStep(gradients, optimizer, shardings, donate)
+        return learner.make_train_step(
+            gradients, optimizer, donate=donate, shardings={"out_shardings": shardings}
+        )
 
     @functools.cached_property
     def rl_optimizer(self) -> Optimizer:
@@ -457,7 +458,9 @@ class JaxEngine:
         placed, slots = self.on_devices(batch)
         if distil and self.teacher is not None:
             placed = self.teacher.read(placed)
-        state, logp, metrics = (step or self.compiled_update)(state, placed, self.rope)
+        arguments = learner.step_arguments(state, placed, self.rope)
+        new, logp, metrics = (step or self.compiled_update)(*arguments)
+        state = with_base(new, base_of(state.params))
         logp, metrics = processes.fetch(logp), jax.device_get(metrics)
         metrics["computed"], metrics["shared"] = batch.tokens.size, 0 * batch.lengths
         if slots:

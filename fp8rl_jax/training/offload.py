@@ -71,23 +71,26 @@ def to_device(x: jax.Array) -> jax.Array:
 
 class OffloadedStep:
     """A train step with moments in host memory: ``step(state, batch, rope) -> (state, logp,
-    metrics)``, as `learner.make_train_step` returns."""
+    metrics)``, as `learner.make_train_step` returns.
+
+    Attributes:
+      gradients: the jitted program of the gradients, which needs most memory; it takes a state
+        without optimiser state.
+    """
 
     def __init__(
         self,
         gradients: Callable,
         optimizer: Optimizer,
-        shardings: TrainState,
-        rows,
-        replicated,
+        shardings: tuple[TrainState, Any, Any],
         donate: bool = True,
     ):
         """
         Args:
-          gradients: result of `learner.make_gradients`.
+          gradients: a `learner.GradientProgram`.
           optimizer: result of `make_optimizer`.
-          shardings: shardings of the state, with moments on the device.
-          rows, replicated: shardings of arrays divided by rows, and of replicated arrays.
+          shardings: shardings of the state, with moments on the device, of arrays divided by rows,
+            and of replicated arrays.
           donate: give the state's memory to the new state.
         """
         self._donate = donate
@@ -97,18 +100,16 @@ class OffloadedStep:
             step, new = optimizer.by_array(decays).update(clipped, moments, param)
             return keep_if(changes, (optax.apply_updates(param, step), new), (param, moments))
 
-        found = Gradients(shardings.params, replicated, shardings.scaling_state)
-        self._gradients: Any = exact_jit(gradients, out_shardings=(found, rows, replicated))
+        state, rows, replicated = shardings
+        found = Gradients(state.params, replicated, state.scaling_state)
+        self.gradients: Any = exact_jit(gradients, out_shardings=(found, rows, replicated))
         donated = (2, 3) if donate else 2
         self._update = exact_jit(update, static_argnums=0, donate_argnums=donated)
 
-    def trace(self, state: TrainState, batch: Batch, rope) -> jax.stages.Traced:
-        """Traces the program of the gradients, which needs most memory."""
-        return self._gradients.trace(dataclasses.replace(state, opt_state=None), batch, rope)
-
-    def __call__(self, state: TrainState, batch: Batch, rope):
+    def __call__(self, state: TrainState, batch: Batch, rope, base: None = None):
+        del base  # of adapters, whose moments are small
         without = dataclasses.replace(state, opt_state=None)
-        found, logp, metrics = self._gradients(without, batch, rope)
+        found, logp, metrics = self.gradients(without, batch, rope)
         clip, moments = state.opt_state
         scalars, scaling = (metrics["grad_norm"], found.changes), found.scaling_state
         gradients = jax.tree.leaves(found.params)

@@ -1,6 +1,6 @@
 """The teacher of on-policy distillation: a second model that reads the policy's responses.
 
-It gives the learner its hidden states and its output head (`batch.TeacherOutputs`), from which the
+It gives the learner its hidden states and its output head (`Batch.teacher_hidden`), from which the
 learner computes the exact divergence over the full vocabulary, chunk by chunk: no probabilities of
 the teacher are ever stored. Its forward pass is the library's own, so a teacher that is the policy
 itself gives a divergence of exactly 0.
@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax import batch as batches
 from fp8rl_jax import learner
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
@@ -54,7 +53,7 @@ def with_teacher_shapes(batch: Batch, resolved: Resolved, layout: Layout) -> Bat
     head = shape((width, resolved.model.vocab_size), recipe.for_head().compute_dtype)
     head = shape(head.shape, head.dtype, sharding=_place_of_head(layout, head))
     hidden = shape((*batch.targets.shape, width), recipe.compute_dtype, sharding=layout.rows)
-    return dataclasses.replace(batch, teacher=batches.TeacherOutputs(hidden, head))
+    return dataclasses.replace(batch, teacher_hidden=hidden, teacher_head=head)
 
 
 class Teacher:
@@ -90,7 +89,8 @@ class Teacher:
         self._weights = exact_jit(quantized, out_shardings=places)(params)
         self._rope = processes.place(rope_tables(model, slots), layout.replicated)
         parts = resolved.config.learner.gradient_accumulation_steps
-        self._hidden = learner.make_hidden(model, recipe, layout.parallel, parts)
+        forward_pass = learner.ForwardPass(model, recipe, layout.parallel)
+        self._hidden = learner.make_hidden(forward_pass, parts)
         vocabulary = resolved.model.vocab_size
 
         def head(weights):
@@ -105,7 +105,7 @@ class Teacher:
         """Returns a batch that is on the devices with what the teacher says of its responses."""
         plain = dataclasses.replace(batch, routing={})
         hidden = self._hidden(self._weights, plain, self._rope)
-        return dataclasses.replace(batch, teacher=batches.TeacherOutputs(hidden, self._head))
+        return dataclasses.replace(batch, teacher_hidden=hidden, teacher_head=self._head)
 
 
 def check_teacher(resolved: Resolved) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from fp8rl_jax.batch import Batch, make_batch
 from fp8rl_jax.kernels import resolve
-from fp8rl_jax.learner import LossConfig, make_train_step, new_state
+from fp8rl_jax.learner import ForwardPass, GradientProgram, make_train_step, new_state
 from fp8rl_jax.models import ModelConfig, init_params, pages_of, rope_tables
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.quant import Recipe, get_recipe
@@ -132,7 +132,7 @@ def measure(model: ModelConfig, recipe: Recipe | str, sizes: dict[str, int]) -> 
 
     batch = _batch(rollout, prompts, lengths, temperature, rng)
     before = jax.device_get(state.params["norm"])  # the step takes the state's memory
-    step = make_train_step(model, numerics, optimizer, LossConfig())
+    step = make_train_step(GradientProgram(ForwardPass(model, numerics)), optimizer)
     state, *scored = step(state, batch, rope)
     logp, metrics = jax.device_get(scored)
     after = jax.device_get(state.params["norm"])

@@ -25,6 +25,7 @@ from fp8rl_jax import learner, models, sharding
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch, make_batch
 from fp8rl_jax.models.taps import ROUTING
+from fp8rl_jax.quant import get_recipe
 
 MODEL = dataclasses.replace(NARROW, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 COEFFICIENT = 0.5
@@ -50,9 +51,8 @@ def run(devices: int, parts: int, routing: dict, taps: tuple[str, ...] = ()):
     types = (AxisType.Auto,) * len(shape)
     mesh = jax.make_mesh(shape, sharding.MESH_AXES, types, devices=jax.devices()[:devices])
     loss = learner.LossConfig(router_aux_coef=COEFFICIENT)
-    step = learner.make_gradients(
-        MODEL, "f32", loss, parallel=models.Parallel.on(mesh), micro_batches=parts, taps=taps
-    )
+    forward_pass = learner.ForwardPass(MODEL, get_recipe("f32"), models.Parallel.on(mesh))
+    step = learner.GradientProgram(forward_pass, loss, micro_batches=parts, taps=taps)
     state = learner.new_state(
         initial_params(MODEL), optax.identity(), np.zeros(2, np.uint32), "f32"
     )

@@ -203,15 +203,12 @@ def run(case: Case, rollout_recipe: str | None = None, plant=None) -> Result:
     slots = max(case.prompts) + case.new_tokens + case.extra_slots
     rope = tuple(jnp.asarray(t) for t in models.rope_tables(model, max(slots, case.cache_slots)))
     optimizer = optax.adam(1e-3)
-    step = learner.make_train_step(
-        model,
-        recipe,
-        optimizer,
-        learner.LossConfig(),
+    gradients = learner.GradientProgram(
+        learner.ForwardPass(model, recipe, remat=case.remat),
         micro_batches=case.micro_batches,
-        remat=case.remat,
         taps=("logits",) if case.tap_logits else (),
     )
+    step = learner.make_train_step(gradients, optimizer)
     refit = rollout.make_refit(rollout_recipe or recipe)
     sample = rollout.make_sampler(
         model,

@@ -76,14 +76,9 @@ def arguments(step: Step, kernels: str = "exact", shapes: bool = False) -> tuple
     case = step.case
     recipe = dataclasses.replace(get_recipe(case.recipe), kernels=kernels)
     optimizer = make_optimizer(learning_rates(1e-2, 1), 0.9, 0.99, 0.1, 1.0)
-    program = learner.make_train_step(
-        case.model(),
-        recipe,
-        optimizer,
-        step.loss,
-        micro_batches=case.micro_batches,
-        remat=case.remat,
-    )
+    forward_pass = learner.ForwardPass(case.model(), recipe, remat=case.remat)
+    gradients = learner.GradientProgram(forward_pass, step.loss, case.micro_batches)
+    program = learner.make_train_step(gradients, optimizer)
     rng = np.random.default_rng(0)
     rows, new = step.shape
     prompts = rng.integers(1, 17, rows).astype(np.int32)

@@ -12,7 +12,6 @@ from unittest import mock
 
 from fp8rl_jax import train
 from fp8rl_jax.config import load_config
-from fp8rl_jax.learner import TrainStep
 from fp8rl_jax.report.metrics import find
 from fp8rl_jax.rollout import ContinuousSampler, HalvedSampler
 from fp8rl_jax.training.engine import JaxEngine
@@ -49,8 +48,6 @@ def compilations(program) -> int:
         return program._advance._cache_size()
     if isinstance(program, HalvedSampler):
         return len(program._compiled) + program._program._cache_size()
-    if isinstance(program, TrainStep):
-        return program._program._cache_size()
     return program._cache_size()
 
 

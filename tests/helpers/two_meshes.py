@@ -16,6 +16,7 @@ from random_model import initial_params
 from fp8rl_jax import learner, models, rollout, sharding
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch, make_batch
+from fp8rl_jax.quant import get_recipe
 
 MODEL = models.ModelConfig(64, 256, 256, 2, 4, 2, 64)
 RECIPE, SLOTS, PROMPT, ROWS = "fp8", 6, 5, 8
@@ -35,7 +36,7 @@ class Side:
         self.mesh, parallel = mesh, models.Parallel.on(mesh)
         settings = rollout.SamplerConfig(SLOTS, 2, (), 0)
         self.sampler = rollout.make_sampler(MODEL, RECIPE, settings, parallel)
-        self.scorer = learner.make_score(MODEL, RECIPE, parallel)
+        self.scorer = learner.make_score(learner.ForwardPass(MODEL, get_recipe(RECIPE), parallel))
         self.params = initial_params(MODEL)
         if mesh is not None:
             self.params = jax.device_put(self.params, models.param_shardings(mesh, self.params))

@@ -11,7 +11,7 @@ import pytest
 
 from fp8rl_jax import models
 from fp8rl_jax.batch import make_batch
-from fp8rl_jax.learner import LossConfig, make_train_step, new_state
+from fp8rl_jax.learner import ForwardPass, GradientProgram, make_train_step, new_state
 from fp8rl_jax.quant import get_recipe, make_dot_general
 from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 
@@ -136,7 +136,7 @@ def test_working_memory_of_a_train_step():
     tokens, ones = np.zeros((2, 64), np.int32), np.ones(2, np.float32)
     lengths, mask = np.full(2, 32, np.int32), np.ones((2, 32), bool)
     batch = make_batch(tokens, lengths, tokens[:, 32:], mask, ones, ones)
-    step = make_train_step(model, "fp8", optimizer, LossConfig())
+    step = make_train_step(GradientProgram(ForwardPass(model, get_recipe("fp8"))), optimizer)
     rope = tuple(map(jnp.asarray, models.rope_tables(model, 64)))
     memory = step.lower(state, batch, rope).compile().memory_analysis()
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))

@@ -41,9 +41,9 @@ def _batch(rows: int = 8, scale: float = 1.0) -> Batch:
 
 @functools.cache
 def _step(micro_batches: int = 1, remat: str = "none"):
-    return learner.make_train_step(
-        _MODEL, _RECIPE, _SGD, learner.LossConfig(), micro_batches=micro_batches, remat=remat
-    )
+    forward_pass = learner.ForwardPass(_MODEL, get_recipe(_RECIPE), remat=remat)
+    gradients = learner.GradientProgram(forward_pass, micro_batches=micro_batches)
+    return learner.make_train_step(gradients, _SGD)
 
 
 _init_scaling = exact_jit(lambda params: models.init_scaling(params, _RECIPE))

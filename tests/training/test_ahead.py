@@ -94,7 +94,7 @@ def test_a_fault_of_the_train_step_alone_is_seen(fields, tmp_path, cache, monkey
 
     def planted(*arguments, **keywords):
         logp, *others = right(*arguments, **keywords)
-        of_train_step = "teacher_head" in keywords
+        of_train_step = "observe" in keywords
         return (logp + 1e-3 if of_train_step else logp), *others
 
     monkeypatch.setattr(learner, "response_logprobs", planted)

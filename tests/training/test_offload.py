@@ -16,6 +16,7 @@ from random_model import initial_params
 from fp8rl_jax import learner, models, sharding
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import make_batch
+from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.training.checkpoint import Checkpoints, state_checksum
 from fp8rl_jax.training.offload import OffloadedStep, is_on_host, with_host_moments
 from fp8rl_jax.training.optimizer import learning_rates, make_optimizer, updates_made
@@ -112,7 +113,8 @@ def test_a_step_that_does_not_count_keeps_the_scales(weights):
     state = learner.new_state(params, _OPTIMIZER, np.zeros(2, np.uint32), "fp8_delayed")
     tokens, targets = np.ones((4, 24), np.int32), np.ones((4, 8), np.int32)
     batch = make_batch(tokens, np.full(4, 16, np.int32), targets, targets > 0, np.ones(4))
-    gradients = exact_jit(learner.make_gradients(model, "fp8_delayed", learner.LossConfig()))
+    forward_pass = learner.ForwardPass(model, get_recipe("fp8_delayed"))
+    gradients = exact_jit(learner.GradientProgram(forward_pass))
     rope = tuple(map(jnp.asarray, models.rope_tables(model, 24)))
     found, *_ = gradients(state, batch, rope)
     assert state_checksum(found.scaling_state) != state_checksum(state.scaling_state)

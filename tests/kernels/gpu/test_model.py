@@ -29,7 +29,7 @@ from fp8rl_jax.kernels.gpu import (
     matmul,
     norm,
 )
-from fp8rl_jax.learner import response_logprobs
+from fp8rl_jax.learner import ForwardPass, response_logprobs
 from fp8rl_jax.models import ModelConfig, forward, init_cache, layers, rope_tables, trainable_params
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, Requests, SamplerConfig, make_sampler
@@ -171,7 +171,8 @@ def test_results_and_drift(interpreted, name, more):
     def learn(recipe):
         def loss(params, batch):
             paired = trainable_params(params, weights, recipe)
-            logp, entropy, _ = response_logprobs(paired, batch, config, recipe, rope, "full")
+            forward_pass = ForwardPass(config, recipe, remat="full")
+            logp, entropy, _ = response_logprobs(forward_pass, paired, batch, rope)
             return (logp * batch.mask).sum(), (logp, entropy)
 
         (_, found), gradient = exact_jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
@@ -230,7 +231,8 @@ def test_rows_of_several_sequences(monkeypatch, name, more, longest):
     def learn(batch):
         def loss(params, batch):
             paired = trainable_params(params, weights, recipe)
-            logp, *_ = response_logprobs(paired, batch, config, recipe, rope, "full")
+            forward_pass = ForwardPass(config, recipe, remat="full")
+            logp, *_ = response_logprobs(forward_pass, paired, batch, rope)
             return (logp * batch.mask).sum(), logp
 
         (_, logp), gradient = exact_jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
