@@ -68,8 +68,9 @@ class Batch:
       routing: {name of taps.ROUTING: (B, L, T, top_k)}, results of the rollout's routers to replay;
         {} for the learner's own routing.
       packing: where the sequences of a row are, or None.
-      teacher_hidden: (B, R, D), a teacher's hidden state that predicts each response token.
-      teacher_head: (D, V), the teacher's output head, which has no rows; None while they are split.
+      frozen_hidden: (B, R, D), a frozen model's hidden state that predicts each response token, for
+        a loss with the divergence from that model; else None.
+      frozen_head: (D, V), its output head, which has no rows; None while they are split.
       lengths: (B,) int32, number of tokens of prompt and response together; None with `packing`.
       truncation, kept: as in `Rollout`: log-probabilities are over the tokens that were kept when
         the targets were drawn. Without `kept` they are those that the truncation keeps of the
@@ -88,8 +89,8 @@ class Batch:
     ref_logprobs: Array
     routing: dict[str, Array] = flax.struct.field(default_factory=dict)
     packing: Packing | None = None
-    teacher_hidden: Array = None
-    teacher_head: Array = None
+    frozen_hidden: Array = None
+    frozen_head: Array = None
     lengths: Array = None
     truncation: Truncation | None = flax.struct.field(pytree_node=False, default=None)
     kept: Array = None

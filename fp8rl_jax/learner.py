@@ -124,15 +124,15 @@ class LossConfig:
       kl, kl_coef: estimator (rl/kl.py) and weight of the divergence from the reference policy;
         None leaves the divergence out.
       router_aux_coef: weight of `load_balance_loss`; 0 leaves it out.
-      teacher_coef: weight of the divergence from `Batch.teacher`, which must be there; 0 leaves it
-        out.
+      frozen_kl_coef: weight of the divergence from a frozen model, over the whole vocabulary;
+        `Batch.frozen_hidden` must be there. 0 leaves it out.
     """
 
     token_loss: TokenLoss = dataclasses.field(default_factory=ppo)
     kl: Estimator | None = None
     kl_coef: float = 0.0
     router_aux_coef: float = 0.0
-    teacher_coef: float = 0.0
+    frozen_kl_coef: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ def response_logprobs(
     """Returns (logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
 
     Arguments are those of `forward`. `batch.routing` replaces the routers' results. If the batch
-    has a teacher's hidden states, aux has 'teacher_kl' (B, R), the divergence from the teacher.
+    has a frozen model's hidden states, aux has 'frozen_kl' (B, R), the divergence from that model.
     """
     recipe = forward_pass.recipe
     parallel = forward_pass.parallel
@@ -185,9 +185,9 @@ def response_logprobs(
     head = output_head(params, forward_pass.model, parallel)
     draws = batch.draws
     logp, entropy = token_logprobs(hidden, head, draws, recipe, parallel)
-    if batch.teacher_hidden is not None:
-        other = batch.teacher_hidden, batch.teacher_head
-        out.aux["teacher_kl"] = token_divergences(hidden, head, other, draws, recipe, parallel)
+    if batch.frozen_hidden is not None:
+        other = batch.frozen_hidden, batch.frozen_head
+        out.aux["frozen_kl"] = token_divergences(hidden, head, other, draws, recipe, parallel)
     if LOGITS in observe.taps:
         logits = head_logits(hidden.reshape(-1, hidden.shape[-1]), head, recipe, parallel)
         out.aux["taps"][LOGITS] = logits.reshape(*batch.targets.shape, -1)
@@ -380,7 +380,7 @@ class GradientProgram:
         checksum: uint32, of the bytes that the forward pass used
         good: bool, whether loss and grad_norm are finite
         bad_layer: first layer with a non-finite output, else -1
-        tokens: {entropy, kl and teacher_kl (with such a divergence), the token loss's statistics:
+        tokens: {entropy, kl and frozen_kl (with such a divergence), the token loss's statistics:
             (B, R) float32}
         expert_tokens: (S, E) int32, see `ForwardOutput.aux` (with experts)
         health: {'activations' | 'gradients' | 'kv': {site: {count: (L,), of experts (L, E)}}}
@@ -432,7 +432,7 @@ class GradientProgram:
         assert batch.packing is None or not self.taps
         over_rows = functools.partial(
             over_parts,
-            batch=dataclasses.replace(batch, teacher_head=None),
+            batch=dataclasses.replace(batch, frozen_head=None),
             parallel=self.forward_pass.parallel,
             micro_batches=self.micro_batches,
         )
@@ -447,7 +447,7 @@ class GradientProgram:
             shared = shared._replace(loads=over_rows(count, jnp.add)[0])
 
         def run(part: Batch) -> tuple[_Sums, _Rows]:
-            part = dataclasses.replace(part, teacher_head=batch.teacher_head)
+            part = dataclasses.replace(part, frozen_head=batch.frozen_head)
             return self._of_part(shared, part)
 
         sums, rows = over_rows(run, _Sums.plus)
@@ -503,9 +503,9 @@ class GradientProgram:
         if loss.kl:
             tokens["kl"] = loss.kl(logp, part.ref_logprobs)
             each = each + loss.kl_coef * tokens["kl"]
-        if loss.teacher_coef:
-            tokens["teacher_kl"] = aux["teacher_kl"]
-            each = each + loss.teacher_coef * tokens["teacher_kl"]
+        if loss.frozen_kl_coef:
+            tokens["frozen_kl"] = aux["frozen_kl"]
+            each = each + loss.frozen_kl_coef * tokens["frozen_kl"]
         each = jnp.where(counts, each * part.weights, 0.0)
         value = sum_all(each, self.forward_pass.parallel.replicate)
         sums = {name: aux[name] for name in ("expert_tokens",) if name in aux}

@@ -109,8 +109,8 @@ def _execute(run: Run, resume: bool) -> Outcome:
     monitor = DriftMonitor(run.runtime, run.directory, run.display.note, run.interrupted)
     with contextlib.closing(run):
         run.interrupted()  # from here on a signal waits for the end of a step
-        if (teacher := run.runtime.engine.teacher) is not None:  # loaded now: it may be damaged
-            run.display.note(f"teacher: {teacher.directory}")
+        if (frozen := run.runtime.engine.frozen_model) is not None:  # loaded now: it may be damaged
+            run.display.note(frozen.note)
         state, meta = _restore(run, resume, monitor)
         _describe(run)
         if run.evaluation_failed:

@@ -232,9 +232,7 @@ PAIRS = (
         "loss none",
         "no divergence",
         lambda r: (
-            r.config.algo.loss == "none"
-            and not r.config.algo.kl_coef
-            and not (r.config.algo.teacher and r.config.algo.teacher_coef)
+            r.config.algo.loss == "none" and not r.config.algo.kl_coef and not r.frozen_kl_coef
         ),
         "algo.loss is 'none', and no divergence from a teacher or a reference is in the loss",
         "set algo.teacher and algo.teacher_coef, or another loss",

@@ -76,7 +76,7 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
     return hf.read_config(checkpoint), most if isinstance(most, int) else None
 
 
-def read_teacher(config: ml_collections.ConfigDict) -> ModelConfig | None:
+def read_frozen_model(config: ml_collections.ConfigDict) -> ModelConfig | None:
     """Returns the shapes of `algo.teacher`, or None without one; UserError as for a checkpoint."""
     if not config.algo.teacher:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ml_collections
 
 from fp8rl_jax.config import checks
-from fp8rl_jax.config.model_source import read_model, read_teacher
+from fp8rl_jax.config.model_source import read_frozen_model, read_model
 from fp8rl_jax.config.precision import SIDES, reference_recipe, side_recipe
 from fp8rl_jax.config.resolved import Resolved, rewards_of, step_of
 from fp8rl_jax.quant import same_forward
@@ -44,7 +44,7 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
         algorithm_of(algo, config.rollout.max_new_tokens, correction),
         rewards_of(env),
         step_of(env),
-        read_teacher(config),
+        read_frozen_model(config),
         positions,
     )
     checks.check(resolved)

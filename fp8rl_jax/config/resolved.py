@@ -29,7 +29,8 @@ class Resolved:
       rewards: functions that `env.reward` names, with their weights; 'auto' is 'exact_match'
         until `with_tasks`.
       step: the environment of `env.step` or `env.tools`; None for one reply.
-      teacher: shapes of `algo.teacher`; None without one.
+      frozen_model: shapes of a model that is not trained, from which the loss has the policy's
+        divergence (`algo.teacher`); None without one.
       positions: longest sequence that `model.checkpoint` allows, in tokens; None if unknown.
     """
 
@@ -41,7 +42,7 @@ class Resolved:
     algorithm: Algorithm
     rewards: tuple[Term, ...]
     step: Term | None
-    teacher: ModelConfig | None
+    frozen_model: ModelConfig | None
     positions: int | None
 
     @property
@@ -50,9 +51,14 @@ class Resolved:
         return same_forward(self.rollout_recipe, self.learner_recipe)
 
     @property
-    def teacher_recipe(self) -> Recipe:
-        """Numerics of the teacher: those of the reference, without scales of a rollout."""
+    def frozen_recipe(self) -> Recipe:
+        """Numerics of the frozen model: those of the reference, without scales of a rollout."""
         return without_calibration(self.reference_recipe)
+
+    @property
+    def frozen_kl_coef(self) -> float:
+        """Weight of the divergence from the frozen model; 0 without one."""
+        return self.config.algo.teacher_coef if self.frozen_model else 0.0
 
     @property
     def zero_drift(self) -> bool:

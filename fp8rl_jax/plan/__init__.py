@@ -13,6 +13,6 @@ estimated. `training` uses rollout.py to allocate pages, and refuse.py before it
 planned.py makes the input of `fp8rl plan`, with a mesh of devices that need not exist.
 
 Not done: the memory of a calibration and of scoring (old and reference log-probabilities), the
-times of prefill, of a teacher, rewards and evaluations. h200.py compiles programs for GPUs that
-this machine need not have; training/aot.py applies it to a run's programs.
+times of prefill, of a frozen model, rewards and evaluations. h200.py compiles programs for GPUs
+that this machine need not have; training/aot.py applies it to a run's programs.
 """

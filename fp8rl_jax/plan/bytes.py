@@ -136,7 +136,7 @@ class StateBytes:
       masters: float32 parameters; under adapters those, and the frozen base.
       trained: the part of them that is trained.
       moments, host_moments: Adam's two moments, on the device or (`learner.offload`) on its host.
-      reference: the reference policy, if `algo.kl_coef` is set, and the weights of `algo.teacher`.
+      reference: the reference policy, if `algo.kl_coef` is set, and a frozen model's weights.
       scaling: states of scaling policies, which are replicated.
     """
 
@@ -169,9 +169,9 @@ def state_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh) -> StateBytes:
     if resolved.config.learner.offload == "moments":
         on_device, on_host = on_host, on_device
     reference = resolved.algorithm.needs_reference * trains
-    if resolved.teacher is not None:
-        recipe = resolved.teacher_recipe
-        weights = weight_shapes(resolved.teacher, recipe, recipe)
+    if resolved.frozen_model is not None:
+        recipe = resolved.frozen_recipe
+        weights = weight_shapes(resolved.frozen_model, recipe, recipe)
         reference += weight_bytes(weights, mesh).stored
     scaling = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
     return StateBytes(masters, trains, on_device, on_host, reference, scaling)

@@ -40,8 +40,8 @@ _PACKED_FIELDS = 4  # further ones of rows of several sequences, with a number f
 # Bytes for each element of a row in the backward pass: 2 in the compute dtype, 1 FP8, 4 float32.
 _GATED = 18  # gate, up, their product and its gradient; FP8 of two; two in float32
 _ROW = 12  # input of the experts in two forms, results and their gradient
-# Bytes for each logit where logits are stored: for the divergence from a teacher, and for top-k and
-# top-p; and tokens whose logits exist at once.
+# Bytes for each logit where logits are stored: for the divergence from a frozen model, and for
+# top-k and top-p; and tokens whose logits exist at once.
 _DIVERGENCE = 24
 _TRUNCATED = 16
 _LOGITS_TOKENS = 1024
@@ -109,8 +109,8 @@ class LearnerPlan:
       work: work of an update.
       masters: float32 parameters.
       moments: Adam's two moments, unless they are offloaded.
-      others: reference policy, teacher, states of scaling policies, the batch; with rollouts beside
-        the step, the sampler's weights.
+      others: reference policy, frozen model, states of scaling policies, the batch; with rollouts
+        beside the step, the sampler's weights.
       gradients: float32 gradients; two copies where micro-batches are added up.
       own_weights: weights in the learner's recipe, sharded as the masters are.
       layer_inputs: activations of every layer that the backward pass reads.
@@ -246,11 +246,13 @@ def plan_learner(
     if work.capacity:
         batch += 4 * work.micro_batches * _PACKED_FIELDS * work.capacity
     head = _head_bytes(model, recipe, work, resolved.truncation is not None)
-    if resolved.teacher is not None:
-        other = resolved.teacher_recipe
+    if resolved.frozen_model is not None:
+        other = resolved.frozen_recipe
         size = other.compute_dtype.itemsize
-        batch += work.micro_batches * work.response_tokens * resolved.teacher.hidden_size * size
-        gathered = weight_bytes(weight_shapes(resolved.teacher, other, other), mesh)
+        batch += (
+            work.micro_batches * work.response_tokens * resolved.frozen_model.hidden_size * size
+        )
+        gathered = weight_bytes(weight_shapes(resolved.frozen_model, other, other), mesh)
         batch += gathered.tables  # its head, as a step reads it
         head += _DIVERGENCE * min(work.response_tokens, _LOGITS_TOKENS) * model.vocab_size
         if mesh.size > 1:  # its pass reads all layers gathered

@@ -28,9 +28,9 @@ from fp8rl_jax.plan import h200
 from fp8rl_jax.plan.planned import Planned
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
+from fp8rl_jax.training.frozen_model import with_frozen_shapes
 from fp8rl_jax.training.offload import OffloadedStep
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.teacher import with_teacher_shapes
 
 LARGE = 40e9  # parameters of a model above which few layers are compiled
 _FEW = (2, 4)  # numbers of layers to compile besides those with other rules
@@ -95,7 +95,7 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
         shape = (*batch.targets.shape, runtime.recorded_numbers)
         batch = dataclasses.replace(batch, kept=jax.ShapeDtypeStruct(shape, jnp.int32))
     batch = sharding.laid_out(batch, runtime.layout.rows)
-    return state, with_teacher_shapes(batch, runtime, runtime.layout), _rope(runtime)
+    return state, with_frozen_shapes(batch, runtime, runtime.layout), _rope(runtime)
 
 
 def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
@@ -124,7 +124,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
         "score": runtime.engine.compiled_score.trace(
             state.params,
             state.scaling_state,
-            dataclasses.replace(batch, teacher_hidden=None, teacher_head=None),
+            dataclasses.replace(batch, frozen_hidden=None, frozen_head=None),
             rope,
         ),
     }

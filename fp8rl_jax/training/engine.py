@@ -50,10 +50,10 @@ from fp8rl_jax.rollout import (
     sampled_bytes,
 )
 from fp8rl_jax.sharding import batch_divisor
+from fp8rl_jax.training.frozen_model import FrozenModel
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.offload import OffloadedStep, init_on_host
 from fp8rl_jax.training.optimizer import Optimizer, optimizer_of_phase
-from fp8rl_jax.training.teacher import Teacher
 
 
 @jax.tree_util.register_dataclass
@@ -388,16 +388,21 @@ class JaxEngine:
     @property
     def loss(self) -> learner.LossConfig:
         """The loss of the RL phase."""
-        algorithm, router = self.resolved.algorithm, self.config.algo.router_aux_loss_coef
-        teacher = self.config.algo.teacher_coef if self.resolved.teacher else 0.0
-        return learner.LossConfig(algorithm.loss, algorithm.kl, algorithm.kl_coef, router, teacher)
+        algorithm = self.resolved.algorithm
+        return learner.LossConfig(
+            algorithm.loss,
+            algorithm.kl,
+            algorithm.kl_coef,
+            self.config.algo.router_aux_loss_coef,
+            self.resolved.frozen_kl_coef,
+        )
 
     @functools.cached_property
-    def teacher(self) -> Teacher | None:
-        """The teacher of on-policy distillation, if `algo.teacher` names one."""
-        if self.resolved.teacher is None:
+    def frozen_model(self) -> FrozenModel | None:
+        """The model that the loss has the policy's divergence from, if there is one."""
+        if self.resolved.frozen_model is None:
             return None
-        return Teacher(self.resolved, self.layout, self.resolved.sequence_tokens)
+        return FrozenModel(self.resolved, self.layout)
 
     def train_step(
         self,
@@ -453,11 +458,11 @@ class JaxEngine:
         Args:
           state, batch: the state before the update, and what it learns from.
           step: a result of `train_step`, by default that of RL.
-          distil: whether its loss has the teacher's part, if there is a teacher.
+          distil: whether its loss has the divergence from the frozen model, if there is one.
         """
         placed, slots = self.on_devices(batch)
-        if distil and self.teacher is not None:
-            placed = self.teacher.read(placed)
+        if distil and self.frozen_model is not None:
+            placed = self.frozen_model.read(placed)
         arguments = learner.step_arguments(state, placed, self.rope)
         new, logp, metrics = (step or self.compiled_update)(*arguments)
         state = with_base(new, base_of(state.params))

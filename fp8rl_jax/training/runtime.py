@@ -43,9 +43,9 @@ from fp8rl_jax.plan.refuse import check_rollout_memory
 from fp8rl_jax.training.conversations import Conversations
 from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.environment import begun, check_process, environment
+from fp8rl_jax.training.frozen_model import check_frozen_model
 from fp8rl_jax.training.layout import Layout
 from fp8rl_jax.training.questions import load_data
-from fp8rl_jax.training.teacher import check_teacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +197,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     if chat is not None:
         tokenizer = with_turn_end(tokenizer, chat)
     resolved = resolved.with_vocabulary(tokenizer.vocab_size)
-    check_teacher(resolved)
+    check_frozen_model(resolved)
     turns = None
     if resolved.step is not None:
         turns = turns_of(config, tokenizer, chat)

@@ -29,7 +29,7 @@ _OF_TOKENS = {
     "clipped_high": "clipfrac_high",
     "clipped_dual": "clipfrac_dual",
     "kl": "kl_ref",
-    "teacher_kl": "teacher_kl",
+    "frozen_kl": "teacher_kl",
     "entropy": "entropy",
 }
 

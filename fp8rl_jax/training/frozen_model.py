@@ -1,8 +1,8 @@
-"""The teacher of on-policy distillation: a second model that reads the policy's responses.
+"""A frozen model beside the policy, which reads its responses: the teacher of distillation.
 
-It gives the learner its hidden states and its output head (`Batch.teacher_hidden`), from which the
+It gives the learner its hidden states and its output head (`Batch.frozen_hidden`), from which the
 learner computes the exact divergence over the full vocabulary, chunk by chunk: no probabilities of
-the teacher are ever stored. Its forward pass is the library's own, so a teacher that is the policy
+the model are ever stored. Its forward pass is the library's own, so a model that is the policy
 itself gives a divergence of exactly 0.
 """
 
@@ -39,44 +39,45 @@ _FILE = "tokenizer.json"
 
 
 def _place_of_head(layout: Layout, shape: jax.ShapeDtypeStruct) -> Any:
-    """Returns the sharding of the teacher's output head (D, V) while no program reads it."""
+    """Returns the sharding of the model's output head (D, V) while no program reads it."""
     return param_shardings(layout.mesh, {"lm_head": shape})["lm_head"]
 
 
-def with_teacher_shapes(batch: Batch, resolved: Resolved, layout: Layout) -> Batch:
-    """Returns the shapes of `Teacher.read`'s result for those of a batch."""
-    teacher = resolved.teacher
-    if teacher is None:
+def with_frozen_shapes(batch: Batch, resolved: Resolved, layout: Layout) -> Batch:
+    """Returns the shapes of `FrozenModel.read`'s result for those of a batch."""
+    model = resolved.frozen_model
+    if model is None:
         return batch
-    recipe, width = resolved.teacher_recipe, teacher.hidden_size
+    recipe, width = resolved.frozen_recipe, model.hidden_size
     shape = jax.ShapeDtypeStruct
     head = shape((width, resolved.model.vocab_size), recipe.for_head().compute_dtype)
     head = shape(head.shape, head.dtype, sharding=_place_of_head(layout, head))
     hidden = shape((*batch.targets.shape, width), recipe.compute_dtype, sharding=layout.rows)
-    return dataclasses.replace(batch, teacher_hidden=hidden, teacher_head=head)
+    return dataclasses.replace(batch, frozen_hidden=hidden, frozen_head=head)
 
 
-class Teacher:
-    """A teacher on a mesh.
+class FrozenModel:
+    """`Resolved.frozen_model` on a mesh.
 
     Attributes:
-      directory: where its weights are.
+      note: a line that says where its weights are.
     """
 
-    def __init__(self, resolved: Resolved, layout: Layout, slots: int):
-        """Loads `algo.teacher` in its recipe; `slots`: most tokens of a sequence.
+    def __init__(self, resolved: Resolved, layout: Layout):
+        """Loads the model in its recipe.
 
         Raises:
           UserError: the weights cannot be read.
         """
         from fp8rl_jax.models import hf
 
-        self.directory = resolved.config.algo.teacher
-        model, recipe = resolved.teacher, resolved.teacher_recipe
+        directory = resolved.config.algo.teacher
+        self.note = f"teacher: {directory}"
+        model, recipe = resolved.frozen_model, resolved.frozen_recipe
         assert model is not None
         single = jnp.float32 in (recipe.compute_dtype, recipe.for_head().compute_dtype)
         params = hf.load(
-            self.directory,
+            directory,
             dtype="float32" if single else "bfloat16",  # weights are rounded to bf16 before FP8
             shardings=functools.partial(param_shardings, layout.mesh),
         )[1]
@@ -87,10 +88,13 @@ class Teacher:
         shapes = jax.eval_shape(quantized, params)
         places = param_shardings(layout.mesh, shapes)
         self._weights = exact_jit(quantized, out_shardings=places)(params)
-        self._rope = processes.place(rope_tables(model, slots), layout.replicated)
-        parts = resolved.config.learner.gradient_accumulation_steps
-        forward_pass = learner.ForwardPass(model, recipe, layout.parallel)
-        self._hidden = learner.make_hidden(forward_pass, parts)
+        self._rope = processes.place(
+            rope_tables(model, resolved.sequence_tokens), layout.replicated
+        )
+        self._hidden = learner.make_hidden(
+            learner.ForwardPass(model, recipe, layout.parallel),
+            resolved.config.learner.gradient_accumulation_steps,
+        )
         vocabulary = resolved.model.vocab_size
 
         def head(weights):
@@ -102,26 +106,26 @@ class Teacher:
         self._head = exact_jit(head, out_shardings=place)(self._weights)
 
     def read(self, batch: Batch) -> Batch:
-        """Returns a batch that is on the devices with what the teacher says of its responses."""
+        """Returns a batch that is on the devices with what the loss reads of the model."""
         plain = dataclasses.replace(batch, routing={})
         hidden = self._hidden(self._weights, plain, self._rope)
-        return dataclasses.replace(batch, teacher_hidden=hidden, teacher_head=self._head)
+        return dataclasses.replace(batch, frozen_hidden=hidden, frozen_head=self._head)
 
 
-def check_teacher(resolved: Resolved) -> None:
-    """Raises UserError if the teacher's shapes do not suit its recipe or the sequences, or if
-    policy and teacher do not give their tokens the same numbers."""
-    config, teacher = resolved.config, resolved.teacher
-    if teacher is None:
+def check_frozen_model(resolved: Resolved) -> None:
+    """Raises UserError if the frozen model's shapes do not suit its recipe or the sequences, or if
+    policy and frozen model do not give their tokens the same numbers."""
+    config, model = resolved.config, resolved.frozen_model
+    if model is None:
         return
-    where, recipe = config.algo.teacher, resolved.teacher_recipe
+    where, recipe = config.algo.teacher, resolved.frozen_recipe
     if recipe.activation is not None and recipe.activation.policy.stateful:
         raise UserError(
             f"algo.teacher: recipe {recipe.name!r} scales activations by what it observed in "
             "training, and a teacher has observed nothing: set precision.reference='fp8' or 'bf16'"
         )
     try:
-        recipe.layer_segments(teacher.num_hidden_layers)
+        recipe.layer_segments(model.num_hidden_layers)
     except UserError as error:
         raise UserError(f"algo.teacher: {where}: {error}") from None
     positions = (pretrained_config(where) or {}).get("max_position_embeddings")
@@ -130,9 +134,9 @@ def check_teacher(resolved: Resolved) -> None:
             f"algo.teacher: {where} has {positions} positions, and sequences have up to "
             f"{resolved.sequence_tokens} tokens: lower rollout.max_prompt_tokens or max_new_tokens"
         )
-    if teacher.vocab_size < resolved.model.vocab_size:
+    if model.vocab_size < resolved.model.vocab_size:
         raise UserError(
-            f"algo.teacher: {where} has a vocabulary of {teacher.vocab_size} tokens, the policy of "
+            f"algo.teacher: {where} has a vocabulary of {model.vocab_size} tokens, the policy of "
             f"{resolved.model.vocab_size}: take a teacher with the policy's tokenizer"
         )
     own = pathlib.Path(tokenizer_path(config.data.tokenizer, config.model.checkpoint))
