@@ -46,8 +46,10 @@ class Subject:
         config.precision.zero_drift = "report"
         config.precision.health = health
         rt = make_runtime(config)
-        named = dataclasses.replace(rt.rollout_recipe, name=rt.rollout_recipe.name + form)
-        self._runtime = rt = dataclasses.replace(rt, rollout_recipe=named, learner_recipe=named)
+        of_rollout = rt.resolved.rollout_recipe
+        named = dataclasses.replace(of_rollout, name=of_rollout.name + form)
+        resolved = dataclasses.replace(rt.resolved, rollout_recipe=named, learner_recipe=named)
+        self._runtime = rt = dataclasses.replace(rt, resolved=resolved)
         optimizer = make_optimizer(learning_rates(1e-4, 1), 0.9, 0.99, 0.0, 1.0)
         engine, questions = rt.engine, rt.questions["train"][: config.rollout.prompts_per_step]
         rows = len(questions) * config.rollout.group_size

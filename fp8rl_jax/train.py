@@ -92,7 +92,7 @@ def _self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck | No
       UserError: there is drift here, and the configuration requires zero drift.
     """
     config = runtime.config
-    if not (config.precision.self_check and runtime.zero_drift):
+    if not (config.precision.self_check and runtime.resolved.zero_drift):
         return None
     checked = kept_self_check(runtime, note)
     if config.precision.zero_drift == "required" and not checked.holds:
@@ -155,7 +155,7 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState,
 
 
 def _describe(run: Run) -> None:
-    rt, model = run.runtime, run.runtime.model
+    rt, model = run.runtime, run.runtime.resolved.model
     counts = parameter_counts(model)
     active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
     if rt.config.lora.rank:
@@ -164,8 +164,8 @@ def _describe(run: Run) -> None:
         active += f" and {count / 1e6:.2f}M of adapters, which are trained"
     run.display.note(
         f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "
-        f"{model.num_hidden_layers} layers; rollout {rt.rollout_recipe.name}, "
-        f"learner {rt.learner_recipe.name}; "
+        f"{model.num_hidden_layers} layers; rollout {rt.resolved.rollout_recipe.name}, "
+        f"learner {rt.resolved.learner_recipe.name}; "
         f"{layout()}; seed {rt.config.run.seed}"
     )
     run.display.note(_exact(rt))
@@ -186,14 +186,14 @@ def _exact(rt: Runtime) -> str:
     every = f"every {config.run.check_every} steps" if config.rollout.ahead else "every step"
     if (most := config.rollout.most_versions) > 1 and not config.rollout.ahead:
         every += " that draws some of its tokens"
-    whose = " of the same version" if rt.stale else ""
+    whose = " of the same version" if rt.resolved.stale else ""
     parts = [
         f"the learner{whose} computes the log-probabilities that the rollout records, compared in "
         f"{every}"
-        if rt.zero_drift
+        if rt.resolved.zero_drift
         else "nothing between rollout and learner, whose recipes differ or which only report drift"
     ]
-    if rt.step is not None:
+    if rt.resolved.step is not None:
         parts.append("tokens are kept as drawn through a conversation, whatever its steps take")
     if most > 1:
         oldest = config.rollout.ahead + most - 1

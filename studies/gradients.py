@@ -150,7 +150,9 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
     for number in range(_TRIES * batches):
         sampled = sample_step(runtime, version, stream, number, lambda progress: None)
         batch = engine.batch(sampled.samples.rollout, sampled.samples.prompts)
-        batch, _ = weighed(runtime.algorithm, sampled.samples, batch, config.algo.num_minibatches)
+        batch, _ = weighed(
+            runtime.resolved.algorithm, sampled.samples, batch, config.algo.num_minibatches
+        )
         if not np.any(batch.advantages):
             continue
         given = runtime.layout.by_rows(batch)

@@ -133,7 +133,8 @@ def sample(
     config = ml_collections.ConfigDict(runtime.config.to_dict())
     config.algo.routing_replay = "none"  # views say what is replayed
     frozen = ml_collections.FrozenConfigDict(config)
-    runtime = dataclasses.replace(runtime, config=frozen, rollout_recipe=recipe)
+    resolved = dataclasses.replace(runtime.resolved, config=frozen, rollout_recipe=recipe)
+    runtime = dataclasses.replace(runtime, resolved=resolved)
     settings = config.rollout
     engine = runtime.engine
     sampler = engine.make_sampler(group, settings.top_k, settings.top_p, records_kept=True)
@@ -161,7 +162,10 @@ def scaling_of(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> dic
     if recipe.kv != "calibrated":
         return scaling
     calibrate = make_calibrate(
-        runtime.model, recipe, runtime.layout.parallel, margin=runtime.config.precision.kv_margin
+        runtime.resolved.model,
+        recipe,
+        runtime.layout.parallel,
+        margin=runtime.config.precision.kv_margin,
     )
     size = _part_size(len(tokens), _ROWS)
     step, rope = np.int32(0), runtime.engine.rope
@@ -184,7 +188,7 @@ class Scorer:
         """Prepares a program for each recipe of `views`, in which a view that replays comes after
         the view whose routing it takes. `note` is called with the progress of a score."""
         self._runtime, self._views, self._note = runtime, views, note
-        taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.model.num_experts))
+        taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.resolved.model.num_experts))
         recipes = {view.recipe for view in views.values()}
         programs = {(view.recipe, view.head) for view in views.values()}
         self._score = {own: _make_score(runtime, *own, taps) for own in programs}
@@ -202,7 +206,7 @@ class Scorer:
         """
         runtime = self._runtime
         total, slots = samples.targets.shape
-        most = max(_MOST_LOGITS // (slots * runtime.model.vocab_size), 1)
+        most = max(_MOST_LOGITS // (slots * runtime.resolved.model.vocab_size), 1)
         size = _part_size(total, min(most, _ROWS))
         progress = Part("sequences scored", total, self._note)
         weights = {
@@ -231,7 +235,7 @@ class Scorer:
             found[name] = self._score[view.recipe, view.head](
                 weights[view.recipe], given, self._runtime.engine.rope
             )
-        mask, model = batch.mask, self._runtime.model
+        mask, model = batch.mask, self._runtime.resolved.model
         dense = model.dense_layers  # the first layers, whose taps are zeros
 
         def compare(a: str, b: str) -> Comparison:
@@ -280,7 +284,7 @@ def _make_score(
     runtime: Runtime, recipe: Recipe, head: Head | None, taps: tuple[str, ...]
 ) -> Callable:
     """Returns (weights, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
-    model, parallel = runtime.model, runtime.layout.parallel
+    model, parallel = runtime.resolved.model, runtime.layout.parallel
     forward_pass = runtime.engine.forward_pass(recipe)
     taps = taps if head is None else (*taps, _HIDDEN)
 

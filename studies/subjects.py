@@ -57,7 +57,7 @@ class Subject:
 
     @property
     def model(self) -> ModelConfig:
-        return self.runtime.model
+        return self.runtime.resolved.model
 
     @functools.cached_property
     def params(self) -> Any:

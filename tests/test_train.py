@@ -155,9 +155,10 @@ def test_processes_agree_on_drift(monkeypatch):
     record = {"step": 3, "train_rollout_logprob_abs_diff_max": 0.0}
     monkeypatch.setattr(rl.processes, "exchange", lambda value: [value, 1e-3])
     for promised, drift in ((False, 0.0), (True, 1e-3), (True, 1e-3)):
-        run.runtime = types.SimpleNamespace(
+        resolved = types.SimpleNamespace(
             zero_drift=promised, takes_rollout_logprobs=lambda drifted: not drifted
         )
+        run.runtime = types.SimpleNamespace(resolved=resolved)
         assert rl._forbidden_drift(run, record) == drift
         assert run.drifted == promised
     assert len(said) == 1 and said[0].startswith("warning: drift 1.0e-03 at RL step 3")

@@ -67,7 +67,9 @@ class Programs:
         runtime = self.runtime(samples)
         settings = SamplerConfig(SLOTS - PROMPT, group, (0,), 0)
         batching = Batching(slots, slots * pages_of(SLOTS) + 1)
-        sampler = ContinuousSampler(runtime.model, runtime.rollout_recipe, settings, batching)
+        sampler = ContinuousSampler(
+            runtime.resolved.model, runtime.resolved.rollout_recipe, settings, batching
+        )
         requests = request_shapes(runtime, prompts, samples)
         state = jax.eval_shape(
             sampler._begin, jax.ShapeDtypeStruct((prompts, PROMPT), jnp.int32), requests

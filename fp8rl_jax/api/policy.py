@@ -78,7 +78,7 @@ class Policy:
     @property
     def model(self) -> ModelConfig:
         """The model's shapes."""
-        return self.programs.runtime.model
+        return self.programs.runtime.resolved.model
 
     @property
     def config(self):
@@ -88,11 +88,11 @@ class Policy:
     @property
     def recipe(self) -> Recipe:
         """The learner's recipe; `rollout_recipe` is the sampler's."""
-        return self.programs.runtime.learner_recipe
+        return self.programs.runtime.resolved.learner_recipe
 
     @property
     def rollout_recipe(self) -> Recipe:
-        return self.programs.runtime.rollout_recipe
+        return self.programs.runtime.resolved.rollout_recipe
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -383,7 +383,7 @@ def train_step(
             f"({math.prod(shape)},)"
         )
     sized, batch = _batch(policy, samples)
-    if sized.algorithm.needs_reference and reference is None:
+    if sized.resolved.algorithm.needs_reference and reference is None:
         raise UserError(
             f"train_step: algo.kl_coef is {sized.config.algo.kl_coef}: write reference=POLICY, or "
             "load the policy with kl_coef=0.0"
@@ -405,10 +405,10 @@ def train_step(
         counts=np.ones(shape[0], bool),
     )
     before = None if reference is None else reference.state
-    own = not sized.takes_rollout_logprobs(False)
+    own = not sized.resolved.takes_rollout_logprobs(False)
     batch = scored(engine, state, before, _with_rows(sized, batch, shape[1]), own)
     of_rows = jax.tree.map(lambda x: x[:rows], batch)
-    of_rows, metrics = weighed(sized.algorithm, groups, of_rows, 1)
+    of_rows, metrics = weighed(sized.resolved.algorithm, groups, of_rows, 1)
     batch = _with_rows(sized, of_rows, shape[1])
     one_update = functools.partial(engine.update, step=policy.programs.update(sized))
     begin = time.perf_counter()
@@ -421,7 +421,7 @@ def train_step(
         ) from None
     record = {"step": step + 1, "lr": update.learning_rate, **metrics}
     record["time_learner"] = time.perf_counter() - begin
-    record |= update_metrics(update.updates, sized.model, sized.learner_recipe)
+    record |= update_metrics(update.updates, sized.resolved.model, sized.resolved.learner_recipe)
     record["tokens_per_s_learner"] = float(of_rows.mask.sum()) / record["time_learner"]
     record |= mismatch_metrics(update.logp[:rows], samples.logprobs, samples.mask)
     record["reward_mean"] = float(np.nanmean(values))

@@ -98,7 +98,7 @@ def _rollout(values: argparse.Namespace) -> int:
         from fp8rl_jax.training.runtime import make_runtime
 
         config = read_config(command, values)
-        models = {values.config: make_runtime(config, with_questions=False).model}
+        models = {values.config: make_runtime(config, with_questions=False).resolved.model}
     out = writable(command, values.out)
     result = rollout.bench(models, plan, note)
     print(rollout.format_table(result))

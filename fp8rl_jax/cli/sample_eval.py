@@ -159,7 +159,7 @@ def _sample(values: argparse.Namespace) -> int:
 
     temperature = usual_temperature(config) if values.temperature is None else values.temperature
     runtime = make_runtime(config, with_questions=False)
-    check_sampling_memory(runtime, runtime.mesh, len(prompts), 1, "prompts", slots=0)
+    check_sampling_memory(runtime.resolved, runtime.mesh, len(prompts), 1, "prompts", slots=0)
     policy, writer = load_policy(runtime, prompts, note), _Writer(prompts)
     timing = generate(policy, temperature, writer.show, writer.finished)
     note(str(timing))

@@ -116,7 +116,7 @@ def analyse(
     result: dict[str, Any] = compare_sides(programs, rollout, batch, logp)
     if runtime.mesh.shape["tensor"] > 1:
         note("mesh.tensor is above 1, where intermediate values are sharded: comparing the rest")
-        seen = Observed(unobservable=list(tap_names(runtime.model)))
+        seen = Observed(unobservable=list(tap_names(runtime.resolved.model)))
     else:
         note("comparing intermediate values")
         seen = observe(programs, rollout, batch, logp, note, budget, ran.seconds)
@@ -147,8 +147,8 @@ def analyse(
             left_out.append("what each operation and layer adds")
     result["left_out"] = left_out
     evidence = Evidence(
-        rollout_recipe=runtime.rollout_recipe,
-        learner_recipe=runtime.learner_recipe,
+        rollout_recipe=runtime.resolved.rollout_recipe,
+        learner_recipe=runtime.resolved.learner_recipe,
         drifts=drifts,
         result=result,
         alternatives=_alternatives(programs, rollout, logp, seen) if drifts else {},
@@ -184,7 +184,7 @@ def observe(
     first) would exceed the budget."""
     mask = np.asarray(rollout.mask)
     seen = Observed()
-    pending: list[Sequence[str]] = [tap_names(programs.runtime.model)]
+    pending: list[Sequence[str]] = [tap_names(programs.runtime.resolved.model)]
     while pending:
         if not budget.allows(seconds):
             seen.left_out = [name for names in pending for name in names]
@@ -206,7 +206,7 @@ def observe(
             seen.unobservable += names
         else:
             _add(seen, tapped.taps, learner_taps, batch, mask)
-    order, layers = list(OPERATIONS), programs.runtime.model.num_hidden_layers
+    order, layers = list(OPERATIONS), programs.runtime.resolved.model.num_hidden_layers
 
     def place(row: dict) -> tuple[int, int]:
         outside = -1 if row["op"] == MODEL_TAPS[0] else layers
@@ -240,7 +240,7 @@ def _contributions(
     swapped in, too.
     """
     mask = np.asarray(rollout.mask)
-    layers = programs.runtime.model.num_hidden_layers
+    layers = programs.runtime.resolved.model.num_hidden_layers
     names = [name for name in LAYER_TAPS if name in seen.rollout]
     swapped = programs.swapper(batch, {name: seen.rollout[name] for name in names})
     every = np.ones(layers, bool)
@@ -253,7 +253,7 @@ def _contributions(
     def left_with(*operations: str) -> float:
         return left({name: every for name in operations if name in seen.rollout})
 
-    recipe = programs.runtime.learner_recipe
+    recipe = programs.runtime.resolved.learner_recipe
     noise = _REQUANTISED if recipe.quantized or recipe.kv_quantized else 0.0
     own = jax.device_get(swapped(dict.fromkeys(names, every))[1])
     valid = compare.valid_positions(batch.lengths, batch.tokens.shape[1])
@@ -345,8 +345,9 @@ def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> 
                 return name
         return "another"
 
+    truncation = programs.runtime.resolved.truncation
     return {
         "rollout": follows(rollout.logprobs),
         "learner": follows(logp),
-        "expected": "full vocabulary" if programs.runtime.truncation is None else "kept tokens",
+        "expected": "full vocabulary" if truncation is None else "kept tokens",
     }

@@ -147,7 +147,7 @@ class KeptStep:
         Raises:
           UserError: the files are damaged.
         """
-        shape = (runtime.step_samples, runtime.config.rollout.max_new_tokens)
+        shape = (runtime.resolved.step_samples, runtime.config.rollout.max_new_tokens)
         types = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "logp": np.float32}
         arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in types.items()}
         state = runtime.layout.state_shapes(optimizer_of_phase(runtime.config, "rl"))

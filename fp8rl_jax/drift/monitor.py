@@ -68,12 +68,12 @@ class DriftMonitor:
     @property
     def _not_analysed(self) -> bool:
         """Whether steps hold conversations, or learn what older policies drew."""
-        return self._runtime.step is not None or self._runtime.stale
+        return self._runtime.resolved.step is not None or self._runtime.resolved.stale
 
     def keep(self, state: TrainState, drifted: bool) -> None:
         """Copies the policy before a step's update; `drifted`: whether an earlier step drifted."""
         self._policy = None
-        if not self._runtime.zero_drift or processes.count() > 1 or self._not_analysed:
+        if not self._runtime.resolved.zero_drift or processes.count() > 1 or self._not_analysed:
             return
         policy = policy_of(state)
         self._bytes = sum(x.nbytes for x in jax.tree.leaves(policy))
@@ -124,7 +124,7 @@ class DriftMonitor:
 
     def finish(self) -> None:
         """Analyses the step with the run's largest drift, unless it has been analysed."""
-        if processes.count() > 1 or not self._runtime.zero_drift:
+        if processes.count() > 1 or not self._runtime.resolved.zero_drift:
             return
         try:
             kept = KeptStep.load(self._runtime, self._directory)

@@ -70,7 +70,7 @@ def own_dots(runtime: Runtime) -> set[Dot]:
 def try_own_products(runtime: Runtime) -> OwnProducts:
     """Compares every product of `own_dots` with the order that `cpu_way` promises, bit for bit."""
     way = cpu_way()
-    if runtime.learner_recipe.kernels == EXACT.name or way.exact:
+    if runtime.resolved.learner_recipe.kernels == EXACT.name or way.exact:
         return OwnProducts(0, 0, EXACT.name, threads())
     if not way.options:
         return OwnProducts(0, 0, "", threads())

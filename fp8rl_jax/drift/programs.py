@@ -41,7 +41,7 @@ def affordable(runtime: Runtime, questions: list[Question]) -> list[Question]:
     """Returns the first of the questions, as many as have all tapped values within 4 GiB, but at
     least one for each device that takes rows of a batch."""
     config, divisor = runtime.config.rollout, batch_divisor(runtime.mesh)
-    values = tapped_values(runtime.model, runtime.sequence_tokens).values()
+    values = tapped_values(runtime.resolved.model, runtime.resolved.sequence_tokens).values()
     row = _COPIES * sum(x.size * x.dtype.itemsize for x in values)
     count = min(len(questions), _MOST_BYTES // (row * config.group_size))
     return questions[: max(count // divisor, 1) * divisor]
@@ -111,7 +111,7 @@ class Programs:
         optimizer = optimizer_of_phase(rt.config, "rl")
         state = rt.engine.new_state(self.state.params, optimizer, self.state.scaling_state)
         state = dataclasses.replace(state, scaling_state=self.state.scaling_state)
-        own = rt.algorithm.loss
+        own = rt.resolved.algorithm.loss
         # Without a gradient XLA would leave the backward pass out, and change the forward pass.
         loss = LossConfig(reinforce() if rt.config.algo.loss == "none" else own)
         step = rt.engine.train_step(
@@ -128,7 +128,7 @@ class Programs:
 
     def learner_weights(self) -> dict:
         """Returns the weights of the learner's forward pass: a refit under the learner's recipe."""
-        refit = make_refit(self.runtime.learner_recipe)
+        refit = make_refit(self.runtime.resolved.learner_recipe)
         return refit(self.state.params, self.state.scaling_state)[0]
 
     def swapper(self, batch: Host, taps: Taps):
@@ -146,7 +146,7 @@ class Programs:
           operations in forward-only programs.
         """
         rt, state = self.runtime, self.state
-        recipe, layers = rt.learner_recipe, rt.model.num_hidden_layers
+        recipe, layers = rt.resolved.learner_recipe, rt.resolved.model.num_hidden_layers
         names, nowhere = tuple(taps), np.zeros(layers, bool)
         values = {name: jnp.asarray(value) for name, value in taps.items()}
         batch = rt.layout.by_rows(batch)

@@ -96,8 +96,13 @@ def self_check(runtime: Runtime) -> SelfCheck:
     mask = np.asarray(rollout.mask)
     differ = bits_differ(logp, rollout.logprobs)[mask]
     gap = np.abs(logp.astype(np.float64) - rollout.logprobs)[mask]
-    layers, products = cut.model.num_hidden_layers, try_own_products(runtime)
-    return SelfCheck(int(mask.sum()), int(differ.sum()), float(gap.max()), layers, products)
+    return SelfCheck(
+        int(mask.sum()),
+        int(differ.sum()),
+        float(gap.max()),
+        cut.resolved.model.num_hidden_layers,
+        try_own_products(runtime),
+    )
 
 
 def kept_self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck:
@@ -125,7 +130,7 @@ def _place(runtime: Runtime) -> pathlib.Path | None:
     """Returns the file of the cached check for this configuration, code and machine, or None."""
     config = runtime.config
     sections = {name: plain(fields.to_dict()) for name, fields in config.items() if name != "run"}
-    sections["shapes"], sections["seed"] = repr(runtime.model), config.run.seed
+    sections["shapes"], sections["seed"] = repr(runtime.resolved.model), config.run.seed
     files = files_of_functions(named_functions(config))
     if (root := cache_root(config)) is None:
         return None
@@ -152,11 +157,11 @@ def _read(path: pathlib.Path) -> SelfCheck | None:
 
 def _cut(runtime: Runtime) -> Runtime:
     """Returns the Runtime of the cut: fewer layers, prompts and new tokens."""
-    recipes = (runtime.rollout_recipe, runtime.learner_recipe)
+    recipes = (runtime.resolved.rollout_recipe, runtime.resolved.learner_recipe)
     ends = sum(any(getattr(r, end) for r in recipes) for end in ("first_layers", "last_layers"))
-    layers = min(max(2, 1 + ends), runtime.model.num_hidden_layers)
+    layers = min(max(2, 1 + ends), runtime.resolved.model.num_hidden_layers)
     config = ml_collections.ConfigDict(runtime.config.to_dict())
-    cache_slots = runtime.sequence_tokens
+    cache_slots = runtime.resolved.sequence_tokens
     if config.rollout.slots:  # fewer than responses, so that slots are refilled here too
         config.rollout.slots, config.rollout.pages = batch_divisor(runtime.sampling.mesh), 0
         cache_slots = 0
@@ -170,7 +175,7 @@ def _cut(runtime: Runtime) -> Runtime:
         config.learner.tokens_per_batch = 2 * slots_of(longest)
     config.precision.health = False
     config.lora.checkpoint = ""  # of more layers
-    model = runtime.model
+    model = runtime.resolved.model
     if model.sliding_window:  # keys that it hides, and a layer of each kind
         window, every = min(model.sliding_window, _WINDOW), min(model.sliding_window_pattern, 2)
         model = dataclasses.replace(model, sliding_window=window, sliding_window_pattern=every)
@@ -180,15 +185,15 @@ def _cut(runtime: Runtime) -> Runtime:
         last = min(recipe.last_layers, 1, layers - first)
         return dataclasses.replace(recipe, first_layers=first, last_layers=last)
 
-    return dataclasses.replace(
-        runtime,
+    resolved = dataclasses.replace(
+        runtime.resolved,
         config=config,
-        cache_slots=cache_slots,
         model=dataclasses.replace(
             model,
             num_hidden_layers=layers,
             first_k_dense_replace=min(model.first_k_dense_replace, 1),
         ),
-        rollout_recipe=shorten(runtime.rollout_recipe),
-        learner_recipe=shorten(runtime.learner_recipe),
+        rollout_recipe=shorten(runtime.resolved.rollout_recipe),
+        learner_recipe=shorten(runtime.resolved.learner_recipe),
     )
+    return dataclasses.replace(runtime, resolved=resolved, cache_slots=cache_slots)

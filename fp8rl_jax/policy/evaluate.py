@@ -34,7 +34,7 @@ def evaluate_policy(
       UserError: a field of the configuration cannot work.
     """
     runtime = make_runtime(config, with_questions=False)
-    check_eval_memory(runtime, runtime.sampling.mesh)
+    check_eval_memory(runtime.resolved, runtime.sampling.mesh)
     data = load_questions(config.env, {"eval": config.eval.questions}, config.run.seed)
     if data.note:
         note(data.note)
@@ -45,6 +45,6 @@ def evaluate_policy(
     about = {
         "checkpoint": config.run.dir,
         "task": config.env.task,
-        "precision": runtime.rollout_recipe.name,
+        "precision": runtime.resolved.rollout_recipe.name,
     }
     return [{**about, **evaluation.record} for evaluation in found]

@@ -63,7 +63,7 @@ def export_run(
     count = config.eval.average_last
     found = open_trained(make_runtime(config, with_questions=False), path, count)
     runtime = found.runtime
-    check_type(runtime.model, dtype)
+    check_type(runtime.resolved.model, dtype)
     read = found.read_params()
     note(found.text)
     begun = config.model.checkpoint
@@ -86,7 +86,7 @@ def export_run(
     )
     target = hf.save(
         target,
-        runtime.model,
+        runtime.resolved.model,
         params,
         dtype=dtype,
         max_shard_gb=max_shard_gb,
@@ -123,7 +123,7 @@ def export_adapter(
             "and write --dtype=bf16"
         )
     found = open_trained(make_runtime(config, with_questions=False), path)
-    adapters, model = jax.device_get(trained(found.state().params)), found.runtime.model
+    adapters, model = jax.device_get(trained(found.state().params)), found.runtime.resolved.model
     found.checkpoints.close()
     base = config.model.checkpoint
     return hf.peft.save_adapter(target, model, adapters, alpha=config.lora.alpha, base=base)

@@ -71,7 +71,7 @@ def generate(
         config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
     )
     stream: Any = make_stream(
-        runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel
+        runtime.resolved.model, runtime.resolved.rollout_recipe, settings, runtime.layout.parallel
     )
     prepared = stream.prepare(policy.weights)
     prompts, requests = _requests(runtime, rows, temperature)

@@ -217,12 +217,12 @@ def load_trained(
         state = dataclasses.replace(state, params=params)
     found.checkpoints.close()
     note(found.text)
-    same = runtime.learner_recipe == saved.learner_recipe
+    same = runtime.resolved.learner_recipe == saved.resolved.learner_recipe
     scaling_state = state.scaling_state if same else None
     loaded = runtime.engine.new_state(state.params, optax.identity(), scaling_state)
     kept: dict[str, Any] = {"step": state.step}
     # Fine-tuning calibrates KV scales at evaluations only; between them the scales are outdated.
-    same = runtime.rollout_recipe == saved.rollout_recipe and not averaged
+    same = runtime.resolved.rollout_recipe == saved.resolved.rollout_recipe and not averaged
     if same and is_fresh(state.scaling_state, int(state.step)):
         kept["scaling_state"] = with_scales_of(loaded.scaling_state, state.scaling_state)
     return dataclasses.replace(loaded, **kept), found.phase

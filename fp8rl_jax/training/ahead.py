@@ -267,6 +267,6 @@ def _fields(prefix: str, arrays: Mapping[str, np.ndarray], runtime: Runtime) -> 
     rollout = part(f"{prefix}/rollout/")
     return fields | {
         "questions": [questions[index] for index in fields["questions"]],
-        "rollout": Rollout(**rollout, taps={}, truncation=runtime.truncation),
+        "rollout": Rollout(**rollout, taps={}, truncation=runtime.resolved.truncation),
         "prompts": Prompts(key=key, **part(f"{prefix}/prompts/")),
     }

@@ -59,13 +59,14 @@ def described_runtime(resolved: Resolved, mesh: Mesh, layers: int | None = None)
         learner_recipe=on_gpu(resolved.learner_recipe),
         reference_recipe=on_gpu(resolved.reference_recipe),
     )
-    return Runtime(**vars(changed), mesh=mesh, tokenizer=ByteTokenizer(), chat=None, questions={})
+    return Runtime(changed, mesh, tokenizer=ByteTokenizer(), chat=None, questions={})
 
 
 def _rope(runtime: Runtime) -> Any:
     """Returns the shapes of the rotary tables for the longest prompt and response."""
-    slots = runtime.sequence_tokens
-    tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(runtime.model, slots))))
+    model = runtime.resolved.model
+    slots = runtime.resolved.sequence_tokens
+    tables = jax.eval_shape(lambda: tuple(map(jnp.asarray, rope_tables(model, slots))))
     return sharding.laid_out(tables, runtime.layout.replicated)
 
 
@@ -87,21 +88,21 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     state = runtime.layout.state_shapes(runtime.engine.rl_optimizer)
     ones = np.ones(rows, np.int32)
     targets = np.zeros((rows, runtime.config.rollout.max_new_tokens), np.int32)
-    tokens = np.zeros((rows, runtime.sequence_tokens), np.int32)
+    tokens = np.zeros((rows, runtime.resolved.sequence_tokens), np.int32)
     batch = make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
     batch, _ = runtime.engine.packed(batch)
-    batch = dataclasses.replace(batch, truncation=runtime.truncation)
-    if runtime.recorded_numbers:
-        shape = (*batch.targets.shape, runtime.recorded_numbers)
+    batch = dataclasses.replace(batch, truncation=runtime.resolved.truncation)
+    if runtime.resolved.recorded_numbers:
+        shape = (*batch.targets.shape, runtime.resolved.recorded_numbers)
         batch = dataclasses.replace(batch, kept=jax.ShapeDtypeStruct(shape, jnp.int32))
     batch = sharding.laid_out(batch, runtime.layout.rows)
-    return state, with_frozen_shapes(batch, runtime, runtime.layout), _rope(runtime)
+    return state, with_frozen_shapes(batch, runtime.resolved, runtime.layout), _rope(runtime)
 
 
 def trace_train_step(runtime: Runtime) -> jax.stages.Traced:
     """Traces the train step of RL on one minibatch: gradients and the optimiser's update, with
     offloaded moments the gradients alone."""
-    state, batch, rope = _train_arguments(runtime, runtime.minibatch_samples)
+    state, batch, rope = _train_arguments(runtime, runtime.resolved.minibatch_samples)
     step = runtime.engine.compiled_update
     if isinstance(step, OffloadedStep):
         return step.gradients.trace(dataclasses.replace(state, opt_state=None), batch, rope)
@@ -113,7 +114,7 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 
     The learner's programs have no inputs for replayed routing.
     """
-    rollout, rows = runtime.config.rollout, runtime.step_samples
+    rollout, rows = runtime.config.rollout, runtime.resolved.step_samples
     state, batch, rope = _train_arguments(runtime, rows)
     sampling = runtime.sampling
     requests = request_shapes(sampling, rollout.prompts_per_step, rows)
@@ -133,9 +134,10 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
     """Traces a decode step: one token of every concurrent sequence, with full-length KV caches."""
     rollout, mesh = runtime.config.rollout, runtime.mesh
-    rows = rollout.slots or runtime.step_samples
+    rows = rollout.slots or runtime.resolved.step_samples
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
-    loop = Loop(runtime.model, runtime.rollout_recipe, settings, runtime.layout.parallel)
+    resolved = runtime.resolved
+    loop = Loop(resolved.model, resolved.rollout_recipe, settings, runtime.layout.parallel)
     weights, wanted = runtime.layout.weight_shapes, request_shapes(runtime, rows, rows)
     prompts = jax.ShapeDtypeStruct((rows, rollout.max_prompt_tokens), jnp.int32)
     state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)

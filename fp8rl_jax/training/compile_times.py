@@ -34,9 +34,10 @@ class CompileTimes:
         self._path: pathlib.Path | None = None
         if root := cache_root(runtime.config):
             config = runtime.config
+            resolved = runtime.resolved
             depends_on = {
-                "model": repr(runtime.model),
-                "recipes": [repr(runtime.rollout_recipe), repr(runtime.learner_recipe)],
+                "model": repr(resolved.model),
+                "recipes": [repr(resolved.rollout_recipe), repr(resolved.learner_recipe)],
                 "mesh": dict(runtime.mesh.shape),
                 "continuous": bool(config.rollout.slots),
                 "remat": config.learner.remat,

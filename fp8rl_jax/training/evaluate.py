@@ -72,7 +72,7 @@ def _evaluate(
     config, engine = runtime.config, runtime.engine
     start = time.perf_counter()
     size = config.eval.batch_size
-    rewards, errors = runtime.rewards[:1], tally.errors
+    rewards, errors = runtime.resolved.rewards[:1], tally.errors
     group = 1 + config.eval.samples
     temperature = np.full((size, group), config.eval.temperature, np.float32)
     temperature[:, 0] = 0.0
@@ -108,7 +108,7 @@ def _evaluate(
         raise tally.nothing_scored(f"no question{(head.get('set') and ' of ' + head['set']) or ''}")
     greedy, sampled = found[scored, 0], found[scored, 1:]
     answers = None
-    if group > 2 and runtime.step is None:  # several samples may have a majority
+    if group > 2 and runtime.resolved.step is None:  # several samples may have a majority
         sampled_texts = [
             text for index, text in enumerate(texts) if index % group and scored[index // group]
         ]

@@ -58,8 +58,8 @@ class Responses:
         temperature = np.full(rows, rollout.temperature, np.float32)
         none = np.zeros((rows, most), np.int32)
         kept = None
-        if runtime.recorded_numbers:
-            kept = np.zeros((rows, most, runtime.recorded_numbers), np.int32)
+        if runtime.resolved.recorded_numbers:
+            kept = np.zeros((rows, most, runtime.resolved.recorded_numbers), np.int32)
         return cls(
             questions,
             Rollout(
@@ -69,7 +69,7 @@ class Responses:
                 finished=np.zeros(rows, bool),
                 taps={},
                 kept=kept,
-                truncation=runtime.truncation,
+                truncation=runtime.resolved.truncation,
             ),
             none - 1,
             Prompts.numbered(*runtime.prompts(questions), key, temperature, first),

@@ -38,19 +38,20 @@ def preflight(
     Raises:
       UserError: the run cannot work here, or `run.dir` holds another run.
     """
-    config = runtime.config
+    resolved = runtime.resolved
+    config = resolved.config
     logger_names(config)
-    check_train_memory(runtime, runtime.mesh, runtime.rollout_mesh)
+    check_train_memory(resolved, runtime.mesh, runtime.rollout_mesh)
     if not resume:  # a run's own checkpoints have its adapters
-        processes.decided(lambda: check_adapters(config, runtime.model))
+        processes.decided(lambda: check_adapters(config, resolved.model))
     directory = pathlib.Path(config.run.dir)
-    processes.decided(lambda: check_rooms(runtime))
+    processes.decided(lambda: check_rooms(resolved))
     check_shared(directory)
     with RunLock(directory) as lock:
         now = environment(config)
-        changes = processes.decided(lambda: check_run(runtime, resume, runtime.data_digest, now))
+        changes = processes.decided(lambda: check_run(resolved, resume, runtime.data_digest, now))
         checked = check()
-        processes.decided(lambda: open_run(runtime, runtime.data_digest, now))
+        processes.decided(lambda: open_run(resolved, runtime.data_digest, now))
         few = few_held_out(runtime.questions["eval"]) if runtime.data_note else ""
         lines = [str(line) for line in (runtime.data_note, few, changes, checked) if line]
         yield lock, lines, checked

@@ -58,7 +58,7 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
         lengths = np.repeat(lengths, rollout.group_size)
         seen = of_sequences(tokens, lengths, rollout.max_new_tokens)
         state = rt.engine.calibrate(state, seen)
-    if rt.algorithm.needs_reference:
+    if rt.resolved.algorithm.needs_reference:
         reference = Checkpoints(run.directory / "reference", keep=1)
         reference.save(0, policy_of(state), {})
         reference.close()
@@ -98,7 +98,7 @@ def run_rl(
       DriftError: drift appeared and zero drift is required; the state after that step is saved.
     """
     rt, config = run.runtime, run.runtime.config
-    reference = _reference(run, state) if rt.algorithm.needs_reference else None
+    reference = _reference(run, state) if rt.resolved.algorithm.needs_reference else None
     run.display.phase("RL", config.run.steps, int(state.step), run.compile_times)
     rollouts, served = Rollouts(rt, _stream(rt, state), run.display.rollout), rt.engine.refit(state)
 
@@ -169,10 +169,11 @@ def _forbidden_drift(run: Run, record: Metrics) -> float:
     processes. Shows a warning the first time."""
     rt = run.runtime
     drift = record.get(DRIFT_MAX, 0.0)
-    drift = next(filter(None, processes.exchange(drift)), 0.0) if rt.zero_drift else 0.0
+    drift = next(filter(None, processes.exchange(drift)), 0.0) if rt.resolved.zero_drift else 0.0
     if drift and not run.drifted:
         recompute = ""
-        if rt.takes_rollout_logprobs(False) and not rt.takes_rollout_logprobs(True):
+        taken = rt.resolved.takes_rollout_logprobs
+        if taken(drifted=False) and not taken(drifted=True):
             recompute = "; from the next step on log-probabilities are recomputed"
         run.drifted = True
         run.display.note(

@@ -49,36 +49,51 @@ from fp8rl_jax.training.questions import load_data
 
 
 @dataclasses.dataclass(frozen=True)
-class Runtime(Resolved):
+class Runtime:
     """A checked configuration with its devices, tokenizer and questions; see `make_runtime`.
 
     Attributes:
+      resolved: the configuration, and the model, recipes and functions that it names; all that
+        layout and engine have of the run.
       mesh: the devices, or those of the learner.
       tokenizer: tokenizer of prompts and responses.
       chat: format that makes a question a conversation; None without `data.chat`.
       questions: {split: questions of the task}.
       rollout_mesh: devices for rollouts alone; None if all devices do both.
+      turns: form of conversations with an environment; None for responses of one reply.
       cache_slots: slots of each sequence in the KV cache; 0 for prompt + response.
       data_note, data_digest: `Data.note` and `Data.digest` of the questions.
     """
 
+    resolved: Resolved
     mesh: Mesh
     tokenizer: Tokenizer
     chat: ChatFormat | None
     questions: dict[str, list[Question]]
     rollout_mesh: Mesh | None = None
+    turns: Turns | None = None
     cache_slots: int = 0
     data_note: str = ""
     data_digest: str = ""
 
+    @property
+    def config(self) -> ml_collections.FrozenConfigDict:
+        return self.resolved.config
+
     @functools.cached_property
     def layout(self) -> Layout:
-        return Layout(self, self.mesh, self.config.mesh.rollout > 0 and self.rollout_mesh is None)
+        alone = self.config.mesh.rollout > 0 and self.rollout_mesh is None
+        return Layout(self.resolved, self.mesh, alone)
 
     @functools.cached_property
     def engine(self) -> JaxEngine:
-        tokenizer = self.tokenizer
-        return JaxEngine(self, self.layout, tokenizer.eos_ids, tokenizer.pad_id, self.cache_slots)
+        return JaxEngine(
+            self.resolved,
+            self.layout,
+            self.tokenizer.eos_ids,
+            self.tokenizer.pad_id,
+            self.cache_slots,
+        )
 
     @functools.cached_property
     def sampling(self) -> Runtime:
@@ -96,9 +111,12 @@ class Runtime(Resolved):
 
     def prompts(self, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
         """Returns prompt tokens (P, Tp) int32 and lengths (P,) int32 of questions."""
-        texts = [question.prompt for question in questions]
-        slots = self.config.rollout.max_prompt_tokens
-        return pad_prompts(texts, self.tokenizer, slots, self.chat)
+        return pad_prompts(
+            [question.prompt for question in questions],
+            self.tokenizer,
+            self.config.rollout.max_prompt_tokens,
+            self.chat,
+        )
 
     def demonstrations(self, questions: list[Question]) -> Batch:
         """Returns a batch, on the host, of questions with their demonstrations as responses."""
@@ -125,11 +143,6 @@ class Runtime(Resolved):
         rows = zip(tokens, mask, strict=True)
         return [self.tokenizer.decode(row[keep].tolist()) for row, keep in rows]
 
-    @functools.cached_property
-    def turns(self) -> Turns | None:
-        """The form of conversations with an environment; None for responses of one reply."""
-        return None if self.step is None else turns_of(self.config, self.tokenizer, self.chat)
-
     def conversations(
         self, questions: Sequence[Question], own_rows: np.ndarray, tally: Tally
     ) -> Conversations | None:
@@ -140,10 +153,16 @@ class Runtime(Resolved):
           own_rows: (B,) bool, as for `Rewards`.
           tally: tally that counts the calls of the environment's step.
         """
-        if self.step is None or self.turns is None:
+        if self.resolved.step is None or self.turns is None:
             return None
-        most = self.config.rollout.max_new_tokens
-        return Conversations(self.turns, self.step, questions, own_rows, most, tally)
+        return Conversations(
+            self.turns,
+            self.resolved.step,
+            questions,
+            own_rows,
+            self.config.rollout.max_new_tokens,
+            tally,
+        )
 
     def with_slots(self, **slots: int) -> Runtime:
         """Returns the runtime, checked again, with other `max_prompt_tokens` or `max_new_tokens`.
@@ -157,9 +176,12 @@ class Runtime(Resolved):
             longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
             config.learner.tokens_per_batch = max(capacity, slots_of(longest))
         resolved = resolve_config(config).with_vocabulary(self.tokenizer.vocab_size)
-        meshes = self.mesh, self.rollout_mesh or self.mesh
-        checks.check_mesh(config, *map(sharding.batch_divisor, meshes))
-        return dataclasses.replace(self, **vars(resolved))
+        checks.check_mesh(
+            config,
+            sharding.batch_divisor(self.mesh),
+            sharding.batch_divisor(self.rollout_mesh or self.mesh),
+        )
+        return dataclasses.replace(self, resolved=resolved)
 
 
 def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True) -> Runtime:
@@ -174,13 +196,7 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     """
     check_process()
     if processes.count() > 1:
-        fields = {f"config.{name}": repr(value) for name, value in flatten(config).items()}
-        known = {k: v for part in environment(config).values() for k, v in part.items()}
-        same = "start all of them with the same software and options"
-        processes.check_equal(known | fields, same)
-        if config.precision.cpu_products == "auto":
-            one_kind = "run on CPUs of one kind, or set precision.cpu_products='exact'"
-            processes.check_equal({"the way of multiplying": cpu_way().name}, one_kind)
+        _check_processes(config)
     config = config.copy_and_resolve_references()
     for name in ("dir", "cache_dir"):  # a user's function may change the working directory
         config.run[name] = config.run[name] and os.path.abspath(config.run[name])
@@ -188,7 +204,9 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     mesh, rollout_mesh = sharding.make_meshes(config.mesh.to_dict())
     if rollout_mesh is not None:
         processes.exchange_by_store()  # rollouts run in a thread, beside the learner
-    checks.check_mesh(config, *map(sharding.batch_divisor, (mesh, rollout_mesh or mesh)))
+    checks.check_mesh(
+        config, sharding.batch_divisor(mesh), sharding.batch_divisor(rollout_mesh or mesh)
+    )
     if with_questions:
         check_rollout_memory(resolved, rollout_mesh or mesh)
         resolved = resolved.with_tasks()
@@ -200,52 +218,74 @@ def make_runtime(config: ml_collections.ConfigDict, with_questions: bool = True)
     check_frozen_model(resolved)
     turns = None
     if resolved.step is not None:
-        turns = turns_of(config, tokenizer, chat)
-        turns.check()
-        tokenizer = turns.ending()
-        turns = dataclasses.replace(turns, tokenizer=tokenizer)
-        if chat is not None and config.env.tools and not config.env.step:
-            check_calls(tool_functions(config.env.tools), turns.reply_with_call)
-        least, room = turns.slots - turns.most + 3, config.rollout.max_new_tokens
-        if room < least:
-            raise UserError(
-                f"rollout.max_new_tokens is {room}, and two replies with what stands between them "
-                f"take {least} at least: raise it to what whole conversations take"
-            )
+        turns = _turns(config, tokenizer, chat)
+        tokenizer = turns.tokenizer
     data = load_data(config, tokenizer, chat, turns) if with_questions else Data({})
     checks.check_platform(resolved)
     hold_settings()  # the user's modules, imported by now, may have changed them
     return Runtime(
-        **vars(resolved),
+        resolved=resolved,
         mesh=mesh,
         tokenizer=tokenizer,
         chat=chat,
         questions=data.questions,
         rollout_mesh=rollout_mesh,
+        turns=turns,
         data_note=data.note,
         data_digest=data.digest,
     )
 
 
-def turns_of(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Turns:
-    """Returns the form of a configuration's conversations."""
-    most = config.rollout.max_observation_tokens
-    tools = tool_schemas(config.env.tools) if chat is not None else ()
-    return Turns(tokenizer, chat, config.env.observation_role, most, tools)
+def _check_processes(config: ml_collections.ConfigDict) -> None:
+    """Raises UserError if processes differ in software, options or CPUs."""
+    known = {name: value for part in environment(config).values() for name, value in part.items()}
+    known |= {f"config.{name}": repr(value) for name, value in flatten(config).items()}
+    processes.check_equal(known, "start all of them with the same software and options")
+    if config.precision.cpu_products == "auto":
+        processes.check_equal(
+            {"the way of multiplying": cpu_way().name},
+            "run on CPUs of one kind, or set precision.cpu_products='exact'",
+        )
+
+
+def _turns(config, tokenizer: Tokenizer, chat: ChatFormat | None) -> Turns:
+    """Returns the form of a configuration's conversations, whose tokenizer ends a reply where they
+    do.
+
+    Raises:
+      UserError: the chat template or the length of a response does not suit conversations.
+    """
+    turns = Turns(
+        tokenizer,
+        chat,
+        config.env.observation_role,
+        config.rollout.max_observation_tokens,
+        tool_schemas(config.env.tools) if chat is not None else (),
+    )
+    turns.check()
+    turns = dataclasses.replace(turns, tokenizer=turns.ending())
+    if chat is not None and config.env.tools and not config.env.step:
+        check_calls(tool_functions(config.env.tools), turns.reply_with_call)
+    least = turns.slots - turns.most + 3
+    if config.rollout.max_new_tokens < least:
+        raise UserError(
+            f"rollout.max_new_tokens is {config.rollout.max_new_tokens}, and two replies with what "
+            f"stands between them take {least} at least: raise it to what whole conversations take"
+        )
+    return turns
 
 
 def _chat_format(config, tokenizer: Tokenizer) -> ChatFormat | None:
-    data = config.data
-    if not data.chat:
+    if not config.data.chat:
         return None
     if tokenizer.chat_template is None:
         raise UserError(
-            f"data.chat is True, and the tokenizer {data.tokenizer!r} has no chat template: set "
-            "data.chat=False, or name the directory of a model that has one"
+            f"data.chat is True, and the tokenizer {config.data.tokenizer!r} has no chat template: "
+            "set data.chat=False, or name the directory of a model that has one"
         )
     return ChatFormat(
         tokenizer.chat_template,
-        data.system_prompt,
-        plain(data.chat_options.to_dict()),
+        config.data.system_prompt,
+        plain(config.data.chat_options.to_dict()),
         begun(pathlib.Path(config.run.dir)),
     )

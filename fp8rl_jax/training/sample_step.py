@@ -163,7 +163,7 @@ def sample_step(
         metrics |= version_metrics(samples.versions)
         drawn += sum(responses.drawn for responses in later) - drawn_before
     metrics["tokens_per_s_rollout"] = drawn / times["time_rollout"]
-    if runtime.step is not None:
+    if runtime.resolved.step is not None:
         replies = reply_numbers(samples.rollout.mask)
         metrics["turns_mean"] = float(replies[:, -1].mean() + 1)
         metrics["env_errors"] = sum(r.conversed.errors for r in rounds if r.conversed)
@@ -199,7 +199,7 @@ def _round(
     rows = len(first.versions)
     own = partial.own_rows(runtime, rows)
     of_rows = [q for q in first.questions for _ in range(group)]
-    rewards = Rewards(runtime.decode, of_rows, runtime.rewards, own)
+    rewards = Rewards(runtime.decode, of_rows, runtime.resolved.rewards, own)
     conversations = runtime.conversations(of_rows, own, tally)
 
     def watch(progress: Progress) -> None:

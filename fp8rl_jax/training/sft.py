@@ -193,7 +193,8 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
     """
     runtime, config, engine = run.runtime, run.runtime.config, run.runtime.engine
     optimizer = optimizer_of_phase(config, "sft")
-    recipe = without_calibration(run.runtime.learner_recipe)  # no rollout calibrates scales here
+    # No rollout calibrates scales here.
+    recipe = without_calibration(runtime.resolved.learner_recipe)
     train_step = engine.train_step(optimizer, LossConfig(reinforce()), 1, recipe)
     stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)

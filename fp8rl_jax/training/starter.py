@@ -97,7 +97,7 @@ def paid(runtime: Runtime, where: str) -> str:
       RewardError: the reward fails.
     """
     question, tally = runtime.questions["train"][0], Tally(where)
-    scoring = Scoring(runtime.rewards, [question, question], [str(question.answer), ""])
+    scoring = Scoring(runtime.resolved.rewards, [question, question], [str(question.answer), ""])
     values, _ = scoring.result(tally)
     tally.check()
     return (

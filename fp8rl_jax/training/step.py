@@ -137,12 +137,12 @@ def rl_step(
         _check_versions(runtime, samples, step)
         batch = engine.batch(samples.rollout, samples.prompts)
         with times.of("old_logprobs"):
-            own = not runtime.takes_rollout_logprobs(doubted)
+            own = not runtime.resolved.takes_rollout_logprobs(doubted)
             batch = scored(engine, state, reference, batch, own)
 
         # 3. Advantages and weights.
         hold_settings()
-        batch, weights = weighed(runtime.algorithm, samples, batch, algo.num_minibatches)
+        batch, weights = weighed(runtime.resolved.algorithm, samples, batch, algo.num_minibatches)
 
         # 4. Update; the sampler's weights are freed before it.
         hold_settings()
@@ -194,7 +194,7 @@ def _drift_ahead(
     if not own.any():
         return state, {}
     rows = slice(None)
-    if runtime.same_forward:
+    if runtime.resolved.same_forward:
         parts = np.split(own, runtime.config.algo.num_minibatches)
         first = int(np.argmax([part.any() for part in parts]))
         rows = slice(first * len(parts[0]), (first + 1) * len(parts[0]))
@@ -220,18 +220,18 @@ def metrics_of(runtime: Runtime, result: StepResult) -> Metrics:
     tokens = float(result.batch.mask.sum())
     record: Metrics = {"step": result.step} | result.drawn.metrics | result.times | result.early
     record["lr"] = result.update.learning_rate
-    record |= update_metrics(updates, runtime.model, runtime.learner_recipe)
+    record |= update_metrics(updates, runtime.resolved.model, runtime.resolved.learner_recipe)
     record["tokens_per_s_learner"] = tokens / record["time_learner"]
     record |= learner_token_metrics(updates)
     shared = np.concatenate([update["shared"] for update in updates[: algo.num_minibatches]])
-    flops = algo.epochs * useful_flops(runtime.model, result.batch.lengths, tokens, shared)
+    flops = algo.epochs * useful_flops(runtime.resolved.model, result.batch.lengths, tokens, shared)
     mesh = runtime.layout.mesh
     gpu = gpus.of_kind(mesh.devices.flat[0].device_kind)
     peak = None if gpu is None else gpu.bf16
     record |= rate_metrics(record, flops, mesh.size, runtime.sampling.mesh.size, peak)
     record |= _compared(runtime, result, record.get(DRIFT_MAX, 0.0))
     if lost := result.before.health:
-        first = first_layers(runtime.model, runtime.rollout_recipe)
+        first = first_layers(runtime.resolved.model, runtime.resolved.rollout_recipe)
         record |= loss_metrics({"weights": jax.device_get(lost)}, first)
     if result.before.sample:
         changed = changed_bytes(result.before.sample, result.served.sample)
@@ -249,10 +249,10 @@ def _compared(runtime: Runtime, result: StepResult, of_later: float) -> Metrics:
     mask = result.batch.mask[first]
     recorded = samples.rollout.logprobs[first]
     metrics: Metrics = {}
-    if runtime.stale:
+    if runtime.resolved.stale:
         compared = mismatch_metrics(logp, recorded, mask)
         metrics |= {stale: compared[name] for name, stale in _STALE.items()}
-        if not runtime.same_forward and samples.learner_logprobs is not None:
+        if not runtime.resolved.same_forward and samples.learner_logprobs is not None:
             changed = mismatch_metrics(logp, samples.learner_logprobs[first], mask)
             metrics |= {changed_name: changed[name] for name, changed_name in _CHANGED.items()}
     own = _comparable(result.batch, samples, result.step - 1)[first]
@@ -260,7 +260,7 @@ def _compared(runtime: Runtime, result: StepResult, of_later: float) -> Metrics:
         compared = mismatch_metrics(logp, recorded, own)
         if not (np.isnan(of_later) or of_later > compared[DRIFT_MAX]):
             metrics |= compared
-    if runtime.same_forward:
+    if runtime.resolved.same_forward:
         checksum = np.asarray(result.before.checksum)
         metrics["refit_checksum_ok"] = bool(result.update.updates[0]["checksum"] == checksum)
     return metrics

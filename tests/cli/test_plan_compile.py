@@ -38,7 +38,7 @@ def compiled(monkeypatch):
     tried = []
 
     def program(runtime) -> Compiled:
-        layers = runtime.model.num_hidden_layers
+        layers = runtime.resolved.model.num_hidden_layers
         tried.append(layers)
         return Compiled((1 + 2 * layers) * _GIB, (3 + 5 * layers) * _GIB, {"all-gather u8": 7})
 

@@ -196,7 +196,7 @@ def test_run_by_its_directory(run_dir, capsys, monkeypatch):
     runtime = policy.runtime
     assert policy.rows == [[257, *b"1 + 1\n"]]
     assert temperature == runtime.config.rollout.temperature
-    assert runtime.config.rollout.max_new_tokens == 9 and runtime.model.hidden_size == 128
+    assert runtime.config.rollout.max_new_tokens == 9 and runtime.resolved.model.hidden_size == 128
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def made_run(tmp_path_factory) -> pathlib.Path:
     places = [f"--config.run.dir={root / 'run'}", f"--config.run.cache_dir={root / 'cache'}"]
     config = load_config(str(root / "tiny.py"), places)
     runtime = make_runtime(config)
-    run_directory.open_run(runtime, "", environment(runtime.config))
+    run_directory.open_run(runtime.resolved, "", environment(runtime.config))
     directory = pathlib.Path(config.run.dir)
     optimizer = optimizer_of_phase(config, "sft")
     state = runtime.engine.new_state(runtime.engine.init_params(), optimizer)

@@ -80,7 +80,7 @@ def test_a_preset_has_shapes_without_memory():
     runtime = make_runtime(_config(model={"name": "qwen3_0p6b"}))
     count = sum(x.size for x in jax.tree.leaves(runtime.layout.param_shapes))
     assert 590e6 < count < 600e6
-    assert runtime.model.vocab_size == 151_936 and runtime.tokenizer.vocab_size == 259
+    assert runtime.resolved.model.vocab_size == 151_936 and runtime.tokenizer.vocab_size == 259
 
 
 _REFUSED = {
@@ -305,7 +305,7 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
     captured = capsys.readouterr()
     assert captured.out == f"{target}\n" and "after rl step 1" in captured.err
     model, found = models.hf.load(target, dtype="fp8")
-    assert model == runtime.model
+    assert model == runtime.resolved.model
     pairs = zip(*(jax.tree.leaves(tree["layers"]) for tree in (found, expected)), strict=True)
     for ours, theirs in pairs:
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))

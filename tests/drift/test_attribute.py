@@ -91,7 +91,7 @@ class _Disturbed:
 
     def __init__(self, disturbing: set[str], different: str):
         self.disturbing, self.different, self.calls = disturbing, different, 0
-        self.runtime = types.SimpleNamespace(model=_MODEL)
+        self.runtime = types.SimpleNamespace(resolved=types.SimpleNamespace(model=_MODEL))
         self.logp = np.linspace(-3, -1, 6, dtype=np.float32).reshape(2, 3)
 
     def _taps(self, names, offset):

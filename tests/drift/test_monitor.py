@@ -38,10 +38,7 @@ def _runtime():
     config.rollout.update(prompts_per_step=2, group_size=2, max_new_tokens=3)
     return types.SimpleNamespace(
         config=config,
-        step_samples=4,
-        step=None,
-        stale=False,
-        zero_drift=True,
+        resolved=types.SimpleNamespace(step_samples=4, step=None, stale=False, zero_drift=True),
         data_digest="d",
         questions={"train": [Question(str(i), "1") for i in range(5)]},
         layout=types.SimpleNamespace(state_shapes=lambda optimizer: _state()),

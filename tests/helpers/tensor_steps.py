@@ -118,7 +118,7 @@ def main() -> None:
         [f"--config.{name}={value}" for name, value in more.items()],
     )
     base = make_runtime(config)
-    model = dataclasses.replace(base.model, vocab_size=case.get("vocabulary", 320))
+    model = dataclasses.replace(base.resolved.model, vocab_size=case.get("vocabulary", 320))
     params = jax.device_get(initial_params(model))
     rng = np.random.default_rng(0)
     for layer in params["layers"]["self_attn"].values():
@@ -133,8 +133,9 @@ def main() -> None:
         dispatch.backend = lambda: "gpu"
         dispatch.triton_installed = lambda: True
     results, one, rollout = [], None, None
+    resolved = dataclasses.replace(base.resolved, model=model)
     for sizes in case["meshes"]:
-        rt = dataclasses.replace(base, model=model, mesh=_mesh(sizes))
+        rt = dataclasses.replace(base, resolved=resolved, mesh=_mesh(sizes))
         now = _step(rt, params, temperature, advantages, case, rollout)
         one = one or now
         mask = now["rollout"].mask

@@ -100,7 +100,11 @@ def test_decode_step_of_sharded_experts(monkeypatch):
     monkeypatch.setattr(aot_h200, "SEQUENCES", {"decode": 512})
     programs = aot_h200.Programs("qwen3_235b_a22b", h200.h200_mesh({"expert": 8}), layers=2)
     compiled = programs.decode().compile()
-    text, memory, model = compiled.as_text(), compiled.memory_analysis(), programs.runtime(8).model
+    text, memory, model = (
+        compiled.as_text(),
+        compiled.memory_analysis(),
+        programs.runtime(8).resolved.model,
+    )
     tables = 2 * 2 * model.vocab_size * model.hidden_size  # bf16
     cache = 2 * 2 * 4 * 256 * 64 * (128 + 4)  # layers, K and V, heads, slots, rows
     layer = (memory.argument_size_in_bytes - tables - cache) / 2

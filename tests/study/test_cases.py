@@ -226,7 +226,10 @@ def _subject(**fields) -> subjects.Subject:
     config = saved_config({"eval": {"questions": 8}, "rollout": {"prompts_per_step": 4}}, "a test")
     config.update(fields)
     runtime = types.SimpleNamespace(
-        config=config, questions={"eval": list(range(8))}, model=UNEVEN, data_digest=""
+        config=config,
+        questions={"eval": list(range(8))},
+        resolved=types.SimpleNamespace(model=UNEVEN),
+        data_digest="",
     )
     return subjects.Subject("tiny", runtime, lambda: {"w": np.ones(3, np.float32)})
 

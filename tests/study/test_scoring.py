@@ -43,7 +43,7 @@ def runtime():
 @pytest.fixture(scope="module")
 def params(runtime):
     """Random weights of a model that ends some answers early."""
-    drawn = initial_params(runtime.model, seed=1)
+    drawn = initial_params(runtime.resolved.model, seed=1)
     head = np.array(drawn["lm_head"])
     head[:, list(runtime.tokenizer.eos_ids)] *= 3
     return drawn | {"lm_head": head}
@@ -122,7 +122,9 @@ def test_samples_do_not_depend_on_the_parts(runtime, params, samples):
     """Questions that are sampled two at a time get the tokens and log-probabilities of four."""
     config = ml_collections.ConfigDict(runtime.config.to_dict())
     config.rollout.prompts_per_step = 2 * _PART
-    whole = dataclasses.replace(runtime, config=ml_collections.FrozenConfigDict(config))
+    frozen = ml_collections.FrozenConfigDict(config)
+    resolved = dataclasses.replace(runtime.resolved, config=frozen)
+    whole = dataclasses.replace(runtime, resolved=resolved)
     found = sample(whole, params, _F32, _questions(runtime), _GROUP)
     for name in _SAMPLES:
         np.testing.assert_array_equal(getattr(found, name), getattr(samples, name))

@@ -19,7 +19,9 @@ def _times(directory):
     config = default_config()
     config.run.cache_dir = str(directory)
     resolved = resolve_config(config)
-    return CompileTimes(types.SimpleNamespace(**vars(resolved), mesh=make_mesh(dict(config.mesh))))
+    return CompileTimes(
+        types.SimpleNamespace(config=config, resolved=resolved, mesh=make_mesh(dict(config.mesh)))
+    )
 
 
 @pytest.fixture

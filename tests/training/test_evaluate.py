@@ -53,8 +53,7 @@ def _runtime(**sets: int) -> types.SimpleNamespace:
         conversations=lambda *of_rows: None,
         layout=types.SimpleNamespace(rows=batch_sharding(make_mesh(dict.fromkeys(MESH_AXES, 1)))),
         questions={"eval": questions},
-        rewards=load_rewards("exact_match, 2*gsm8k"),
-        step=None,
+        resolved=types.SimpleNamespace(rewards=load_rewards("exact_match, 2*gsm8k"), step=None),
         for_sampling=lambda weights: weights,
     )
     runtime.sampling = runtime
@@ -98,7 +97,7 @@ def test_several_sets(tmp_path):
 def test_a_reward_that_fails():
     """A question that is not scored is left out and counted; a set without any stops the run."""
     runtime = _runtime(a=1, b=2)
-    runtime.rewards = load_rewards("gsm8k")
+    runtime.resolved.rewards = load_rewards("gsm8k")
     *others, last = runtime.questions["eval"]
     runtime.questions["eval"] = [*others, dataclasses.replace(last, answer="Paris")]
     records = [e.record for e in evaluate(runtime, None, "rl", 5)]

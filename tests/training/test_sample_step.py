@@ -46,16 +46,15 @@ def test_terms_over_all_rounds():
     mesh = make_mesh(dict.fromkeys(MESH_AXES, 1))
     runtime = types.SimpleNamespace(
         config=config,
-        rewards=rewards,
+        resolved=types.SimpleNamespace(
+            rewards=rewards, step=None, truncation=None, recorded_numbers=0
+        ),
         engine=_Engine(),
         prompts=_prompts,
         decode=_decode,
         conversations=lambda *of_rows: None,
         mesh=mesh,
         layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
-        step=None,
-        truncation=None,
-        recorded_numbers=0,
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     version = Version(None, 7, np.zeros(2, np.uint32))
