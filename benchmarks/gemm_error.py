@@ -245,11 +245,11 @@ def format_table(result: dict) -> str:
     recipes += [(r["recipe"], *(_span(r["errors"][g]) for g in GEMMS)) for r in result["recipes"]]
     shapes = len(result["article"])
     lines = [
-        *text_table(*article),
+        *text_table(article),
         _EXPLANATION,
         "",
         f"Every recipe: median over {shapes} shapes, smallest..largest",
-        *text_table(*recipes),
+        *text_table(recipes),
         "A layer of M tokens, K inputs and N outputs: fprop contracts over K, dgrad over N, wgrad",
         "over M. y and dx are rounded to the compute dtype: that is all that bf16 shows here, its",
         "operands being bf16 numbers already.",

@@ -92,7 +92,7 @@ def main() -> None:
         every = -(-len(run.metrics) // _LINES)
         print(f"{run.path.name}: {run.label}")
         print(
-            "\n".join(text_table((*_STEP, "reward"), *map(step_row, run.metrics[::every]))),
+            "\n".join(text_table([(*_STEP, "reward"), *map(step_row, run.metrics[::every])])),
             end="\n\n",
         )
     seconds = float(min(clock(run)[-1] for run in runs))
@@ -101,7 +101,7 @@ def main() -> None:
     print(
         f"steps, reward and held out in the last columns: after {seconds:.1f} s without compiling"
     )
-    print("\n".join(text_table((*_RUN, *_REACHED), *rows)))
+    print("\n".join(text_table([(*_RUN, *_REACHED), *rows])))
     if values.json:
         for figures, run in zip(found, runs, strict=True):
             figures |= {"metrics": run.metrics, "eval": run.eval}

@@ -27,7 +27,9 @@ ROWS = (1, 8, 64, 128, 256, 4096, 16_384, 65_536)
 TRAINING = 4096  # from this many rows on a product is a train step's: dgrad and wgrad too
 _ALL_MATRICES_AT = 64  # rows; with other numbers of rows a model's two largest matrices are run
 _QUICK_ROWS = (1, 64, 4096)
-HEADS, KV_HEADS, WIDTH = 32, 8, 128
+HEADS = 32
+KV_HEADS = 8
+WIDTH = 128
 
 ROTATED = 240e6  # least bytes of operands that one program reads: four times an H200's L2
 IN_FLIGHT = 4e-3  # least estimated seconds of a sample
@@ -151,9 +153,12 @@ def attention_cases(quick: bool = False) -> list[Attention]:
     and the prefill of 4096 tokens."""
     shapes = [("decode", b, n) for n in (4096, 8192, 32_768) for b in (8, 32, 128, 256)]
     shapes += [("prefill", 1, n) for n in (4096, 16_384)]
-    kinds = ("int8", "fp8", "bf16")
-    found = [Attention(use, kind, *size) for use, *size in shapes for kind in kinds]
-    return [c for c in found if not quick or c.decides or (c.use, c.length) == ("prefill", 4096)]
+    cases = [
+        Attention(use, kind, batch, length)
+        for use, batch, length in shapes
+        for kind in ("int8", "fp8", "bf16")
+    ]
+    return [c for c in cases if not quick or c.decides or (c.use, c.length) == ("prefill", 4096)]
 
 
 def matrices(model: str) -> list[Product]:
@@ -163,28 +168,37 @@ def matrices(model: str) -> list[Product]:
       UserError: there is no such model.
     """
     config = preset(model)
-    layers = {("bf16", config.hidden_size, config.vocab_size): ["lm_head"]}
+    # {product without a name: names of its layers}
+    layers = {Product("", "fprop", "bf16", 1, config.hidden_size, config.vocab_size): ["lm_head"]}
     for path, shape in leaf_shapes(config).items():
         array = array_of(path)
         if array.role not in (LINEAR, ROUTER):
             continue
-        kind = "float32" if array.role == ROUTER else "fp8"
-        experts = (config.num_experts, config.num_experts_per_tok) if array.axes == EXPERTS else ()
-        layers.setdefault((kind, *shape[-2:], *experts), []).append(path[-2].removesuffix("_proj"))
-    found = [
-        Product(f"{model} {'/'.join(dict.fromkeys(names))}", "fprop", kind, 1, *shape)
-        for (kind, *shape), names in layers.items()
+        of_experts = array.axes == EXPERTS
+        product = Product(
+            name="",
+            gemm="fprop",
+            kind="float32" if array.role == ROUTER else "fp8",
+            rows=1,
+            depth=shape[-2],
+            columns=shape[-1],
+            experts=config.num_experts if of_experts else 0,
+            top_k=config.num_experts_per_tok if of_experts else 0,
+        )
+        layers.setdefault(product, []).append(path[-2].removesuffix("_proj"))
+    products = [
+        dataclasses.replace(product, name=f"{model} {'/'.join(dict.fromkeys(names))}")
+        for product, names in layers.items()
     ]
-    return sorted(found, key=lambda p: -p.depth * p.columns * max(p.experts, 1))
+    return sorted(products, key=lambda p: -p.depth * p.columns * max(p.experts, 1))
 
 
 def _train_step(case: Product) -> list[Product]:
     """Returns the three products of a layer in a train step."""
-    rows, depth, columns = case.rows, case.depth, case.columns
-    dgrad = dataclasses.replace(case, gemm="dgrad", depth=columns, columns=depth)
+    dgrad = dataclasses.replace(case, gemm="dgrad", depth=case.columns, columns=case.depth)
     wgrad = dataclasses.replace(case, gemm="wgrad")
     if not case.experts:
-        wgrad = dataclasses.replace(wgrad, rows=depth, depth=rows)
+        wgrad = dataclasses.replace(wgrad, rows=case.depth, depth=case.rows)
     return [case, dgrad, wgrad]
 
 

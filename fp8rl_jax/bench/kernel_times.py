@@ -107,8 +107,8 @@ def seconds_per_call(
             samples.append((time.perf_counter() - start) / (programs * len(operands)))
         return float(np.median(samples))
 
-    first, second = median(), median()
-    return min(first, second), abs(first - second) / min(first, second)
+    smaller, larger = sorted((median(), median()))
+    return smaller, (larger - smaller) / smaller
 
 
 def ceilings(source: Source) -> dict[str, float]:
@@ -146,10 +146,9 @@ def versions(case: Product | Attention, source: Source) -> dict[str, Version]:
         return _attention(case, source)
     dense = case
     if case.experts:
-        rows, depth = case.multiplied, case.depth
+        dense = dataclasses.replace(case, rows=case.multiplied, experts=0, top_k=0)
         if case.gemm == "wgrad":  # the tokens of all experts are what one product contracts over
-            rows, depth = depth, rows
-        dense = dataclasses.replace(case, rows=rows, depth=depth, experts=0, top_k=0)
+            dense = dataclasses.replace(dense, rows=case.depth, depth=case.multiplied)
     make = (_experts_wgrad if case.gemm == "wgrad" else _experts) if case.experts else _dense
     found = {"ours": make(case, source)}
     found["bf16"] = _xla, lambda: _pair(dense, source, jnp.bfloat16)
@@ -175,86 +174,108 @@ def _dense(case: Product, source: Source) -> Version:
         return *_pair(case, source, E4M3), source.scales(deep, case.rows), source.scales(*wide)
 
     def product(x, w, x_scale, w_scale):
-        scales = x_scale.T, w_scale if by_column else w_scale.T
-        return block_matmul(x, w.T, *scales, implementation="gpu", dtype=out)
+        return block_matmul(
+            x, w.T, x_scale.T, w_scale if by_column else w_scale.T, implementation="gpu", dtype=out
+        )
 
     return product, operands
 
 
 def _experts(case: Product, source: Source) -> Version:
     experts, rows = groups(case)
-    ids, shape, deep = jnp.asarray(experts), (len(experts), rows), blocks(case.depth)
+    ids = jnp.asarray(experts)
+    tiles = len(experts)
+    deep = blocks(case.depth)
 
     def operands() -> Operands:
         return (
-            source.take(E4M3, *shape, case.depth),
+            source.take(E4M3, tiles, rows, case.depth),
             source.take(E4M3, case.experts, case.columns, case.depth),
-            source.scales(deep, math.prod(shape)),
+            source.scales(deep, tiles * rows),
             source.scales(case.experts, blocks(case.columns), deep),
         )
 
     def product(x, w, x_scale, w_scale):
-        scales = x_scale.T.reshape(*shape, -1), w_scale.swapaxes(1, 2)
-        return grouped_matmul(x, w.swapaxes(1, 2), ids, *scales, dtype=jnp.bfloat16)
+        return grouped_matmul(
+            x,
+            w.swapaxes(1, 2),
+            ids,
+            x_scale.T.reshape(tiles, rows, -1),
+            w_scale.swapaxes(1, 2),
+            dtype=jnp.bfloat16,
+        )
 
     return product, operands
 
 
 def _experts_wgrad(case: Product, source: Source) -> Version:
     experts, rows = groups(case)
-    ids, shape, total = jnp.asarray(experts), (len(experts), rows), len(experts) * rows
-    widths = case.depth, case.columns
+    ids = jnp.asarray(experts)
+    tiles = len(experts)
+    deep = tiles * rows
 
     def operands() -> Operands:
-        values = (source.take(E4M3, width, total) for width in widths)
-        return *values, *(source.scales(total // K_BLOCK, width) for width in widths)
+        return (
+            source.take(E4M3, case.depth, deep),
+            source.take(E4M3, case.columns, deep),
+            source.scales(deep // K_BLOCK, case.depth),
+            source.scales(deep // K_BLOCK, case.columns),
+        )
 
     def wgrad(x, dy, x_scale, dy_scale):
-        turned = [v.T.reshape(*shape, -1) for v in (x, dy)]
-        scales = [s.reshape(shape[0], -1, s.shape[1]) for s in (x_scale, dy_scale)]
-        return grouped_wgrad(*turned, ids, case.experts, *scales)
+        return grouped_wgrad(
+            x.T.reshape(tiles, rows, -1),
+            dy.T.reshape(tiles, rows, -1),
+            ids,
+            case.experts,
+            x_scale.reshape(tiles, -1, case.depth),
+            dy_scale.reshape(tiles, -1, case.columns),
+        )
 
     return wgrad, operands
 
 
-def _pool(make: Callable, pages: int, *rest: int) -> jax.Array:
+def _pool(make: Callable, pages: int) -> jax.Array:
     """Makes pages (pages, 64, KV heads, ...) by repeating at most `_PAGES_DRAWN` random ones."""
     drawn = math.gcd(pages, _PAGES_DRAWN)
     repeat = jax.jit(lambda x: jnp.tile(x, (pages // drawn,) + (1,) * (x.ndim - 1)))
-    return repeat(make(drawn, KV_CHUNK, KV_HEADS, *rest))
+    return repeat(make(drawn, KV_CHUNK, KV_HEADS))
 
 
 def _attention(case: Attention, source: Source) -> dict[str, Version]:
     """Returns the form that the library takes ('ours') and, for decode, the other; on one cache."""
-    count, rows = calls(case)[0], (case.batch, case.queries)
+    count, _ = calls(case)
 
-    def cache(make: Callable, *rest: int) -> jax.Array:
+    def vectors(rows: int, length: int, heads: int) -> jax.Array:
+        return source.take(DTYPES[case.kind], rows, length, heads, WIDTH)
+
+    def cache(make: Callable) -> jax.Array:
         if case.use == "decode":
-            return _pool(make, count * case.pages, *rest)
-        return make(case.batch, case.length, KV_HEADS, *rest)
+            return _pool(make, count * case.pages)
+        return make(case.batch, case.length, KV_HEADS)
 
     @functools.cache
     def cached() -> dict[str, jax.Array]:
-        take = functools.partial(source.take, DTYPES[case.kind])
-        found = {name: cache(take, WIDTH) for name in ("k", "v")}
+        arrays = {name: cache(vectors) for name in ("k", "v")}
         if case.kind != "bf16":
-            found |= {name: cache(source.scales) for name in ("k_scale", "v_scale")}
-        return found
+            arrays |= {name: cache(source.scales) for name in ("k_scale", "v_scale")}
+        return arrays
 
     last = case.length - case.queries + np.arange(case.queries, dtype=np.int32)
-    positions = jnp.asarray(np.broadcast_to(last, rows))
+    positions = jnp.asarray(np.broadcast_to(last, (case.batch, case.queries)))
     order = np.random.default_rng(0).permutation(count * case.pages).astype(np.int32)
     tables = itertools.cycle(order.reshape(count, case.batch, -1))
 
     def operands() -> Operands:
         table = jnp.asarray(next(tables)) if case.use == "decode" else None
-        return source.take(jnp.bfloat16, *rows, HEADS, WIDTH), table, positions, cached()
+        q = source.take(jnp.bfloat16, case.batch, case.queries, HEADS, WIDTH)
+        return q, table, positions, cached()
 
     def run(one_split, q, table, positions, cached):
         settings = {"scale": WIDTH**-0.5, "one_split": one_split}
         return attention(q, positions=positions, table=table, **cached, **settings)
 
-    taken = takes_one_split(*rows, HEADS, KV_HEADS, case.length)
+    taken = takes_one_split(case.batch, case.queries, HEADS, KV_HEADS, case.length)
     forms = {"ours": taken, "other": not taken} if case.use == "decode" else {"ours": taken}
     return {name: (functools.partial(run, form), operands) for name, form in forms.items()}
 

@@ -114,8 +114,12 @@ class Plan:
 
     @property
     def cells(self) -> list[Cell]:
-        sizes = (self.batches, self.prompts, self.news, self.groups)
-        return [Cell(*numbers) for numbers in itertools.product(*sizes)]
+        return [
+            Cell(batch, prompt, new, group)
+            for batch, prompt, new, group in itertools.product(
+                self.batches, self.prompts, self.news, self.groups
+            )
+        ]
 
 
 def model_of(name: str) -> ModelConfig:
@@ -187,9 +191,11 @@ def _faster(one: dict, other: dict) -> float:
     return float(np.median(seconds) * one["tokens"] / other["tokens"])
 
 
-def _sampled(sample: Callable[..., Rollout], *call: Any) -> int:
+def _sampled(
+    sample: Callable[..., Rollout], weights: Any, prompts: np.ndarray, requests: Requests
+) -> int:
     """Calls a sampler and returns how many tokens it sampled."""
-    return int(np.asarray(sample(*call).mask).sum())
+    return int(np.asarray(sample(weights, prompts, requests).mask).sum())
 
 
 def _rows(
@@ -209,8 +215,8 @@ def _rows(
     for (case, served), way in itertools.product(weights.items(), WAYS):
         if way == "static" or not full:
             sample = WAYS[way](model, CASES[case](), cell)
-            call = arguments(model, served, cell, count, limits)
-            subjects[case, way] = functools.partial(_sampled, sample, *call)
+            _, prompts, requests = arguments(model, served, cell, count, limits)
+            subjects[case, way] = functools.partial(_sampled, sample, served, prompts, requests)
     tried: dict[str, float] = {}
     if full and peer is not None:
         prompts = random_prompts(model, cell, count)
@@ -320,7 +326,7 @@ def format_table(result: dict) -> str:
             if kind == "full":
                 head = ("tokens/s", "ms/token", f"over {rows[0]['case']}", "over transformers")
             lines += ["", f"{model} ({count:,} parameters), {cell}"]
-            lines += text_table(("", *head), *map(_cells, rows))
+            lines += text_table([("", *head), *map(_cells, rows)])
         lines += [""] if cells else []
     lines.append(
         f"{result['platform']} ({result['device']}), {result['cores']} cores; medians of "

@@ -16,10 +16,10 @@ def record_table(columns: Mapping[str, str], records: Iterable[Mapping[str, Any]
       records: {name in the formats: value} for each row.
     """
     cells = ([form.format(**record) for form in columns.values()] for record in records)
-    return text_table(tuple(columns), *cells)
+    return text_table([list(columns), *cells])
 
 
-def text_table(*rows: Sequence[str]) -> list[str]:
+def text_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns a line for each row; columns fit their widest cell, and the first is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

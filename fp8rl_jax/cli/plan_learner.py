@@ -52,7 +52,7 @@ def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
             f"{rows * (work.prompt + work.response):,} tokens with their padding; "
             f"{_at_a_time(work)}; remat {work.remat}.",
             "",
-            *text_table(*((name, gib(size)) for name, size in memory)),
+            *text_table([(name, gib(size)) for name, size in memory]),
             "",
             *_format_cost(planned, plan, cost),
         ]
@@ -70,15 +70,15 @@ def _at_a_time(work: Workload) -> str:
 def _format_cost(planned: Planned, plan: LearnerPlan, cost: StepCost) -> Iterator[str]:
     gpu = planned.gpu
     flops = [(name, f"{value:.3g}") for name, value in cost.flops.items()]
-    yield from text_table(("of an update", "FLOPs"), *flops)
+    yield from text_table([("of an update", "FLOPs"), *flops])
     yield ""
     if cost.transfers:
-        received = [(what, *map(gib, sizes)) for what, sizes in cost.transfers.items()]
-        yield from text_table(("received over", "inside hosts", "between hosts"), *received)
+        received = [(axis, *map(gib, sizes)) for axis, sizes in cost.transfers.items()]
+        yield from text_table([("received over", "inside hosts", "between hosts"), *received])
         yield ""
     parts = {**cost.seconds, **cost.moving}
     times = [(name, f"{seconds:.3g} s") for name, seconds in parts.items()]
-    yield from text_table(("takes about", ""), *times)
+    yield from text_table([("takes about", ""), *times])
     rate = cost.tokens / cost.least_seconds
     yield (
         f"An update takes {cost.least_seconds:.3g} s if transfers overlap with all else, and "
@@ -133,10 +133,12 @@ def format_compiled(
     decode = aot.compile_for_h200(aot.trace_decode_step, planned)
     state = plan.state
     yield from text_table(
-        ("compiled for H200", "train step", "estimate", "decode step"),
-        ("arguments", gib(train.arguments), gib(state), gib(decode.arguments)),
-        ("temporary", gib(train.temporary), gib(plan.needed - state), gib(decode.temporary)),
-        ("together", gib(train.needed), gib(plan.needed), gib(decode.needed)),
+        [
+            ("compiled for H200", "train step", "estimate", "decode step"),
+            ("arguments", gib(train.arguments), gib(state), gib(decode.arguments)),
+            ("temporary", gib(train.temporary), gib(plan.needed - state), gib(decode.temporary)),
+            ("together", gib(train.needed), gib(plan.needed), gib(decode.needed)),
+        ]
     )
     for name, program in (("train step", train), ("decode step", decode)):
         sent = ", ".join(f"{count} {kind}" for kind, count in program.collectives.items())

@@ -46,7 +46,7 @@ def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPla
             f"A sequence: {own.tokens} tokens at most, {pages_of(own.tokens)} pages of {PAGE}. A "
             f"step: {planned.samples} samples, of which {own.slots} decode at a time.",
             "",
-            *text_table(("", *plans), *rows),
+            *text_table([("", *plans), *rows]),
             "",
             "* the config's own recipe (precision.rollout)",
         ]
@@ -92,9 +92,11 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
             "prediction from bytes, FLOPs and launches, not a measurement.",
             "",
             *text_table(
-                ("", *cases),
-                *_decode_rows(planned, half, "equal sequences", [own.slots] * len(fitting)),
-                *_decode_rows(planned, half, "sequences that fit", fitting),
+                [
+                    ("", *cases),
+                    *_decode_rows(planned, half, "equal sequences", [own.slots] * len(fitting)),
+                    *_decode_rows(planned, half, "sequences that fit", fitting),
+                ]
             ),
             "",
             "fp8_linear: weights and activations of linear layers in FP8 (W8A8); fp8_kv: the KV "
