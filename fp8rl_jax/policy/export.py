@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Collection
 
 import jax
+import ml_collections
 
 from fp8rl_jax.base.errors import UserError, refused
 from fp8rl_jax.config import default_config
@@ -54,46 +55,25 @@ def export_run(
     Raises:
       UserError: the run has no checkpoint, or the target cannot be made.
     """
-    path, target = pathlib.Path(directory), pathlib.Path(target)
+    directory = pathlib.Path(directory)
+    target = pathlib.Path(target)
     check_target(target, max_shard_gb)
-    config = run_config(path, permitted)
-    config.run.dir, config.mesh = str(path), default_config().mesh
+    config = _config_on_one_device(directory, permitted)
     if average_last is not None:
         config.eval.average_last = average_last
-    count = config.eval.average_last
-    found = open_trained(make_runtime(config, with_questions=False), path, count)
-    runtime = found.runtime
-    check_type(runtime.resolved.model, dtype)
-    read = found.read_params()
-    note(found.text)
-    begun = config.model.checkpoint
-    fields = pretrained_config(begun) if begun else None
-    tokenizer = tokenizer_path(config.data.tokenizer, begun)
-    also: Callable | None = functools.partial(_copy_tokenizer, tokenizer, config.data)
-    if tokenizer == "byte":
-        also = None
-        note(
-            "without a tokenizer: that of the run is 'byte', which has no file; "
-            "`fp8rl sample --config.data.tokenizer=byte` goes with the directory"
-        )
-    if not config.data.chat:
-        note(
-            "its prompts end with a line feed: other programs must write it too (docs/sampling.md)"
-        )
+    runtime = make_runtime(config, with_questions=False)
+    newest = open_trained(runtime, directory, config.eval.average_last)
+    model = newest.runtime.resolved.model
+    check_type(model, dtype)
+    read = newest.read_params()
+    note(newest.text)
+    beside = _beside(config, note)
     params = jax.tree_util.tree_map_with_path(
         lambda keys, x: Unread(x.shape, x.dtype, functools.partial(read, path_of(keys))),
-        runtime.layout.param_shapes,
+        newest.runtime.layout.param_shapes,
     )
-    target = hf.save(
-        target,
-        runtime.resolved.model,
-        params,
-        dtype=dtype,
-        max_shard_gb=max_shard_gb,
-        fields=fields,
-        also=also,
-    )
-    found.checkpoints.close()
+    hf.save(target, model, params, dtype=dtype, max_shard_gb=max_shard_gb, beside=beside)
+    newest.checkpoints.close()
     return target
 
 
@@ -113,20 +93,56 @@ def export_adapter(
     Raises:
       UserError: the run has no adapters or no checkpoint, or the target cannot be made.
     """
-    path, target = pathlib.Path(directory), pathlib.Path(target)
+    directory = pathlib.Path(directory)
+    target = pathlib.Path(target)
     check_target(target)
-    config = run_config(path, permitted)
-    config.run.dir, config.mesh = str(path), default_config().mesh
+    config = _config_on_one_device(directory, permitted)
     if not config.lora.rank:
         raise UserError(
-            f"{path} trained all weights (lora.rank is 0) and has no adapter: leave --adapter out, "
-            "and write --dtype=bf16"
+            f"{directory} trained all weights (lora.rank is 0) and has no adapter: leave --adapter "
+            "out, and write --dtype=bf16"
         )
-    found = open_trained(make_runtime(config, with_questions=False), path)
-    adapters, model = jax.device_get(trained(found.state().params)), found.runtime.resolved.model
-    found.checkpoints.close()
-    base = config.model.checkpoint
-    return hf.peft.save_adapter(target, model, adapters, alpha=config.lora.alpha, base=base)
+    newest = open_trained(make_runtime(config, with_questions=False), directory)
+    adapters = jax.device_get(trained(newest.state().params))
+    newest.checkpoints.close()
+    return hf.peft.save_adapter(
+        target,
+        newest.runtime.resolved.model,
+        adapters,
+        alpha=config.lora.alpha,
+        base=config.model.checkpoint,
+    )
+
+
+def _config_on_one_device(
+    directory: pathlib.Path, permitted: Collection[str]
+) -> ml_collections.ConfigDict:
+    """Returns a run's saved configuration, for one device and the directory where the run is."""
+    config = run_config(directory, permitted)
+    config.run.dir = str(directory)
+    config.mesh = default_config().mesh
+    return config
+
+
+def _beside(config: ml_collections.ConfigDict, note: Callable[[str], None]) -> hf.Beside:
+    """Returns the fields of config.json that a run began with, and its tokenizer; notes what the
+    export lacks."""
+    begun = config.model.checkpoint
+    fields = pretrained_config(begun) if begun else None
+    beside = hf.Beside(fields)
+    tokenizer = tokenizer_path(config.data.tokenizer, begun)
+    if tokenizer == "byte":
+        note(
+            "without a tokenizer: that of the run is 'byte', which has no file; "
+            "`fp8rl sample --config.data.tokenizer=byte` goes with the directory"
+        )
+    else:
+        beside = hf.Beside(fields, functools.partial(_copy_tokenizer, tokenizer, config.data))
+    if not config.data.chat:
+        note(
+            "its prompts end with a line feed: other programs must write it too (docs/sampling.md)"
+        )
+    return beside
 
 
 def _copy_tokenizer(tokenizer: str, data, directory: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.families.fields import read_fields
 from fp8rl_jax.models.hf.config_json import read_config
 from fp8rl_jax.models.hf.loader import dtype_name, load
-from fp8rl_jax.models.hf.writer import check_target, check_type, save
+from fp8rl_jax.models.hf.writer import Beside, check_target, check_type, save
 
 COPIED = (
     "tokenizer.json",
@@ -62,8 +62,7 @@ def convert(
         params,
         dtype=dtype,
         max_shard_gb=max_shard_gb,
-        fields=fields.values,
-        also=functools.partial(copy_tokenizer, path),
+        beside=Beside(fields.values, functools.partial(copy_tokenizer, path)),
     )
 
 

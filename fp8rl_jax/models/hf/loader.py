@@ -79,29 +79,47 @@ def load(
       UserError: the model is not supported, files are missing, damaged or do not fit config.json,
         or weights are not finite; the message names field, tensor or file.
     """
+    name = dtype_name(dtype)
     directory = pathlib.Path(path)
-    name, fields = dtype_name(dtype), read_fields(directory)
-    config, method = read_config(fields), quantisation_of(fields)
-    # DeepSeek's files hold such a layer whatever the field says, other types only with the field.
-    further_layers = fields.get("num_nextn_predict_layers", int, 0)
-    further_layers = max(further_layers, config.latent)
+    fields = read_fields(directory)
+    config = read_config(fields)
+    method = quantisation_of(fields)
     source: Source = Checkpoint(directory)
     if method == MXFP4:
         source = Unpacked(source)
     if fields.values["model_type"] == IMAGES:
         source.entries = _of_text(source.entries)
-    fp8 = method == "fp8"
-    return config, _loaded(source, config, name, shardings, fp8, further_layers, check_finite)
+    # DeepSeek's files hold such a layer whatever the field says, other types only with the field.
+    further_layers = max(fields.get("num_nextn_predict_layers", int, 0), config.latent)
+    check_sizes(source, config)
+    tensors = model_tensors(config)
+    check(source, config, tensors, method == "fp8", further_layers)
+    if config.tie_word_embeddings and HEAD in source.entries:
+        _check_tied(source, config)
+    types = _leaf_types(source, tensors, name)
+    shapes = {path: _abstract(s, types[path]) for path, s in leaf_shapes(config).items()}
+    tree = traverse_util.unflatten_dict(shapes)
+    leaves = _allocate(tree, shardings(tree) if callable(shardings) else shardings)
+    for tensor in tensors:
+        scales = _scales(source, tensor, check_finite)
+        counts = [
+            _copy(source, tensor, piece, leaves[piece.path], scales, check_finite)
+            for piece in tensor.pieces
+        ]
+        if any(bad for bad, _ in counts):
+            raise _not_finite(source, tensor.name, counts, "NaN or infinite")
+    return config, jax.tree.map(Filling.finish, traverse_util.unflatten_dict(leaves))
 
 
 def _of_text(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Returns the tensors of the text model beside one of images, under a text model's names: in
-    published files and in those of transformers 5."""
+    """Returns the tensors of the text model in files that hold one of images too, under the names
+    of a text model alone."""
+    # Of published files; the last two of files that transformers 5 wrote.
     prefixes = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
     return {
-        own + name.removeprefix(prefix): entry
+        alone + name.removeprefix(prefix): entry
         for name, entry in entries.items()
-        for prefix, own in prefixes.items()
+        for prefix, alone in prefixes.items()
         if name.startswith(prefix)
     }
 
@@ -115,74 +133,32 @@ def read_model_config(path: str | pathlib.Path) -> ModelConfig:
     return read_config(read_fields(pathlib.Path(path)))
 
 
-def _loaded(
-    source: Source,
-    config: ModelConfig,
-    dtype: str,
-    shardings: Any,
-    fp8: bool,
-    further_layers: int,
-    check_finite: bool,
-) -> Any:
-    """Loads parameters from a source of tensors.
-
-    Args:
-      source: the tensors.
-      config: shapes of the model.
-      dtype: 'float32', 'bfloat16' or 'fp8'.
-      shardings: as for `load`.
-      fp8, further_layers: as for `reader.check`.
-      check_finite: as for `load`; each tensor is checked while it is read.
-
-    Raises:
-      UserError: as in `load`.
-    """
-    check_sizes(source, config)
-    tensors = model_tensors(config)
-    check(source, config, tensors, fp8, further_layers)
-    if config.tie_word_embeddings and HEAD in source.entries:
-        _check_tied(source, config)
-    types = _leaf_types(source, tensors, dtype)
-    shapes = {path: _abstract(s, types[path]) for path, s in leaf_shapes(config).items()}
-    tree = traverse_util.unflatten_dict(shapes)
-    leaves = _allocate(tree, shardings(tree) if callable(shardings) else shardings)
-    for tensor in tensors:
-        scales = _scales(source, tensor, check_finite)
-        counts = [
-            _copy(source, tensor, piece, leaves[piece.path], scales, check_finite)
-            for piece in tensor.pieces
-        ]
-        if any(bad for bad, _ in counts):
-            raise _not_finite(source, tensor.name, counts, "NaN or infinite")
-    return jax.tree.map(Filling.finish, traverse_util.unflatten_dict(leaves))
-
-
 def _leaf_types(source: Source, tensors: list[Tensor], dtype: str) -> dict[Path, np.dtype]:
     """Returns {path: dtype} of the result's leaves; FP8 means a QArray."""
     first: dict[Path, str] = {}
     types: dict[Path, np.dtype] = {}
     for tensor in tensors:
-        own = _dtype(source, tensor.name)
+        stored = _dtype(source, tensor.name)
         for piece in tensor.pieces:
             if dtype != "fp8":
                 single = dtype == "float32" or tensor.role in SMALL
                 types[piece.path] = np.dtype(jnp.float32 if single else jnp.bfloat16)
                 continue
-            if own == FP8 and piece.start % BLOCKS[0]:
+            if stored == FP8 and piece.start % BLOCKS[0]:
                 raise UserError(
                     f"{source.where}: tensor {tensor.name} is F8_E4M3 in blocks of {BLOCKS[0]} "
                     f"rows, which do not end where heads do (row {piece.start} to {piece.stop}): "
                     + _ANOTHER_TYPE
                 )
-            known = types.setdefault(piece.path, own)
+            known = types.setdefault(piece.path, stored)
             before = first.setdefault(piece.path, tensor.name)
-            if (known == FP8) != (own == FP8):
+            if (known == FP8) != (stored == FP8):
                 raise UserError(
                     f"{source.where}: of tensors {before} and {tensor.name} one is F8_E4M3 and the "
                     "other is not, so that a stack of layers cannot keep its bytes: "
                     + _ANOTHER_TYPE
                 )
-            if own not in (FP8, known) or own == np.float16:
+            if stored not in (FP8, known) or stored == np.float16:
                 types[piece.path] = np.dtype(np.float32)
     return types
 
@@ -201,25 +177,25 @@ def _abstract(shape: tuple[int, ...], dtype: np.dtype) -> Any:
 def _allocate(tree: Any, shardings: Any) -> dict[Path, Any]:
     """Allocates a tree of shapes: {path: Filling, or a QArray of two Fillings}."""
     shapes, structure = jax.tree.flatten(tree)
-    given = [None] * len(shapes) if shardings is None else jax.tree.leaves(shardings)
-    if len(given) != len(shapes):
+    placed = [None] * len(shapes) if shardings is None else jax.tree.leaves(shardings)
+    if len(placed) != len(shapes):
         raise UserError(
-            f"shardings has {len(given)} leaves, and the parameters {len(shapes)}: give a function "
-            "that makes them of the parameters' shapes"
+            f"shardings has {len(placed)} leaves, and the parameters {len(shapes)}: give a "
+            "function that makes them of the parameters' shapes"
         )
-    arrays = [Filling(x.shape, x.dtype, s) for x, s in zip(shapes, given, strict=True)]
+    arrays = [Filling(x.shape, x.dtype, s) for x, s in zip(shapes, placed, strict=True)]
     return traverse_util.flatten_dict(jax.tree.unflatten(structure, arrays))
 
 
 def _slices(
-    source: Source, name: str, rows: tuple[int, int], columns: tuple[int, int] | None = None
+    source: Source, name: str, start: int, stop: int, columns: tuple[int, int] | None = None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (first row, values) of slices of at most SLICE_BYTES, restricted to `columns`."""
-    shape, itemsize = source.entries[name].shape, _dtype(source, name).itemsize
-    width = columns[1] - columns[0] if columns else math.prod(shape[1:])
-    step = max(SLICE_BYTES // max(width * itemsize, 1), 1)
-    for first in range(*rows, step):
-        yield first, source.rows(name, first, min(first + step, rows[1]), columns)
+    """Yields (first row, values) of slices of at most SLICE_BYTES of rows start..stop, restricted
+    to `columns`."""
+    width = columns[1] - columns[0] if columns else math.prod(source.entries[name].shape[1:])
+    step = max(SLICE_BYTES // max(width * _dtype(source, name).itemsize, 1), 1)
+    for first in range(start, stop, step):
+        yield first, source.rows(name, first, min(first + step, stop), columns)
 
 
 def _scales(source: Source, tensor: Tensor, check_finite: bool) -> np.ndarray | None:
@@ -252,24 +228,32 @@ def _copy(
     """
     if isinstance(leaf, QArray):
         assert scales is not None
-        own = slice(piece.start // BLOCKS[0], -(-piece.stop // BLOCKS[0]))
-        leaf.scale.write(piece.index, (0, 0), scales[own], piece.transposed)  # type: ignore[attr-defined]
-        leaf, scales = leaf.qvalue, None
+        blocks_of_piece = scales[piece.start // BLOCKS[0] : -(-piece.stop // BLOCKS[0])]
+        leaf.scale.write(piece.index, (0, 0), blocks_of_piece, piece.transposed)  # type: ignore[attr-defined]
+        leaf = leaf.qvalue
+        scales = None
     if piece.packed is not None:
         return _copy_expert(source, tensor, piece, leaf, check_finite)
     held = leaf.held(piece.index, (piece.stop - piece.start, *tensor.shape[1:]), piece.transposed)
     if held is None:
         return 0, 0
-    (first, last), *columns = held
-    rows = first + piece.start, last + piece.start
+    first, last = held[0]
+    columns = held[1] if len(held) == 2 else None  # a vector has none
     bad = read = 0
-    for start, values in _slices(source, tensor.name, rows, *columns):
+    for start, values in _slices(
+        source, tensor.name, first + piece.start, last + piece.start, columns
+    ):
         read += values.size
         bad += count_not_finite(values) if check_finite else 0
         blocks = np.arange(start, start + len(values)) // BLOCKS[0]
-        own_scales = None if scales is None else scales[blocks]
-        place = (start - piece.start, *(first for first, _ in columns))
-        leaf.write(piece.index, place, values, piece.transposed, own_scales)
+        row = start - piece.start
+        leaf.write(
+            piece.index,
+            (row,) if columns is None else (row, columns[0]),
+            values,
+            piece.transposed,
+            None if scales is None else scales[blocks],
+        )
     return bad, read
 
 
@@ -277,30 +261,29 @@ def _copy_expert(
     source: Source, tensor: Tensor, piece: Piece, leaf: Filling, check_finite: bool
 ) -> tuple[int, int]:
     """Does what `_copy` does, of a piece of packed experts."""
-    own = leaf.shape[len(piece.index) :]
-    if leaf.held(piece.index, own, False) is None:
+    if leaf.held(piece.index, leaf.shape[len(piece.index) :], False) is None:
         return 0, 0
     values = piece.of(source.rows(tensor.name, piece.start, piece.stop))
     leaf.write(piece.index, (0,) * values.ndim, values, False)
     return count_not_finite(values) if check_finite else 0, values.size
 
 
-def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], what: str) -> UserError:
-    """Returns the UserError that says how many of a tensor's elements are `what`; `counts` has
+def _not_finite(source: Source, name: str, counts: list[tuple[int, int]], fault: str) -> UserError:
+    """Returns the UserError that says how many of a tensor's elements have a fault; `counts` has
     (bad elements, elements read) for each piece."""
     bad, read = map(sum, zip(*counts, strict=True))
     entry = source.entries[name]
     here = "" if read == math.prod(entry.shape) else " that this process reads"
     return UserError(
         f"{entry.file}: {bad:,} of the {read:,} elements of tensor {name}{here} are "
-        f"{what}: take a checkpoint without, or allow it with model.check_finite=False "
+        f"{fault}: take a checkpoint without, or allow it with model.check_finite=False "
         "(hf.load: check_finite=False)"
     )
 
 
 def _check_tied(source: Source, config: ModelConfig) -> None:
     """Raises UserError if the files hold a tied head that differs from the embedding."""
-    for start, head in _slices(source, HEAD, (0, config.vocab_size)):
+    for start, head in _slices(source, HEAD, 0, config.vocab_size):
         table = source.rows(EMBEDDING, start, start + len(head)).astype(np.float32)
         head = head.astype(np.float32)
         same = (head == table) | ((head != head) & (table != table))  # the loader counts NaN later

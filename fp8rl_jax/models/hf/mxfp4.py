@@ -23,7 +23,8 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.hf.reader import Source
 from fp8rl_jax.models.hf.safetensors_file import Entry
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
 _BLOCK = 32
 _VALUES = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
@@ -43,19 +44,20 @@ class Unpacked:
     entries: dict[str, Entry]
 
     def __init__(self, source: Source):
-        self._source, self.where = source, source.where
-        self.entries, self._packed = dict(source.entries), set[str]()
+        self.where = source.where
+        self.entries = dict(source.entries)
+        self._source = source
         self._last: tuple[Any, np.ndarray] | None = None  # gate and up are read one after the other
-        for held in source.entries:
-            if held.endswith(_BLOCKS):
-                name = held.removesuffix(_BLOCKS)
-                if name in source.entries:
-                    raise UserError(
-                        f"{self.where} holds tensor {name} twice, as {held} too: keep the files of "
-                        "one checkpoint alone"
-                    )
-                self.entries[name] = self._entry(name)
-                self._packed.add(name)
+        self._packed = [
+            held.removesuffix(_BLOCKS) for held in source.entries if held.endswith(_BLOCKS)
+        ]
+        for name in self._packed:
+            if name in source.entries:
+                raise UserError(
+                    f"{self.where} holds tensor {name} twice, as {name + _BLOCKS} too: keep the "
+                    "files of one checkpoint alone"
+                )
+            self.entries[name] = self._entry(name)
 
     def _entry(self, name: str) -> Entry:
         blocks = self.entries.pop(name + _BLOCKS)
@@ -65,10 +67,10 @@ class Unpacked:
                 f"{blocks.file} holds tensor {name + _BLOCKS}, and there is no {name + _SCALES} "
                 "with its scales: download all files again"
             )
-        for entry, own in ((blocks, _BLOCKS), (scales, _SCALES)):
+        for entry, ending in ((blocks, _BLOCKS), (scales, _SCALES)):
             if entry.dtype != "U8" or entry.stop - entry.start != math.prod(entry.shape):
                 raise UserError(
-                    f"{entry.file}: tensor {name + own} has type {entry.dtype}, shape "
+                    f"{entry.file}: tensor {name + ending} has type {entry.dtype}, shape "
                     f"{list(entry.shape)} and {entry.stop - entry.start} bytes, and MXFP4 has a U8 "
                     "of one byte for each element: download all files again"
                 )
@@ -108,5 +110,5 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     halves = np.stack([blocks & 15, blocks >> 4], axis=-1)
     values = _VALUES[halves.reshape(*scales.shape, _BLOCK)]
     factor = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
-    found = (values * factor[..., None]).astype(ml_dtypes.bfloat16)
-    return np.swapaxes(found.reshape(*scales.shape[:2], -1), 1, 2)
+    numbers = (values * factor[..., None]).astype(ml_dtypes.bfloat16)
+    return np.swapaxes(numbers.reshape(*scales.shape[:2], -1), 1, 2)

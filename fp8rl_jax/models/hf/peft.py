@@ -61,6 +61,25 @@ def save_adapter(
         packed = [name for name, layers in PACKED.items() if experts.intersection(layers)]
     images = _has_images(config, base)
     written = list(pairs(config, adapted, BESIDE_IMAGES if images else TEXT, packed))
+    about = _adapter_config(written, images, rank, alpha, base)
+
+    def output(pair: Pair) -> Output:
+        shapes = pair.shapes(pair.ranks(rank))
+        dtype: np.dtype = np.dtype(np.float32)
+        parts = {name: (shape, dtype) for name, shape in zip(pair.tensors, shapes, strict=True)}
+        return Output(parts, lambda: pair.joined(leaves, rank))
+
+    def fill(directory: pathlib.Path) -> None:
+        (directory / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+        write_file(directory / WEIGHTS, [output(pair) for pair in written])
+
+    return make_directory(target, fill)
+
+
+def _adapter_config(
+    written: list[Pair], images: bool, rank: int, alpha: float, base: str
+) -> dict[str, Any]:
+    """Returns the content of adapter_config.json."""
     name, revision = hub_repository(base) or (base, "")
     about: dict[str, Any] = {
         "peft_type": "LORA",
@@ -78,18 +97,7 @@ def save_adapter(
     if any(pair.ranks(rank) > rank for pair in written):
         about["rank_pattern"] = {GATE_UP: 2 * rank}
         about["alpha_pattern"] = {GATE_UP: _number(2 * alpha)}
-
-    def output(pair: Pair) -> Output:
-        shapes = pair.shapes(pair.ranks(rank))
-        dtype: np.dtype = np.dtype(np.float32)
-        parts = {name: (shape, dtype) for name, shape in zip(pair.tensors, shapes, strict=True)}
-        return Output(parts, lambda: pair.joined(leaves, rank))
-
-    def fill(directory: pathlib.Path) -> None:
-        (directory / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
-        write_file(directory / WEIGHTS, [output(pair) for pair in written])
-
-    return make_directory(target, fill)
+    return about
 
 
 def _has_images(config: ModelConfig, base: str) -> bool:

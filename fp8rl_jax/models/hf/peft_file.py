@@ -34,7 +34,8 @@ from fp8rl_jax.models.hf.peft_tensors import (
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, read_header, read_rows
 from fp8rl_jax.models.stacks import Path
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 # Fields that may be absent or have these values; others change what an adapter computes.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -51,8 +52,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     # Others are of a base that they changed.
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
-# Fields that are read, that say nothing of what an adapter computes (as those of a beginning that
-# changes a base, since `init_lora_weights` says which it was), or that the tensors' names say, too.
+# Fields that are read, that the names of tensors say too, or that do not change what an adapter
+# computes: settings of a beginning that changes a base are among these, as `init_lora_weights`
+# refuses such a beginning.
 _FREE = frozenset(
     (
         *("r", "lora_alpha", "rank_pattern", "alpha_pattern"),

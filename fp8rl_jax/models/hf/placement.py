@@ -31,7 +31,8 @@ class Filling:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype, sharding: Sharding | None):
-        self.shape, self.dtype = shape, jnp.dtype(dtype)
+        self.shape = shape
+        self.dtype = jnp.dtype(dtype)
         if sharding is None:
             sharding = SingleDeviceSharding(next(iter(jnp.zeros(()).devices())))
         self.sharding = sharding
@@ -41,8 +42,8 @@ class Filling:
             assert slices is not None
             spans = tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
             self._spans[device] = spans
-            own = tuple(stop - start for start, stop in spans)
-            self._shards[device] = _zeros(own, self.dtype, device)
+            shard_shape = tuple(stop - start for start, stop in spans)
+            self._shards[device] = _zeros(shard_shape, self.dtype, device)
 
     def held(
         self, index: tuple[int, ...], shape: tuple[int, ...], transposed: bool
@@ -58,11 +59,11 @@ class Filling:
           (first, last + 1) along each axis of `shape`; None if no shard overlaps the matrix.
         """
         extents = [(0, n) for n in shape]
-        overlaps = [_overlap(spans, index, extents, transposed) for spans in self._spans.values()]
-        found = [overlap for overlap in overlaps if overlap]
-        if not found:
+        overlaps = (_overlap(spans, index, extents, transposed) for spans in self._spans.values())
+        boxes = [overlap for overlap in overlaps if overlap]
+        if not boxes:
             return None
-        axes = zip(*found, strict=True)
+        axes = zip(*boxes, strict=True)
         return [(min(a for a, _ in axis), max(b for _, b in axis)) for axis in axes]
 
     def write(
@@ -92,13 +93,13 @@ class Filling:
             corner = [a for a, _ in (overlap[::-1] if transposed else overlap)]
             lows = [low for low, _ in spans]
             place = np.array([*index, *corner], np.int32) - np.array(lows, np.int32)
-            spread, skipped = None, 0
-            if scales is not None:
-                first, last = overlap[1]
-                spread = scales[cut[0], first // 128 : -(-last // 128)]
-                skipped = first % 128
-            piece = jax.device_put((np.ascontiguousarray(values[cut]), spread, place), device)
-            shard = _writer(transposed, skipped)(self._shards.pop(device), *piece)
+            first, last = overlap[-1]
+            of_blocks = None if scales is None else scales[cut[0], first // 128 : -(-last // 128)]
+            piece, of_blocks, place = jax.device_put(
+                (np.ascontiguousarray(values[cut]), of_blocks, place), device
+            )
+            write = _writer(transposed, 0 if scales is None else first % 128)
+            shard = write(self._shards.pop(device), piece, of_blocks, place)
             # Dispatched work holds its arguments: without waiting, pieces would pile up.
             self._shards[device] = shard.block_until_ready()
 

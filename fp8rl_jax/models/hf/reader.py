@@ -24,7 +24,8 @@ from fp8rl_jax.models.hf.blockwise import SCALE_SUFFIX, scale_shape
 from fp8rl_jax.models.hf.safetensors_file import DTYPES, Entry, read_header, read_rows
 from fp8rl_jax.models.hf.tables import Tensor
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 # Names of weight files of other programs, or of adapters.
 _OTHER_WEIGHTS = re.compile(
     r".*\.(safetensors|gguf|ggml|h5|msgpack)|(pytorch_model|adapter_model|model|consolidated).*"
@@ -63,7 +64,8 @@ class Checkpoint:
     """
 
     def __init__(self, directory: pathlib.Path):
-        self.where, self.entries = directory, {}
+        self.where = directory
+        self.entries = {}
         index = directory / INDEX
         if index.is_file():
             weights = _weight_map(index)
@@ -82,31 +84,29 @@ class Checkpoint:
 
     def _check_alone(self, name: str, files: set[str]) -> None:
         """Raises UserError if there are weights besides `files`, which `name` lists."""
-        for other in self._found():
+        for other in _names(self.where):
             if other not in files and _OTHER_WEIGHTS.fullmatch(other):
                 raise UserError(
                     f"{self.where} has two sets of weights, {name} and {other}: keep the one that "
                     "is meant in this directory (an adapter is merged first)"
                 )
 
-    def _found(self) -> list[str]:
-        return sorted(path.name for path in self.where.iterdir())
-
     def _refuse(self) -> None:
-        found = self._found()
-        files = [name for name in found if name.endswith(".gguf")]
-        if files:
+        """Raises UserError of a directory without weights that are read."""
+        names = _names(self.where)
+        gguf = [name for name in names if name.endswith(".gguf")]
+        if gguf:
             raise UserError(
-                f"{self.where} has no {SINGLE} and no {INDEX}, but {', '.join(files)}, which are "
+                f"{self.where} has no {SINGLE} and no {INDEX}, but {', '.join(gguf)}, which are "
                 "not read: take the model's safetensors checkpoint, or write one by transformers "
                 "(docs/checkpoints.md, GGUF)"
             )
-        if any(name.endswith(".safetensors") for name in found):
+        if any(name.endswith(".safetensors") for name in names):
             raise UserError(
                 f"{self.where} has safetensors files but neither {SINGLE} nor {INDEX}, which "
                 "says what is in them: download the index too"
             )
-        if any(name.endswith((".bin", ".pth", ".pt")) for name in found):
+        if any(name.endswith((".bin", ".pth", ".pt")) for name in names):
             raise UserError(
                 f"{self.where} has weights in torch's own format only: save them again as "
                 "safetensors (transformers' save_pretrained does)"
@@ -138,6 +138,10 @@ class Checkpoint:
                     )
 
 
+def _names(directory: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
     """Reads {tensor: file} from an index; raises UserError if it is not valid."""
     try:
@@ -166,8 +170,10 @@ def check_sizes(source: Source, config: ModelConfig) -> None:
       UserError: the model needs more elements; the message names the fields.
     """
     shapes = [entry.shape for entry in source.entries.values() if entry.dtype in DTYPES]
-    held, width = sum(map(math.prod, shapes)), config.hidden_size
-    layers, sparse = config.num_hidden_layers, config.num_hidden_layers - config.dense_layers
+    held = sum(map(math.prod, shapes))
+    width = config.hidden_size
+    layers = config.num_hidden_layers
+    sparse = layers - config.dense_layers if config.num_experts else 0
     heads = config.num_attention_heads
     needed = {
         "vocab_size and hidden_size": config.vocab_size * width,
@@ -185,8 +191,6 @@ def check_sizes(source: Source, config: ModelConfig) -> None:
     else:
         features = heads * config.head_dim
         needed["num_attention_heads and head_dim"] = layers * width * features
-    if not config.num_experts:
-        sparse = 0
     needed["intermediate_size"] = (layers - sparse) * width * config.intermediate_size
     experts = max(config.num_experts, 1) + config.n_shared_experts
     needed["num_experts and moe_intermediate_size"] = (
@@ -218,7 +222,8 @@ def check(
     Raises:
       UserError: a tensor is missing or superfluous, or has a wrong shape or type.
     """
-    scales, entries = set(), source.entries
+    entries = source.entries
+    scales = set()
     for tensor in tensors:
         entry = entries.get(tensor.name)
         if entry is None:

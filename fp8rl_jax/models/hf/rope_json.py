@@ -65,7 +65,8 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
                 f"(rope_scaling, rope_parameters): {TAKE_ONE_OUT}"
             )
     where = next((part.where for part in reversed(parts) if part), fields.where)
-    rope, kind = Fields(values, where), values.get("rope_type", "default")
+    rope = Fields(values, where)
+    kind = values.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise rope.error(
             "rope_type", f"only {', '.join(ROPE_TYPES)} are supported: take another model"
@@ -77,13 +78,13 @@ def read_rope(fields: Fields, family: Family) -> dict[str, Any]:
             raise rope.error(
                 setting, f"this setting of rope_type {kind!r} is not supported: take another model"
             )
-    found = {"rope_type": kind} | read_names(rope, names)
-    if found.get("rope_mscale_all_dim") and "kv_lora_rank" not in family.names:
+    ours = {"rope_type": kind} | read_names(rope, names)
+    if ours.get("rope_mscale_all_dim") and "kv_lora_rank" not in family.names:
         raise rope.error(
             "mscale_all_dim",
             "a model without latent attention has no such temperature: take another model",
         )
-    return found
+    return ours
 
 
 def rope_json(config: ModelConfig) -> dict[str, Any]:

@@ -87,7 +87,8 @@ def read_header(file: pathlib.Path) -> dict[str, Entry]:
                 f"{file} ends within tensor {name} (it has {size} bytes and the tensor ends at "
                 f"{entry.stop}); {_AGAIN}"
             )
-        dtype, held = DTYPES.get(entry.dtype), entry.stop - entry.start
+        held = entry.stop - entry.start
+        dtype = DTYPES.get(entry.dtype)
         wanted = math.prod(entry.shape) * dtype.itemsize if dtype else held
         if entry.start != end or wanted != held:
             raise UserError(f"{file}: the bytes of tensor {name} do not fit its shape; {_AGAIN}")
@@ -125,10 +126,11 @@ def read_rows(
     dtype = _READ[entry.dtype]
     row = math.prod(entry.shape[1:]) * dtype.itemsize
     begin, end = (c * dtype.itemsize for c in columns) if columns else (0, row)
-    shape, pieces = entry.shape[1:], [(entry.start + start * row, (stop - start) * row)]
+    shape = (stop - start, *entry.shape[1:])
+    pieces = [(entry.start + start * row, (stop - start) * row)]
     if end - begin < row:
         assert columns
-        shape = (columns[1] - columns[0],)
+        shape = (stop - start, columns[1] - columns[0])
         pieces = [(entry.start + i * row + begin, end - begin) for i in range(start, stop)]
     data = np.empty(sum(size for _, size in pieces), np.uint8)
     done = 0
@@ -146,7 +148,7 @@ def read_rows(
                     done += read
     except OSError as error:
         raise UserError(f"{entry.file} cannot be read ({error.strerror}): try again") from None
-    return data.view(dtype).reshape(stop - start, *shape)
+    return data.view(dtype).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +174,8 @@ def write_file(file: pathlib.Path, outputs: list[Output]) -> None:
     end = 0
     for output in outputs:
         for name, (shape, dtype) in output.parts.items():
-            start, end = end, end + math.prod(shape) * dtype.itemsize
+            start = end
+            end += math.prod(shape) * dtype.itemsize
             header[name] = {
                 "dtype": _NAMES[dtype],
                 "shape": list(shape),

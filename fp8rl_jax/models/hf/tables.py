@@ -84,28 +84,29 @@ def _name(config: ModelConfig, array: Array) -> tuple[str, slice | None]:
 
 def model_tensors(config: ModelConfig) -> list[Tensor]:
     """Returns every tensor of a model's checkpoint, in the order of its layers."""
-    shapes, layer = leaf_shapes(config), 0
-    found = [_plain(a.hf, a, a.path, (), shapes[a.path]) for a in MODEL if a.path in shapes]
+    shapes = leaf_shapes(config)
+    tensors = [_plain(a.hf, a, a.path, (), shapes[a.path]) for a in MODEL if a.path in shapes]
+    layer = 0
     for stack, count in layer_stacks(config).items():
-        arrays = [a for a in layer_arrays(layer_spec(config, stack)) if (stack, *a.path) in shapes]
-        names = [_name(config, a)[0] for a in arrays]
-        tensors = {
-            name: [a for a, own in zip(arrays, names, strict=True) if own == name] for name in names
-        }
+        arrays_of: dict[str, list[Array]] = {}
+        for array in layer_arrays(layer_spec(config, stack)):
+            if (stack, *array.path) in shapes:
+                arrays_of.setdefault(_name(config, array)[0], []).append(array)
         for index in range(count):
-            for name, parts in tensors.items():
+            for name, arrays in arrays_of.items():
                 name = f"model.layers.{layer}.{name}"
-                found += _layer_tensors(config, name, parts, stack, index, shapes)
+                tensors += _layer_tensors(config, name, arrays, stack, index, shapes)
             layer += 1
-    covered = {piece.path for tensor in found for piece in tensor.pieces}
+    covered = {piece.path for tensor in tensors for piece in tensor.pieces}
     assert covered == set(shapes), covered ^ set(shapes)
-    return found
+    return tensors
 
 
 def _layer_tensors(
     config: ModelConfig, name: str, arrays: list[Array], stack: str, index: int, shapes
 ) -> Iterator[Tensor]:
-    array, path = arrays[0], (stack, *arrays[0].path)
+    array = arrays[0]
+    path = (stack, *array.path)
     if _name(config, array)[1] is not None:
         yield _packed_experts(config, name, arrays, stack, index, shapes)
     elif len(arrays) == 2:
@@ -121,9 +122,9 @@ def _plain(
     name: str, array: Array, path: Path, index: tuple[int, ...], shape: tuple[int, ...]
 ) -> Tensor:
     """Returns a tensor that is one piece of a leaf."""
-    own = shape[len(index) :]
-    own = own[::-1] if array.transposed else own
-    return Tensor(name, own, array.role, (Piece(path, index, 0, own[0], array.transposed),))
+    inner = shape[len(index) :]
+    inner = inner[::-1] if array.transposed else inner
+    return Tensor(name, inner, array.role, (Piece(path, index, 0, inner[0], array.transposed),))
 
 
 def _packed_experts(
@@ -141,12 +142,13 @@ def _packed_experts(
 
 def _keys_and_values(config: ModelConfig, name: str, paths: list[Path], index: int) -> Tensor:
     """Returns latent attention's kv_b_proj (H * (nope + v), R): for each head keys, then values."""
-    nope, v = config.qk_nope_head_dim, config.v_head_dim
     keys, values = paths
     pieces = []
+    stop = 0
     for head in range(config.num_attention_heads):
-        start = head * (nope + v)
-        middle, stop = start + nope, start + nope + v
+        start = stop
+        middle = start + config.qk_nope_head_dim
+        stop = middle + config.v_head_dim
         pieces.append(Piece(keys, (index, head), start, middle, transposed=False))
         pieces.append(Piece(values, (index, head), middle, stop, transposed=True))
-    return Tensor(name, (pieces[-1].stop, config.kv_lora_rank), LINEAR, tuple(pieces))
+    return Tensor(name, (stop, config.kv_lora_rank), LINEAR, tuple(pieces))

@@ -61,7 +61,21 @@ class Unread:
     read: Callable[[], np.ndarray]
 
 
-_BF16, _F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What a checkpoint holds beside the shapes and weights of a model.
+
+    Attributes:
+      fields: further fields of config.json, such as eos_token_id and max_position_embeddings.
+      add_files: function that is called with the directory before it is renamed, to add files.
+    """
+
+    fields: Mapping[str, Any] | None = None
+    add_files: Callable[[pathlib.Path], None] = lambda directory: None
+
+
+_BF16 = np.dtype(jnp.bfloat16)
+_F32 = np.dtype(np.float32)
 _BIAS = "mlp.gate.e_score_correction_bias"
 
 
@@ -72,8 +86,7 @@ def save(
     *,
     dtype: Any = "bfloat16",
     max_shard_gb: float = 5.0,
-    fields: Mapping[str, Any] | None = None,
-    also: Callable[[pathlib.Path], None] | None = None,
+    beside: Beside = Beside(),
     check_finite: bool = True,
 ) -> pathlib.Path:
     """Writes config.json and safetensors files that transformers and inference engines read.
@@ -85,8 +98,7 @@ def save(
         arrays, of which only those of one tensor are in memory at a time.
       dtype: 'float32', 'bfloat16' or 'fp8'; see the module.
       max_shard_gb: largest size of a file in 10^9 bytes; several files get an index.
-      fields: further fields of config.json, such as eos_token_id and max_position_embeddings.
-      also: function that is called with the directory before it is renamed, to add files.
+      beside: further fields of config.json, and further files.
       check_finite: whether to refuse tensors with NaN or infinity, also after rounding to `dtype`.
 
     Returns:
@@ -96,10 +108,11 @@ def save(
       UserError: the directory exists or cannot be made, no model type has the rules of `config`, or
         the parameters do not fit `config`, or are not finite.
     """
-    target, name = pathlib.Path(path), dtype_name(dtype)
+    name = dtype_name(dtype)
+    target = pathlib.Path(path)
     check_target(target, max_shard_gb)
     tensors = model_tensors(config)
-    about = config_json(config, "float32" if name == "float32" else "bfloat16", fields)
+    about = config_json(config, "float32" if name == "float32" else "bfloat16", beside.fields)
     check_type(config, name)
     if name == "fp8":
         about["quantization_config"] = quantization_config(tensors)
@@ -111,8 +124,7 @@ def save(
     def fill(directory: pathlib.Path) -> None:
         (directory / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
         _write_shards(directory, outputs, max_shard_gb * 1e9)
-        if also is not None:
-            also(directory)
+        beside.add_files(directory)
 
     return make_directory(target, fill)
 
@@ -165,7 +177,7 @@ def check_type(config: ModelConfig, dtype: str) -> None:
 
 def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
     """Returns {path: array, QArray or Unread}, checked against the shapes of the model."""
-    found = {
+    leaves = {
         path_of(keys): leaf
         for keys, leaf in jax.tree_util.tree_leaves_with_path(
             params, is_leaf=lambda x: isinstance(x, QArray | Unread)
@@ -173,16 +185,16 @@ def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
         if all(hasattr(key, "key") for key in keys)
     }
     shapes = leaf_shapes(config)
-    for path in [*shapes, *found]:
+    for path in [*shapes, *leaves]:
         name = ".".join(path)
-        if path not in found:
+        if path not in leaves:
             raise UserError(
                 f"params has no leaf {name}, which a model of this config has: give the tree of "
                 "`init_params`, not one that is cut into runs of layers or bound to scales"
             )
         if path not in shapes:
             raise UserError(f"params has a leaf {name}, for which this config has no place")
-        leaf = found[path]
+        leaf = leaves[path]
         if leaf.shape != shapes[path]:
             raise UserError(
                 f"params: leaf {name} has shape {leaf.shape}, and this config makes it "
@@ -197,7 +209,7 @@ def _checked_leaves(config: ModelConfig, params: Any) -> dict[Path, Any]:
                 f"params: leaf {name} is {leaf.qvalue.dtype} in blocks of {leaf.block_shape}, "
                 f"and checkpoints hold float8_e4m3fn in blocks of {BLOCKS}: save the masters"
             )
-    return found
+    return leaves
 
 
 class _Leaves:
@@ -235,13 +247,13 @@ def _output(tensor: Tensor, leaves: _Leaves, dtype: str, check_finite: bool) -> 
         return value
 
     def rounded(dtype: np.dtype) -> np.ndarray:
-        own = leaves.of(tensor)
-        return checked(_joined(tensor, lambda p: _take(own[p.path], p.index, dtype)))
+        arrays = leaves.of(tensor)
+        return checked(_joined(tensor, lambda p: _take(arrays[p.path], p.index, dtype)))
 
     if dtype != "fp8" or tensor.role != LINEAR:
-        own = _type(tensor, leaves, dtype)
-        parts = {tensor.name: (tensor.shape, own)}
-        return Output(parts, lambda: (rounded(own),))
+        written = _type(tensor, leaves, dtype)
+        parts = {tensor.name: (tensor.shape, written)}
+        return Output(parts, lambda: (rounded(written),))
     scales = tensor.module + SCALE_SUFFIX
     parts = {tensor.name: (tensor.shape, FP8), scales: (scale_shape(tensor.shape), _F32)}
     if not isinstance(leaves[tensor.pieces[0].path], QArray):
@@ -282,10 +294,11 @@ def _joined(tensor: Tensor, take: Callable[[Piece], np.ndarray]) -> np.ndarray:
 def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None) -> np.ndarray:
     """Returns a matrix of a stack in `dtype`; shards are joined on the host."""
     if isinstance(leaf, QArray):
-        leaf, index = jax.tree.map(lambda x: _take(x, index, None), leaf), ()
-    elif isinstance(leaf, np.ndarray):
-        leaf, index = leaf[index], ()
-    elif isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
+        matrix = jax.tree.map(lambda x: _take(x, index, None), leaf)
+        return np.asarray(_program(dtype)(matrix, ()))
+    if isinstance(leaf, np.ndarray):
+        return np.asarray(_program(dtype)(leaf[index], ()))
+    if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
         return _take_from_shards(leaf, index, dtype)
     return np.asarray(_program(dtype)(leaf, tuple(np.int32(i) for i in index)))
 
@@ -296,11 +309,12 @@ def _take_from_shards(
     matrix = np.empty(leaf.shape[len(index) :], dtype or leaf.dtype)
     for shard in leaf.addressable_shards:
         spans = [s.indices(n)[:2] for s, n in zip(shard.index, leaf.shape, strict=True)]
-        front, inner = spans[: len(index)], spans[len(index) :]
+        front = spans[: len(index)]
         held = all(start <= i < stop for i, (start, stop) in zip(index, front, strict=True))
         if held and shard.replica_id == 0:
-            own = tuple(i - start for i, (start, _) in zip(index, front, strict=True))
-            matrix[tuple(slice(*span) for span in inner)] = _take(shard.data, own, dtype)
+            in_shard = tuple(i - start for i, (start, _) in zip(index, front, strict=True))
+            inner = tuple(slice(start, stop) for start, stop in spans[len(index) :])
+            matrix[inner] = _take(shard.data, in_shard, dtype)
     return matrix
 
 

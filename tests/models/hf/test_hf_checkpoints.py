@@ -508,7 +508,7 @@ def test_saving_is_whole_or_not_at_all(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(UserError, match="No space left on device"):
-        hf.save(tmp_path / "deep" / "new", config, params, also=fail)
+        hf.save(tmp_path / "deep" / "new", config, params, beside=hf.Beside(add_files=fail))
     assert not list((tmp_path / "deep").iterdir())
     with pytest.raises(UserError, match="cannot be written"):
         (tmp_path / "file").touch()
