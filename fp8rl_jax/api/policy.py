@@ -258,10 +258,10 @@ def sample(
     """
     runtime = policy.programs.runtime
     asked = _asked(prompts, "sample")
-    rollout = runtime.config.rollout
+    settings = runtime.config.rollout
     rows = [encode_prompt(prompt, runtime.tokenizer, runtime.chat) for prompt in asked]
     sized = policy.programs.sized(
-        round_slots(max(map(len, rows))), max_tokens or rollout.max_new_tokens
+        round_slots(max(map(len, rows))), max_tokens or settings.max_new_tokens
     )
     state = policy.state
     if not is_fresh(state.scaling_state, policy.step):
@@ -269,27 +269,31 @@ def sample(
             "sample: this policy has no calibrated scales of its KV cache: load it with "
             "kv_cache='fp8', or from a run that has them"
         )
-    key = jax.random.key(seed or 0, impl="threefry2x32")
     if seed is None:
         key = sample_step.rollout_key(state.rng, policy.step)
+    else:
+        key = jax.random.key(seed, impl="threefry2x32")
     rows += rows[-1:] * (_padded(sized, len(rows), group_size) - len(rows))
     tokens, lengths = pad_rows(
         rows, sized.config.rollout.max_prompt_tokens, runtime.tokenizer.pad_id
     )
-    heat = rollout.temperature if temperature is None else temperature
+    heat = settings.temperature if temperature is None else temperature
     temperatures = np.full(len(rows) * group_size, heat, np.float32)
     sampler = policy.programs.sampler(sized, group_size)
     hold_settings()
-    out = sized.engine.sample(
-        policy.weights, Prompts.numbered(tokens, lengths, key, temperatures), sampler=sampler
-    )
+    padded = Prompts.numbered(tokens, lengths, key, temperatures)
     count = len(asked) * group_size
-    rows_of = {name: array[:count] for name, array in out.rows.items()}
-    taps = {name: x[:, :count] for name, x in out.taps.items()}
-    out = dataclasses.replace(out, **rows_of, taps=taps)
-    texts = sized.decode(np.asarray(out.tokens), np.asarray(out.mask))
+    rollout = _first(sized.engine.sample(policy.weights, padded, sampler=sampler), count)
+    texts = sized.decode(np.asarray(rollout.tokens), np.asarray(rollout.mask))
     kept = Prompts.numbered(tokens[: len(asked)], lengths[: len(asked)], key, temperatures[:count])
-    return Samples(asked, texts, kept, out)
+    return Samples(asked, texts, kept, rollout)
+
+
+def _first(rollout: Rollout, count: int) -> Rollout:
+    """Returns the first `count` responses of a rollout."""
+    rows = {name: array[:count] for name, array in rollout.rows.items()}
+    taps = {name: x[:, :count] for name, x in rollout.taps.items()}
+    return dataclasses.replace(rollout, **rows, taps=taps)
 
 
 def score(
@@ -317,7 +321,8 @@ def score(
       UserError: the numbers of questions and responses differ.
     """
     if isinstance(prompts, Samples):
-        sized, batch = _batch(policy, prompts)
+        sized = _sized(policy, prompts)
+        batch = sized.engine.batch(prompts.rollout, prompts.asked)
         longest = batch.mask.shape[1]
     else:
         sized, batch = _text_batch(policy, _asked(prompts, "score"), responses, temperature)
@@ -372,6 +377,52 @@ def train_step(
       UserError: rewards have another shape, or the reference is missing.
       NonFiniteError: loss or gradients are not finite.
     """
+    values = _by_prompt(rewards, samples)
+    sized = _sized(policy, samples)
+    if sized.resolved.algorithm.needs_reference and reference is None:
+        raise UserError(
+            f"train_step: algo.kl_coef is {sized.config.algo.kl_coef}: write reference=POLICY, or "
+            "load the policy with kl_coef=0.0"
+        )
+    engine = sized.engine
+    state = policy.state
+    if not jax.tree.leaves(state.opt_state):
+        begun = engine.new_state(state.params, engine.rl_optimizer, state.scaling_state)
+        state = dataclasses.replace(state, opt_state=begun.opt_state)
+    hold_settings()
+    before = None if reference is None else reference.state
+    batch, metrics = _weighed(sized, state, before, samples, values)
+    one_update = functools.partial(engine.update, step=policy.programs.update(sized))
+    begin = time.perf_counter()
+    try:
+        state, update = learn(one_update, engine.rl_optimizer.schedule, state, batch)
+    except NonFiniteUpdate as error:
+        raise NonFiniteError(
+            f"train_step: loss {float(error.metrics['loss'])}, gradient norm "
+            f"{float(error.metrics['grad_norm'])}; the policy is as it was"
+        ) from None
+    seconds = time.perf_counter() - begin
+    record = {
+        "step": policy.step + 1,
+        "lr": update.learning_rate,
+        **metrics,
+        "time_learner": seconds,
+        **update_metrics(update.updates, sized.resolved.model, sized.resolved.learner_recipe),
+        "tokens_per_s_learner": float(batch.mask.sum()) / seconds,
+        **mismatch_metrics(update.logp[: len(samples.texts)], samples.logprobs, samples.mask),
+        "reward_mean": float(np.nanmean(values)),
+    }
+    state = engine.calibrate(state, batch)
+    state = engine.advance(state, policy.step + 1, int(state.data_state))
+    return dataclasses.replace(policy, state=state), record
+
+
+def _by_prompt(rewards: Any, samples: Samples) -> np.ndarray:
+    """Returns rewards as (P, G) float64.
+
+    Raises:
+      UserError: they are no numbers, or have another shape than the samples.
+    """
     shape = len(samples.prompts), samples.group_size
     try:
         values = np.asarray(rewards, np.float64)
@@ -382,52 +433,33 @@ def train_step(
             f"train_step: rewards have the shape {values.shape}; write {shape}, or "
             f"({math.prod(shape)},)"
         )
-    sized, batch = _batch(policy, samples)
-    if sized.resolved.algorithm.needs_reference and reference is None:
-        raise UserError(
-            f"train_step: algo.kl_coef is {sized.config.algo.kl_coef}: write reference=POLICY, or "
-            "load the policy with kl_coef=0.0"
-        )
-    engine, step = sized.engine, policy.step
-    state, optimizer = policy.state, engine.rl_optimizer
-    if not jax.tree.leaves(state.opt_state):
-        begun = engine.new_state(state.params, optimizer, state.scaling_state)
-        state = dataclasses.replace(state, opt_state=begun.opt_state)
-    hold_settings()
-    rows = len(batch.mask)
+    return values.reshape(shape)
+
+
+def _weighed(
+    sized: Runtime,
+    state: TrainState,
+    reference: TrainState | None,
+    samples: Samples,
+    rewards: np.ndarray,
+) -> tuple[Batch, dict[str, Any]]:
+    """Returns the batch of an update, with the number of rows of `_padded`, and its metrics."""
+    _, group_size = rewards.shape
     groups = sample_step.Samples(
         questions=[],
         rollout=samples.rollout,
-        versions=np.where(samples.mask, step, -1),
+        versions=np.where(samples.mask, int(state.step), -1),
         prompts=samples.asked,
-        rewards=values.reshape(shape),
+        rewards=rewards,
         by_name={},
-        counts=np.ones(shape[0], bool),
+        counts=np.ones(len(rewards), bool),
     )
-    before = None if reference is None else reference.state
-    own = not sized.resolved.takes_rollout_logprobs(False)
-    batch = scored(engine, state, before, _with_rows(sized, batch, shape[1]), own)
-    of_rows = jax.tree.map(lambda x: x[:rows], batch)
-    of_rows, metrics = weighed(sized.resolved.algorithm, groups, of_rows, 1)
-    batch = _with_rows(sized, of_rows, shape[1])
-    one_update = functools.partial(engine.update, step=policy.programs.update(sized))
-    begin = time.perf_counter()
-    try:
-        state, update = learn(one_update, optimizer.schedule, state, batch)
-    except NonFiniteUpdate as error:
-        raise NonFiniteError(
-            f"train_step: loss {float(error.metrics['loss'])}, gradient norm "
-            f"{float(error.metrics['grad_norm'])}; the policy is as it was"
-        ) from None
-    record = {"step": step + 1, "lr": update.learning_rate, **metrics}
-    record["time_learner"] = time.perf_counter() - begin
-    record |= update_metrics(update.updates, sized.resolved.model, sized.resolved.learner_recipe)
-    record["tokens_per_s_learner"] = float(of_rows.mask.sum()) / record["time_learner"]
-    record |= mismatch_metrics(update.logp[:rows], samples.logprobs, samples.mask)
-    record["reward_mean"] = float(np.nanmean(values))
-    state = engine.calibrate(state, batch)
-    state = engine.advance(state, step + 1, int(state.data_state))
-    return dataclasses.replace(policy, state=state), record
+    batch = _with_rows(sized, sized.engine.batch(samples.rollout, samples.asked), group_size)
+    recomputes = not sized.resolved.takes_rollout_logprobs(False)
+    batch = scored(sized.engine, state, reference, batch, recomputes)
+    of_samples = jax.tree.map(lambda x: x[: len(samples.texts)], batch)
+    of_samples, metrics = weighed(sized.resolved.algorithm, groups, of_samples, 1)
+    return _with_rows(sized, of_samples, group_size), metrics
 
 
 def _asked(prompts: Any, where: str) -> list[Prompt]:
@@ -437,20 +469,22 @@ def _asked(prompts: Any, where: str) -> list[Prompt]:
       UserError: there is no question, or something is none.
     """
     one = isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable)
-    given = [prompts] if one else [*prompts]
-    if given and all(map(_is_message, given)):
-        given = [given]
-    if not given:
+    asked = [prompts] if one else [*prompts]
+    if asked and all(map(_is_message, asked)):
+        asked = [asked]
+    if not asked:
         raise UserError(f"{where}: there is no prompt; write one or several")
-    return [_question(prompt, where) for prompt in given]
+    return [_question(prompt, where) for prompt in asked]
 
 
 def _question(prompt: Any, where: str) -> Prompt:
-    tools, messages = (), prompt
+    if isinstance(prompt, str):
+        return prompt
+    tools: Any = ()
+    messages = prompt
     if isinstance(prompt, Mapping):
-        messages, tools = prompt.get("messages"), prompt.get("tools") or ()
-    if isinstance(messages, str) and messages is prompt:
-        return messages
+        tools = prompt.get("tools") or ()
+        messages = prompt.get("messages")
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
     if not (is_list and messages and all(map(_is_message, messages))):
         raise UserError(
@@ -464,11 +498,9 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and "role" in value
 
 
-def _batch(policy: Policy, samples: Samples) -> tuple[Runtime, Batch]:
-    """Returns the Runtime of the samples' sizes, and the samples as a training batch."""
-    slots = samples.asked.tokens.shape[1], samples.tokens.shape[1]
-    sized = policy.programs.sized(*slots)
-    return sized, sized.engine.batch(samples.rollout, samples.asked)
+def _sized(policy: Policy, samples: Samples) -> Runtime:
+    """Returns the Runtime of the samples' sizes."""
+    return policy.programs.sized(samples.asked.tokens.shape[1], samples.tokens.shape[1])
 
 
 def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple[Runtime, Batch]:
@@ -479,19 +511,21 @@ def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple
         raise UserError(
             f"score: {len(prompts)} prompts and {count} responses; write a list with one for each"
         )
-    tokenizer, chat = policy.tokenizer, policy.programs.runtime.chat
-    asked = zip(prompts, responses, strict=True)
-    pairs = [encode_demonstration(prompt, text, tokenizer, chat) for prompt, text in asked]
-    slots = [round_slots(max(map(len, side))) for side in zip(*pairs, strict=True)]
-    (tokens, lengths), (targets, taught) = (
-        pad_rows(side, count, tokenizer.pad_id)
-        for side, count in zip(zip(*pairs, strict=True), slots, strict=True)
-    )
-    mask = np.arange(slots[1]) < taught[:, None]
-    rows = join(tokens, lengths, targets, tokenizer.pad_id)
+    chat = policy.programs.runtime.chat
+    pad_id = policy.tokenizer.pad_id
+    pairs = [
+        encode_demonstration(prompt, text, policy.tokenizer, chat)
+        for prompt, text in zip(prompts, responses, strict=True)
+    ]
+    prompt_slots = round_slots(max(len(prompt) for prompt, _ in pairs))
+    response_slots = round_slots(max(len(response) for _, response in pairs))
+    tokens, lengths = pad_rows([prompt for prompt, _ in pairs], prompt_slots, pad_id)
+    targets, taught = pad_rows([response for _, response in pairs], response_slots, pad_id)
+    mask = np.arange(response_slots) < taught[:, None]
+    rows = join(tokens, lengths, targets, pad_id)
     heat = np.full(len(rows), temperature, np.float32)
     batch = make_batch(rows, lengths, targets, mask, heat)
-    return policy.programs.sized(*slots), batch
+    return policy.programs.sized(prompt_slots, response_slots), batch
 
 
 def _padded(runtime: Runtime, prompts: int, group_size: int) -> int:

@@ -19,8 +19,9 @@ class Programs:
         """Returns the Runtime with these numbers of prompt and response slots."""
         key = prompt_slots, response_slots
         if key not in self._sized:
-            slots = dict(zip(("max_prompt_tokens", "max_new_tokens"), key, strict=True))
-            self._sized[key] = self.runtime.with_slots(**slots)
+            self._sized[key] = self.runtime.with_slots(
+                max_prompt_tokens=prompt_slots, max_new_tokens=response_slots
+            )
         return self._sized[key]
 
     def sampler(self, runtime: Runtime, group_size: int) -> Callable:
@@ -39,10 +40,12 @@ class Programs:
 
     def update(self, runtime: Runtime) -> Callable:
         """Returns the train step for a Runtime of `sized`; it leaves the old state usable."""
-        rollout, engine = runtime.config.rollout, runtime.engine
+        rollout = runtime.config.rollout
         key = "update", rollout.max_prompt_tokens, rollout.max_new_tokens
         if key not in self._made:
+            engine = runtime.engine
             parts = runtime.config.learner.gradient_accumulation_steps
-            optimizer = engine.rl_optimizer
-            self._made[key] = engine.train_step(optimizer, engine.loss, parts, donate=False)
+            self._made[key] = engine.train_step(
+                engine.rl_optimizer, engine.loss, parts, donate=False
+            )
         return self._made[key]

@@ -79,6 +79,69 @@ def _needed(earlier: Earlier | None, rows: int) -> np.ndarray:
     return (np.arange(rows // devices) < earlier.needed[:, None]).reshape(-1)
 
 
+def _advancing(loop: ContinuousLoop) -> Callable:
+    """Returns the function that runs at most so many iterations of a loop: (weights, requests,
+    iterations, state) -> (state, Progress)."""
+
+    def advance(weights, requests, iterations, state):
+        prepared = loop.loop.prepare(weights)
+        until = state.iterations[0] + iterations
+
+        def more(carried) -> jax.Array:
+            unfinished, state = carried
+            return (unfinished > 0) & (state.iterations[0] < until)
+
+        def iterate(carried):
+            state = loop.iterate(prepared, requests, carried[1])
+            return loop.unfinished(state), state
+
+        _, state = lax.while_loop(more, iterate, (loop.unfinished(state), state))
+        return state, Progress(
+            rollout=loop.result(requests, state),
+            done=state.schedule.status == schedule.DONE,
+            paused=state.schedule.status == schedule.PAUSED,
+            replies=state.replies,
+            iterations=state.iterations,
+            drawn=state.drawn,
+            prefilled=state.prefilled,
+            preemptions=state.schedule.preemptions,
+        )
+
+    return advance
+
+
+def _functions(loop: ContinuousLoop, mesh: Mesh | None) -> tuple[Callable, Callable, Callable]:
+    """Returns the functions that begin, advance and extend a loop's state; with a mesh, those that
+    do so on each device with its rows of prompts, requests and state."""
+    advance = _advancing(loop)
+    if mesh is None:
+        return loop.begin, advance, loop.extend
+    rows: Any = PartitionSpec(mesh.axis_names)
+    replicated: Any = PartitionSpec()
+    of_requests = Requests(
+        lengths=rows,
+        key=replicated,
+        sample_ids=rows,
+        temperature=rows,
+        limits=rows,
+        rope=replicated,
+    )
+
+    def by_device(function: Callable, *specs) -> Callable:
+        return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+
+    def advance_all(weights, requests, iterations, state):
+        of_weights = rollout_specs(weights)
+        run = by_device(advance, of_weights, of_requests, replicated, rows)
+        return run(weights, requests, iterations, state)
+
+    return (
+        by_device(loop.begin, rows, of_requests, rows),
+        advance_all,
+        by_device(loop.extend, of_requests, rows, rows),
+    )
+
+
 class ContinuousSampler:
     """The sampler of `make_sampler` with continuous batching; same arguments, same bits.
 
@@ -117,63 +180,25 @@ class ContinuousSampler:
                     f"{name} = {getattr(batching, name)} do not divide among {devices} devices"
                 )
         static = Loop(model, get_recipe(recipe), sampler, Parallel.on(mesh))
-        chunk = batching.prefill_chunk or default_chunk(static.on_cpu)
-        own = Batching(batching.slots // devices, batching.pages // devices, chunk)
         of_device = static.parallel.within() if devices > 1 else static.parallel
-        loop = ContinuousLoop(dataclasses.replace(static, parallel=of_device), own)
-        self._part, self._slots, self._most = part, batching.slots, sampler.max_new_tokens
-
-        def advance(weights, requests, iterations, state):
-            prepared = loop.loop.prepare(weights)
-            until = state.iterations[0] + iterations
-
-            def more(carried) -> jax.Array:
-                unfinished, state = carried
-                return (unfinished > 0) & (state.iterations[0] < until)
-
-            def iterate(carried):
-                state = loop.iterate(prepared, requests, carried[1])
-                return loop.unfinished(state), state
-
-            _, state = lax.while_loop(more, iterate, (loop.unfinished(state), state))
-            return state, Progress(
-                rollout=loop.result(requests, state),
-                done=state.schedule.status == schedule.DONE,
-                paused=state.schedule.status == schedule.PAUSED,
-                replies=state.replies,
-                iterations=state.iterations,
-                drawn=state.drawn,
-                prefilled=state.prefilled,
-                preemptions=state.schedule.preemptions,
-            )
-
-        begin, extend, layout, self._rows = loop.begin, loop.extend, {}, None
-        if mesh is not None:
-            rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
-            self._rows = NamedSharding(mesh, rows)
-            # The state keeps its shardings from call to call, so one program advances it.
-            layout = {"out_shardings": self._rows}
-        if mesh is not None and devices > 1:
-            specs: Any = (rows, replicated, rows, rows, rows, replicated)
-            of_requests = Requests(*specs)
-
-            def by_device(run, *specs):
-                return jax.shard_map(
-                    run, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False
-                )
-
-            def advance_all(weights, *arguments):
-                held = rollout_specs(weights)
-                run = by_device(advance, held, of_requests, replicated, rows)
-                return run(weights, *arguments)
-
-            begin = by_device(begin, rows, of_requests, rows)
-            extend = by_device(extend, of_requests, rows, rows)
-        else:
-            advance_all = advance
+        loop = ContinuousLoop(
+            dataclasses.replace(static, parallel=of_device),
+            Batching(
+                batching.slots // devices,
+                batching.pages // devices,
+                batching.prefill_chunk or default_chunk(static.on_cpu),
+            ),
+        )
+        self._part = part
+        self._slots = batching.slots
+        self._most = sampler.max_new_tokens
+        self._rows = None if mesh is None else NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        # The state keeps its shardings from call to call, so one program advances it.
+        layout = {} if mesh is None else {"out_shardings": self._rows}
+        begin, advance, extend = _functions(loop, mesh if devices > 1 else None)
         self._prepare = static.prepare_once()
         self._begin = exact_jit(begin, **layout)
-        self._advance = exact_jit(advance_all, donate_argnums=3, **layout)
+        self._advance = exact_jit(advance, donate_argnums=3, **layout)
         self._extend = exact_jit(extend, donate_argnums=2, **layout)
 
     def __call__(
@@ -222,8 +247,8 @@ class ContinuousSampler:
         """Traces the loop's program for the arguments of a call, or for their shapes."""
         state = jax.eval_shape(self._begin, prompts, requests, None)
         iterations = jax.ShapeDtypeStruct((), jnp.int32)
-        arguments = jax.eval_shape(self._prepare, weights), requests, iterations, state
-        return self._advance.trace(*arguments)  # type: ignore[attr-defined]
+        prepared = jax.eval_shape(self._prepare, weights)
+        return self._advance.trace(prepared, requests, iterations, state)  # type: ignore[attr-defined]
 
     def metrics(self) -> dict[str, float]:
         """Returns how the last call used its slots.
@@ -233,8 +258,8 @@ class ContinuousSampler:
           rollout_preemptions: number of times that a response lost its pages and was recomputed;
           rollout_prefilled: number of tokens prefilled.
         """
-        progress, slots = processes.fetch(self.progress), self._slots
-        places = max(progress.iterations.max(), 1) * slots
+        progress = processes.fetch(self.progress)
+        places = max(progress.iterations.max(), 1) * self._slots
         return {
             "rollout_slots_used": float(progress.drawn.sum() / places),
             "rollout_preemptions": int(progress.preemptions.sum()),
