@@ -36,17 +36,23 @@ def _check(values: argparse.Namespace) -> None:
 
 def _describe_step(planned: Planned, rollout: RolloutPlan, cost: StepCost) -> str:
     """Returns the predicted times of an RL step (decoding, then updates) and the run, as text."""
-    resolved, config, slots = planned.resolved, planned.config, rollout.slots
-    algo, steps = config.algo, config.run.steps
-    sampling, recipe = planned.sampling, resolved.rollout_recipe
+    config = planned.config
+    sampling = planned.sampling
     decode_step = decode_seconds(
-        resolved.model, recipe, sampling.mesh, slots, rollout.half, planned.gpu
+        planned.resolved.model,
+        planned.resolved.rollout_recipe,
+        sampling.mesh,
+        rollout.slots,
+        rollout.half,
+        planned.gpu,
     )
-    count = math.ceil(sampling.samples / slots) * config.rollout.max_new_tokens
-    decoding, updates = count * sum(decode_step.values()), algo.epochs * algo.num_minibatches
+    count = math.ceil(sampling.samples / rollout.slots) * config.rollout.max_new_tokens
+    decoding = count * sum(decode_step.values())
+    updates = config.algo.epochs * config.algo.num_minibatches
+    steps = config.run.steps
     join = max if config.mesh.rollout and config.rollout.ahead else sum  # at the same time
-    costs = cost.least_seconds, cost.most_seconds
-    least, most = (join((decoding, updates * x)) for x in costs)
+    least = join((decoding, updates * cost.least_seconds))
+    most = join((decoding, updates * cost.most_seconds))
     return (
         f"An RL step takes {least:.3g} to {most:.3g} s: {decoding:.3g} s for {count:,} decode "
         "steps (responses of the greatest length), "
@@ -67,9 +73,15 @@ def plan(values: argparse.Namespace) -> int:
     """
     _check(values)
     both = not (values.rollout or values.learner)
-    config, gpu = read_config("fp8rl plan", values), GPUS[values.gpu]
-    planned = read_planned(config, values.devices, values.hosts, gpu, values.memory_gb)
-    problems, rollout = [], None
+    planned = read_planned(
+        read_config("fp8rl plan", values),
+        values.devices,
+        values.hosts,
+        GPUS[values.gpu],
+        values.memory_gb,
+    )
+    problems = []
+    rollout = None
     if values.rollout or both:
         try:
             sampling = planned.sampling

@@ -23,7 +23,7 @@ _MASTERS = {False: "masters, float32", True: "frozen base, and adapters in float
 
 def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
     """Returns the tables of `fp8rl plan --learner`."""
-    gpu, count, work = planned.gpu, planned.mesh.size, plan.work
+    work = plan.work
     recipe = planned.resolved.learner_recipe.name
     rows = planned.resolved.minibatch_samples
     memory = [
@@ -46,8 +46,8 @@ def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
     hosts = f"on {planned.hosts} host{'s' * (planned.hosts > 1)}"
     return "\n".join(
         [
-            f"Learner: {count} {gpu.name} of {gib(planned.memory)} {hosts} (mesh: "
-            f"{planned.mesh_text}); an estimate, figures of each device.",
+            f"Learner: {planned.mesh.size} {planned.gpu.name} of {gib(planned.memory)} {hosts} "
+            f"(mesh: {planned.mesh_text}); an estimate, figures of each device.",
             f"An update: {rows} sequences of {work.prompt + work.response} tokens at most, "
             f"{rows * (work.prompt + work.response):,} tokens with their padding; "
             f"{_at_a_time(work)}; remat {work.remat}.",

@@ -22,7 +22,8 @@ from fp8rl_jax.rollout.cases import CASES
 
 def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:
     """Returns the table of `fp8rl plan --rollout`; `plan_rollouts` makes `own` and `cases`."""
-    count, recipe = planned.mesh.size, planned.resolved.rollout_recipe
+    count = planned.mesh.size
+    recipe = planned.resolved.rollout_recipe
     plans = {f"{recipe.name} *": own}
     for name in ("fp8", "bf16"):
         other = CASES[name]()
@@ -57,9 +58,8 @@ def _decode_rows(
     planned: Planned, half: int, label: str, sequences: list[int]
 ) -> Iterator[tuple[str, ...]]:
     """Yields the rows of a decode step; `sequences`: their number in each of CASES (0: dashes)."""
-    model, mesh, gpu = planned.resolved.model, planned.mesh, planned.gpu
     steps = [
-        decode_seconds(model, make(), mesh, count, half, gpu)
+        decode_seconds(planned.resolved.model, make(), planned.mesh, count, half, planned.gpu)
         for make, count in zip(CASES.values(), sequences, strict=True)
     ]
     yield label, *(f"{count:,}" for count in sequences)
@@ -81,14 +81,14 @@ def _decode_rows(
 
 def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:
     """Returns the predicted times of decoding equal numbers of sequences, and as many as fit."""
-    gpu, half = planned.gpu, own.half
+    half = own.half
     fitting = [plan.slots_of(half) or 0 for plan in cases.values()]
     names = [name for name in EFFICIENCY if name != "links"]
     reached = ", ".join(f"{name} {EFFICIENCY[name]:.0%}" for name in names)
     rates = ", ".join(f"{name} {rate / 1e12:g} TB/s" for name, rate in DECODE_RATES.items())
     return "\n".join(
         [
-            f"Decoding on each {gpu.name}, sequences of {half} tokens on average: a "
+            f"Decoding on each {planned.gpu.name}, sequences of {half} tokens on average: a "
             "prediction from bytes, FLOPs and launches, not a measurement.",
             "",
             *text_table(
@@ -101,8 +101,8 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
             "",
             "fp8_linear: weights and activations of linear layers in FP8 (W8A8); fp8_kv: the KV "
             "cache alone; fp8: both.",
-            f"Constants ({gpu.name}'s data sheet): {gpu.speed}; reached, as on one H200: "
-            f"{reached}; in decoding {rates}, at most {DECODE_MEMORY:.0%} of the memory's; "
+            f"Constants ({planned.gpu.name}'s data sheet): {planned.gpu.speed}; reached, as on one "
+            f"H200: {reached}; in decoding {rates}, at most {DECODE_MEMORY:.0%} of the memory's; "
             f"{1e6 * DECODE_KERNEL:g} us for another kernel, {1e6 * DECODE_GAP:g} us for a launch.",
         ]
     )
@@ -114,7 +114,9 @@ def describe_allocation(planned: Planned, own: RolloutPlan) -> str:
     Raises:
       UserError: `rollout.pages` do not fit.
     """
-    rollout, devices, pages = planned.config.rollout, planned.mesh.size, own.pages
+    rollout = planned.config.rollout
+    devices = planned.mesh.size
+    pages = own.pages
     if not rollout.slots:
         needed = planned.samples * pages_of(own.tokens)
         cache = (

@@ -100,10 +100,11 @@ def weight_bytes(tree, mesh: Mesh | AbstractMesh) -> WeightBytes:
     dense = experts = tables = 0
     layer = dict.fromkeys(RUNS, 0)
     for (path, leaf), size in zip(jax.tree_util.tree_leaves_with_path(tree), read, strict=True):
-        array, stack = array_in(path), path[0].key
+        array = array_in(path)
         assert array is not None
         if array.role == TABLE:
             tables += leaf.size * leaf.dtype.itemsize
+        stack = path[0].key
         if stack in RUNS:
             layer[stack] += size // leaf.shape[0]
             if array.axes == EXPERTS:
@@ -165,16 +166,22 @@ def state_bytes(resolved: Resolved, mesh: Mesh | AbstractMesh) -> StateBytes:
     masters, trains = (
         sum(part_sizes(tree, param_shardings(mesh, tree))) for tree in (kept, trained(kept))
     )
-    on_device, on_host = 2 * trains, 0
-    if resolved.config.learner.offload == "moments":
-        on_device, on_host = on_host, on_device
+    moments = 2 * trains
+    offloaded = resolved.config.learner.offload == "moments"
     reference = resolved.algorithm.needs_reference * trains
     if resolved.frozen_model is not None:
         recipe = resolved.frozen_recipe
         weights = weight_shapes(resolved.frozen_model, recipe, recipe)
         reference += weight_bytes(weights, mesh).stored
     scaling = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(states))
-    return StateBytes(masters, trains, on_device, on_host, reference, scaling)
+    return StateBytes(
+        masters=masters,
+        trained=trains,
+        moments=0 if offloaded else moments,
+        host_moments=moments if offloaded else 0,
+        reference=reference,
+        scaling=scaling,
+    )
 
 
 def served_bytes(weights, mesh: Mesh | AbstractMesh) -> int:

@@ -15,7 +15,8 @@ from fp8rl_jax.plan.learner import plan_learner, workload
 from fp8rl_jax.plan.planned import Planned, read_planned
 
 _FACTORS = (2, 4, 8, 16)  # by which sizes of mesh axes are changed
-_PARTS, _CAPACITY = "learner.gradient_accumulation_steps", "learner.tokens_per_batch"
+_PARTS = "learner.gradient_accumulation_steps"
+_CAPACITY = "learner.tokens_per_batch"
 Change = dict[str, int | str]  # {field: value}, in the order of the message
 
 
@@ -74,19 +75,20 @@ def _first_that_fits(
 def _kinds(config: ml_collections.ConfigDict) -> list[list[Change]]:
     """Lists the changes of each kind, cheapest kind first: micro-batches, remat, offload, a smaller
     `fsdp`, a larger `fsdp`, a larger `expert`."""
-    learner, mesh, parts = config.learner, config.mesh, config.learner.gradient_accumulation_steps
+    mesh = config.mesh
+    parts = config.learner.gradient_accumulation_steps
     rollout = config.rollout
     rows = rollout.prompts_per_step * rollout.group_size // config.algo.num_minibatches
     counts = (1, *range(2 * parts, rows + 1, parts))
     fewer: list[Change] = [{_PARTS: n} for n in counts if rows % n == 0 and n != parts]
-    if capacity := learner.tokens_per_batch:
+    if capacity := config.learner.tokens_per_batch:
         least = slots_of(rollout.max_prompt_tokens + rollout.max_new_tokens)
-        fewer = [{_CAPACITY: n * least} for n in range(capacity // least, 0, -1)]
-        fewer = [change for change in fewer if change[_CAPACITY] != capacity]
+        sizes = range(capacity // least * least, 0, -least)
+        fewer = [{_CAPACITY: size} for size in sizes if size != capacity]
     return [
         fewer,
-        [{"learner.remat": "full"}] * (learner.remat != "full"),
-        [{"learner.offload": "moments"}] * (learner.offload == "none"),
+        [{"learner.remat": "full"}] * (config.learner.remat != "full"),
+        [{"learner.offload": "moments"}] * (config.learner.offload == "none"),
         [
             {"mesh.data": mesh.data * factor, "mesh.fsdp": mesh.fsdp // factor}
             for factor in _FACTORS

@@ -95,7 +95,8 @@ TRAIN_LAUNCHES = {"bf16": 134, "FP8": 256}
 STEP_LAUNCHES = 41  # of a decode step outside its layers
 # Instructions that each of a multiprocessor's four schedulers issues for 64 keys of 128 features,
 # by the dtypes of keys and values (None: bf16), and the share of the clock at which it does.
-_E4M3, _INT8 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)
+_E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+_INT8 = jnp.dtype(jnp.int8)
 INSTRUCTIONS = {
     (None, None): 338,
     (_E4M3, _E4M3): 366,

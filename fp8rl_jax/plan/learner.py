@@ -84,20 +84,24 @@ class Workload:
 def workload(resolved: Resolved, mesh: Mesh | AbstractMesh) -> Workload:
     """Returns the work of a configuration's update on a mesh."""
     config = resolved.config
-    rollout, parts = config.rollout, config.learner.gradient_accumulation_steps
-    sequences, devices = resolved.minibatch_samples, sharding.batch_divisor(mesh)
-    rows, capacity = sequences // parts // devices, config.learner.tokens_per_batch
+    sequences = resolved.minibatch_samples
+    devices = sharding.batch_divisor(mesh)
+    capacity = config.learner.tokens_per_batch
     if capacity:
-        rows, parts = 1, most_micro_batches(sequences, resolved.sequence_tokens, capacity, devices)
+        rows = 1
+        parts = most_micro_batches(sequences, resolved.sequence_tokens, capacity, devices)
+    else:
+        parts = config.learner.gradient_accumulation_steps
+        rows = sequences // parts // devices
     balanced = config.algo.router_aux_loss_coef > 0 and config.algo.routing_replay == "none"
     return Workload(
-        rows,
-        rollout.max_prompt_tokens,
-        rollout.max_new_tokens,
-        parts,
-        config.learner.remat,
-        balanced and (parts > 1 or capacity > 0),
-        capacity,
+        rows=rows,
+        prompt=config.rollout.max_prompt_tokens,
+        response=config.rollout.max_new_tokens,
+        micro_batches=parts,
+        remat=config.learner.remat,
+        counts=balanced and (parts > 1 or capacity > 0),
+        capacity=capacity,
     )
 
 
@@ -175,13 +179,14 @@ def attention_widths(model: ModelConfig) -> tuple[int, int]:
 def _expert_bytes(model: ModelConfig, tokens: int, devices: int) -> int:
     """Returns the bytes of the routed experts' backward pass over a part of the rows (`passes_of`),
     in the worst case: all tokens choose experts of one device."""
-    width, inner = model.hidden_size, model.moe_intermediate_size
+    width = model.hidden_size
     each = math.ceil(tokens / passes_of(tokens, devices))
     gathered = devices * each
     chosen = gathered * model.num_experts_per_tok
     rows = chosen + model.num_experts // devices * _SPARE_ROWS
     sent = _MOVED * width if devices > 1 else 0
-    return rows * (_ROW * width + _GATED * inner + sent) + gathered * 8 * width
+    gated = _GATED * model.moe_intermediate_size
+    return rows * (_ROW * width + gated + sent) + gathered * 8 * width
 
 
 def _layer_bytes(model: ModelConfig, tokens: int, devices: int) -> int:
@@ -238,7 +243,8 @@ def plan_learner(
       work: work of an update; by default that of `workload`.
     """
     work = work or workload(resolved, mesh)
-    model, recipe = resolved.model, resolved.learner_recipe
+    model = resolved.model
+    recipe = resolved.learner_recipe
     masters, own = learner_weight_bytes(model, recipe, mesh)
     state = state_bytes(resolved, mesh)
     fields = _BATCH_FIELDS + resolved.recorded_numbers

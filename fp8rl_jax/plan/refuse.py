@@ -17,31 +17,43 @@ from fp8rl_jax.plan.bytes import device_memory, gib, page_bytes, state_bytes
 def check_rollout_memory(resolved: Resolved, mesh: Mesh) -> None:
     """Raises UserError if a rollout of training does not fit on the devices."""
     rollout = resolved.config.rollout
-    what = "rollout.prompts_per_step x rollout.group_size"
-    check_sampling_memory(resolved, mesh, rollout.prompts_per_step, rollout.group_size, what)
+    check_sampling_memory(
+        resolved,
+        mesh,
+        rollout.prompts_per_step,
+        rollout.group_size,
+        "rollout.prompts_per_step x rollout.group_size",
+    )
 
 
 def check_train_memory(resolved: Resolved, mesh: Mesh, rollout_mesh: Mesh | None) -> None:
     """Raises UserError if the train state, alone or during an evaluation, does not fit; or an
     evaluation on devices for rollouts alone."""
     state = state_bytes(resolved, mesh).on_device
-    experts, parts = resolved.model.num_experts, mesh.shape["fsdp"] * mesh.shape["expert"]
+    experts = resolved.model.num_experts
     larger = "raise mesh.fsdp" + (" or mesh.expert" if experts else "")
-    if experts and experts % parts:
+    if experts and experts % (mesh.shape["fsdp"] * mesh.shape["expert"]):
         larger = f"let mesh.fsdp x mesh.expert divide model.num_experts = {experts}"
     stored = resolved.config.learner.offload == "none"
     away = ", or set learner.offload='moments'" if stored else ""
-    what = "the train state (parameters and optimiser moments in float32)"
-    _check(state, what, f"take a smaller model, or {larger}{away}")
+    _check(
+        state,
+        "the train state (parameters and optimiser moments in float32)",
+        f"take a smaller model, or {larger}{away}",
+    )
     check_eval_memory(resolved, rollout_mesh or mesh, 0 if rollout_mesh else state)
 
 
 def check_eval_memory(resolved: Resolved, mesh: Mesh, beside: int = 0) -> None:
     """Raises UserError if an evaluation does not fit besides `beside` bytes on each device."""
     settings = resolved.config.eval
-    what = "eval.batch_size x (eval.samples + 1)"
     check_sampling_memory(
-        resolved, mesh, settings.batch_size, 1 + settings.samples, what, beside=beside
+        resolved,
+        mesh,
+        settings.batch_size,
+        1 + settings.samples,
+        "eval.batch_size x (eval.samples + 1)",
+        beside=beside,
     )
 
 
@@ -50,33 +62,36 @@ def check_sampling_memory(
     mesh: Mesh,
     prompts: int,
     group: int,
-    what: str,
+    product: str,
     slots: int | None = None,
     beside: int = 0,
 ) -> None:
     """Raises UserError if KV cache and logits of `prompts` x `group` responses do not fit.
 
     Args:
-      what: text for the product `prompts` x `group` in the message.
+      product: text for `prompts` x `group` in the message.
       slots: slots of continuous batching, 0 without; by default `rollout.slots`.
       beside: bytes of other arrays on each device.
     """
-    rollout, model = resolved.config.rollout, resolved.model
+    rollout = resolved.config.rollout
     slots = rollout.slots if slots is None else slots
-    page, rows = page_bytes(model, resolved.rollout_recipe), prompts * group
+    rows = prompts * group
+    page = page_bytes(resolved.model, resolved.rollout_recipe)
     if slots:
         cache = rollout.pages * page  # 0: as many as fit
         fields = f"rollout.slots = {slots:,} and rollout.pages = {rollout.pages:,}"
     else:  # prompts are stored once
         tokens = prompts * rollout.max_prompt_tokens + rows * rollout.max_new_tokens
         cache = tokens * page // PAGE
-        fields = f"{what} = {rows:,} and rollout.max_new_tokens = {rollout.max_new_tokens:,}"
-    logits = 4 * (slots or rows) * model.vocab_size
+        fields = f"{product} = {rows:,} and rollout.max_new_tokens = {rollout.max_new_tokens:,}"
+    logits = 4 * (slots or rows) * resolved.model.vocab_size
     needed = (cache + logits) // mesh.size + beside
     _check(needed, f"the KV cache and the logits of {fields}", "lower these")
 
 
-def _check(needed: int, what: str, remedy: str) -> None:
+def _check(needed: int, arrays: str, remedy: str) -> None:
     memory = device_memory()
     if memory is not None and needed > memory:
-        raise UserError(f"{what} need {gib(needed)}, and a device here has {gib(memory)}: {remedy}")
+        raise UserError(
+            f"{arrays} need {gib(needed)}, and a device here has {gib(memory)}: {remedy}"
+        )

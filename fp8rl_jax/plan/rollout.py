@@ -155,15 +155,15 @@ def plan_rollout(
       memory: bytes of a device that a run may fill; None if unknown.
       alone: whether the devices do nothing but sample.
     """
-    rollout, model = resolved.config.rollout, resolved.model
+    rollout = resolved.config.rollout
     settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
-    loop = Loop(model, resolved.rollout_recipe, settings)
+    loop = Loop(resolved.model, resolved.rollout_recipe, settings)
     drawn = resolved.step_samples * rollout.max_new_tokens * rollout.most_versions
     recorded = 4 * drawn // mesh.size * resolved.recorded_numbers
     slots = (rollout.slots or resolved.step_samples) // mesh.size
     prefill_tokens = rollout.prefill_chunk or default_chunk(loop.on_cpu)
     if alone:
-        shapes = weight_shapes(model, resolved.rollout_recipe, resolved.learner_recipe)
+        shapes = weight_shapes(loop.model, loop.recipe, resolved.learner_recipe)
         train_state = rollout.ahead * served_bytes(shapes, mesh)
     elif rollout.ahead:
         train_state = plan_learner(resolved, mesh).needed
@@ -173,7 +173,7 @@ def plan_rollout(
         weights=sampler_bytes(loop, resolved.learner_recipe, mesh),
         train_state=train_state,
         workspace=recorded + workspace_bytes(loop, slots, prefill_tokens, mesh.shape["expert"]),
-        page=page_bytes(model, loop.recipe),
+        page=page_bytes(loop.model, loop.recipe),
         memory=memory,
         tokens=resolved.sequence_tokens,
         slots=slots,

@@ -139,7 +139,8 @@ def step_flops(
     counts = parameter_counts(model)
     linear = counts.active - counts.tables
     passes = (4 if work.remat == "full" else 3) + work.counts - adapters
-    tokens, length = work.tokens * work.micro_batches, work.prompt + work.response
+    tokens = work.tokens * work.micro_batches
+    length = work.prompt + work.response
     attended = tokens * length / 2 * model.num_hidden_layers * attention_features(model)
     attended *= float(_pairs_left(model, np.asarray(length, np.float64)))
     again = work.remat == "full" and model.latent
@@ -163,7 +164,8 @@ def useful_flops(
       responses: tokens of all responses; only these pass through the output head.
       shared: (B,), the first tokens of each sequence that another one computes.
     """
-    counts, lengths = parameter_counts(model), np.asarray(lengths, np.float64)
+    lengths = np.asarray(lengths, np.float64)
+    counts = parameter_counts(model)
     linear = (counts.active - counts.tables) * (lengths - shared).sum()
 
     def pairs_of(lengths: np.ndarray) -> np.ndarray:
@@ -189,7 +191,8 @@ def _exchanged(model: ModelConfig, work: Workload, devices: int) -> list[tuple[s
     """Lists what an update exchanges between tokens and experts (models/parallel/experts.py): (mesh
     axis, what is received, bytes). A row goes to all devices of the axis; its k results come back
     from those that hold its experts."""
-    width, chosen = model.hidden_size, model.num_experts_per_tok
+    width = model.hidden_size
+    chosen = model.num_experts_per_tok
     tokens = work.tokens * work.micro_batches * (model.num_hidden_layers - model.dense_layers)
     again = work.remat == "full" or passes_of(work.tokens, devices) > 1  # passes are recomputed too
     forward = 1 + again + work.counts
@@ -244,16 +247,18 @@ def step_transfers(
             times * 2 * (gradients - trained.experts),
         ),
     ]
-    received = [(a, what, size * (mesh.shape[a] - 1) / mesh.shape[a]) for a, what, size in arrays]
-    received += _exchanged(model, work, mesh.shape["expert"])
     columns = _columns(model, work, mesh.shape["tensor"])
-    received.append(("tensor", "activations and their gradients", columns))
-    found = {}
-    for axis, what, size in received:
+    received = [
+        *((a, name, size * (mesh.shape[a] - 1) / mesh.shape[a]) for a, name, size in arrays),
+        *_exchanged(model, work, mesh.shape["expert"]),
+        ("tensor", "activations and their gradients", columns),
+    ]
+    transfers = {}
+    for axis, name, size in received:
         if (count := mesh.shape[axis]) > 1:
             between = size * (count - same_host(mesh, axis, hosts)) / (count - 1)
-            found[f"{axis}: {what}"] = size - between, between
-    return found
+            transfers[f"{axis}: {name}"] = size - between, between
+    return transfers
 
 
 def _kind(model: ModelConfig) -> str:
@@ -293,13 +298,16 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
       planned: configuration and devices.
       plan: memory plan of its train step.
     """
-    model, recipe = planned.resolved.model, planned.resolved.learner_recipe
-    mesh, gpu, work = planned.mesh, planned.gpu, plan.work
+    model = planned.resolved.model
+    recipe = planned.resolved.learner_recipe
+    mesh = planned.mesh
+    gpu = planned.gpu
+    work = plan.work
     masters, own = learner_weight_bytes(model, recipe, mesh)
-    trained, adapters = masters, bool(planned.resolved.config.lora.rank)
+    adapters = bool(planned.config.lora.rank)
+    trained = masters
     if adapters:
-        shapes = adapted_shapes(planned.resolved.config, model)
-        trained = weight_bytes(shapes.adapters, mesh)
+        trained = weight_bytes(adapted_shapes(planned.config, model).adapters, mesh)
     flops = step_flops(model, work, mesh.shape["tensor"], adapters)
     transfers = step_transfers(model, recipe, mesh, work, planned.hosts, trained)
     fp8 = recipe.quantized and not recipe.fake

@@ -20,7 +20,8 @@ from fp8rl_jax.report.verdicts import LONGEST, NAME
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_OPERATIONS, _MOST_LAYERS = 500, 10_000
+_MOST_OPERATIONS = 500
+_MOST_LAYERS = 10_000
 
 
 def drift_section(directory: pathlib.Path) -> Markup:
@@ -60,7 +61,7 @@ def _section(result: dict) -> Markup:
         plotted.append(([_of_values(result["operations"])], caption))
     return render(
         "drift.html",
-        earlier=[(_of_step(found), found["sentence"]) for found in result.get("earlier", [])],
+        earlier=[(_of_step(step), step["sentence"]) for step in result.get("earlier", [])],
         of_step=_of_step(result),
         sentence=verdict["sentence"],
         advice=verdict["advice"],
@@ -112,23 +113,24 @@ def _of_tokens(result: dict) -> list[Panel]:
         ("by_length", "from", "length of the sequence"),
         ("by_row", "row", "row of the batch"),
     )
-    found = []
+    drawn = []
     for key, x, label in panels:
         places = np.array([row[x] for row in result[key]])
         lines = [
             (statistic, places, np.array([row[statistic] for row in result[key]]))
             for statistic in ("max", "mean")
         ]
-        found.append(lines_panel(f"|Δlogp|, nats, by {label}", lines, label))
-    return [panel for panel in found if panel]
+        drawn.append(lines_panel(f"|Δlogp|, nats, by {label}", lines, label))
+    return [panel for panel in drawn if panel]
 
 
 def _of_causes(result: dict) -> list[Panel]:
-    found, layers = result["by_operation"][:12][::-1], result["by_layer"]
+    operations = result["by_operation"][:12][::-1]
+    layers = result["by_layer"]
 
     def adds(ax: Axes) -> None:
-        names = [label_text(row["op"]) for row in found]
-        ax.barh(names, [row["adds"] for row in found], color=COLOURS[0])
+        names = [label_text(row["op"]) for row in operations]
+        ax.barh(names, [row["adds"] for row in operations], color=COLOURS[0])
         ax.grid(False, axis="y")
         ax.set_xlabel("adds to mean |Δlogp|")
 
@@ -156,12 +158,12 @@ def _of_values(operations: list[dict]) -> Panel:
     for row in rows:
         if row["differ"]:
             grid[names.index(row["op"]), row["layer"]] = row["relative"] or np.nan
-    low, high = np.nanmin(grid, initial=1.0), np.nanmax(grid, initial=1e-9)
+    ends = np.nanmin(grid, initial=1.0), np.nanmax(grid, initial=1e-9)
 
     def draw(ax: Axes) -> None:
         from matplotlib.colors import LogNorm
 
-        norm = LogNorm(min(low, high), max(low, high))
+        norm = LogNorm(min(ends), max(ends))
         image = ax.imshow(grid, aspect="auto", cmap="viridis_r", norm=norm, interpolation="none")
         ax.set_yticks(range(len(names)), map(label_text, names))
         whole_ticks(ax)

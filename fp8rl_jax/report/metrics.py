@@ -43,7 +43,8 @@ def _only_with(when: str, *metrics: Metric) -> tuple[Metric, ...]:
     return tuple(metric._replace(when=when) for metric in metrics)
 
 
-DRIFT_MEAN, DRIFT_MAX = "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max"
+DRIFT_MEAN = "train_rollout_logprob_abs_diff"
+DRIFT_MAX = "train_rollout_logprob_abs_diff_max"
 
 _LENGTH = "Response length, tokens"
 _UNSCORED = "a response that was not scored"
@@ -201,7 +202,8 @@ _SLOTS = (
     ),
 )
 
-_SECONDS, _RATES = "Seconds per step, by phase", "Tokens per second"
+_SECONDS = "Seconds per step, by phase"
+_RATES = "Tokens per second"
 _CALIBRATED = "precision.kv_cache=fp8_calibrated"
 _TIME = (
     Metric("time_step", "s", "the step, from its first part to its last"),
@@ -389,8 +391,7 @@ GAP = "gap"  # key of a record that stands in the place of lost ones
 FILES = {
     file: [metric for name, section in SECTIONS.values() if name == file for metric in section]
     for file in ("metrics", "sft", "eval")
-}
-FILES["samples"] = [*_SAMPLES]
+} | {"samples": [*_SAMPLES]}
 
 
 def find(file: str, key: str) -> Metric | None:

@@ -25,7 +25,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8
 _DASHES = ("solid", "dashed", "dotted")
 MOST_LINES = 21  # most lines of a panel: the number of pairs of colour and dash
 _MOST_POINTS = 2000  # most points that are drawn of a line
-_LONGEST_LABEL, _LONGEST_NAME = 80, 40  # most characters in a legend and next to an axis
+_LONGEST_LABEL = 80  # most characters in a legend
+_LONGEST_NAME = 40  # and next to an axis
 _LARGEST = 1e30
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -118,12 +119,18 @@ def lines_panel(
     def draw(ax: Axes) -> None:
         for i, ((row, steps, values), kept) in enumerate(zip(shown, drawn, strict=True)):
             # Wider lines first, so that all show that coincide at 0; markers show single steps.
-            style: dict[str, Any] = {"lw": 1.5 * (1 if values.any() else len(shown) - i), "ms": 3}
-            style["marker"] = "o" if len(steps) <= 40 else None
-            ax.plot(steps[kept], values[kept], color=row.colour, ls=row.dash, **style)
+            ax.plot(
+                steps[kept],
+                values[kept],
+                color=row.colour,
+                ls=row.dash,
+                lw=1.5 * (1 if values.any() else len(shown) - i),
+                ms=3,
+                marker="o" if len(steps) <= 40 else None,
+            )
         ax.set_xlabel(x)
         whole_ticks(ax, 6)
-        ax.set_ylim(*limits)
+        ax.set_ylim(limits)
         if symlog:
             values = np.concatenate([line[2] for line in shown])
             positive = values[np.isfinite(values) & (values > 0)]

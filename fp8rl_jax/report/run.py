@@ -123,7 +123,8 @@ def _panels(run: RunFiles, section: str) -> list[Panel | None]:
 def _accuracy(run: RunFiles, phase: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps of a phase and its accuracies of a kind, 'greedy' or 'sampled'; RL begins
     with the last accuracy of SFT, as step 0."""
-    rows, of_sft = run.phase(phase), run.phase("sft")
+    rows = run.phase(phase)
+    of_sft = run.phase("sft")
     if phase == "rl" and of_sft and rows and rows[0].get("step", 0) > 0:
         rows = [of_sft[-1] | {"step": 0}, *rows]
     return series(rows, f"accuracy_{kind}")
@@ -150,20 +151,20 @@ def _accuracy_panels(run: RunFiles) -> list[Panel | None]:
         name: [(kind, *_accuracy(run, phase, kind)) for kind in kinds]
         for phase, name in _NAMES.items()
     }
-    values = np.concatenate([line[2] for found in lines.values() for line in found])
+    values = np.concatenate([line[2] for of_phase in lines.values() for line in of_phase])
     values = values[np.isfinite(drawable(values))]
     limits: tuple[float | None, float | None] = (None, None)
     if values.size:
         margin = 0.05 * float(np.ptp(values)) or 0.05
         limits = float(values.min()) - margin, float(values.max()) + margin
-    return [lines_panel(*each, limits=limits) for each in lines.items()]
+    return [lines_panel(name, of_phase, limits=limits) for name, of_phase in lines.items()]
 
 
 def _phases(rows: list[dict]) -> list[str]:
     """Lists the recorded phases of a step: those of the table in its order, then others."""
     known = [name[5:] for name, *_ in SECTIONS["Time"][1] if name.startswith("time_")]
-    found = {key[5:] for key in keys_with(rows, "time_")} - {"step"}
-    return ([p for p in known if p in found] + sorted(found - set(known)))[:MOST_LINES]
+    recorded = {key[5:] for key in keys_with(rows, "time_")} - {"step"}
+    return ([p for p in known if p in recorded] + sorted(recorded - set(known)))[:MOST_LINES]
 
 
 def _time_panels(rows: list[dict]) -> list[Panel | None]:
@@ -171,10 +172,11 @@ def _time_panels(rows: list[dict]) -> list[Panel | None]:
         return []
     shown = rows[1:] or rows  # the first step usually compiles
     steps = np.array([row.get("step", i) for i, row in enumerate(shown)], float)
-    found = ([row.get(f"time_{phase}") for row in shown] for phase in phases)
-    numbers = [[x if isinstance(x, int | float) else 0.0 for x in row] for row in found]
+    seconds = ([row.get(f"time_{phase}") for row in shown] for phase in phases)
+    numbers = [[x if isinstance(x, int | float) else 0.0 for x in row] for row in seconds]
     stack = np.nan_to_num(drawable(np.array(numbers, float)))
-    kept, legend = thinned(stack.sum(0)), [mark(i, phase) for i, phase in enumerate(phases)]
+    kept = thinned(stack.sum(0))
+    legend = [mark(i, phase) for i, phase in enumerate(phases)]
 
     def draw(ax: Axes) -> None:
         x = np.repeat(steps[kept], 2) + np.tile((-0.5, 0.5), len(kept))  # two edges per step
@@ -200,7 +202,7 @@ def _times(rows: list[dict]) -> list[tuple[str, str, str]]:
 
 def _key_figures(run: RunFiles, s: dict) -> list[tuple[str, str]]:
     checks = f"{s['refit_checks'] - s['refit_failures']:,} of {s['refit_checks']:,} matched"
-    first, others = number(s["time_step_first"], " s"), number(s["time_step"], " s")
+    seconds = (number(s[key], " s") for key in ("time_step_first", "time_step"))
     rates = (number(s[f"tokens_per_s_{side}"]) for side in ("rollout", "learner"))
     sampled, greedy = (
         " → ".join(run.held_out(s[kind][when]) for when in ("sft_end", "last"))
@@ -214,7 +216,7 @@ def _key_figures(run: RunFiles, s: dict) -> list[tuple[str, str]]:
         ("Held-out questions", number(s["questions"])),
         ("Devices", device(run, "layout") or MISSING),
         ("Reward, first → last tenth", f"{number(s['reward_first'])} → {number(s['reward_last'])}"),
-        ("First step; median of the others", f"{first}; {others}"),
+        ("First step; median of the others", "; ".join(seconds)),
         ("Tokens per second, rollout; learner", "; ".join(rates)),
         ("Seed", s["seed"] or MISSING),
         ("Max |Δlogp|", drift_text(s)),
@@ -240,17 +242,16 @@ def _samples(run: RunFiles) -> dict[str, Any]:
 def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
     """Returns plots with a line per run, a table of figures with a row per run, and a table of the
     configurations' differing fields with a column per run."""
-    names, rows = [run.path.resolve().name for run in runs], []
+    names = [run.path.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.path) for run in runs]
+    rows = []
     for run, name in zip(runs, names, strict=True):
         s = summarise_files(run)
         accuracy = [run.held_out(s[kind]["last"]) for kind in ("greedy", "sampled")]
         drift = (drift_text(s), near_one(s["token_mult_prob_error"]))
         times = [number(s[key]) for key in TYPICAL[1:]]
         rows.append((f"{run.label} ({name})", *times, *accuracy, *drift))
-    head = "Run;Rollout, s;Learner, s;Rollout tokens/s;Learner tokens/s;Greedy;Sampled"
-    head += ";Drift max;Token mult. prob. error"
     drawn = [*zip(names, runs, strict=True)][:MOST_LINES]
     panels = (
         lines_panel(title, [(name, *line(run)) for name, run in drawn], symlog="|Δlogp|" in title)
@@ -262,7 +263,17 @@ def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
     differences = [row for row in differences if any(value != row[1] for value in row[2:])]
     return {
         "panels": [panel for panel in panels if panel],
-        "head": head.split(";"),
+        "head": [
+            "Run",
+            "Rollout, s",
+            "Learner, s",
+            "Rollout tokens/s",
+            "Learner tokens/s",
+            "Greedy",
+            "Sampled",
+            "Drift max",
+            "Token mult. prob. error",
+        ],
         "rows": rows,
         "fields": ["Field", *names],
         "differing": len(differences),
@@ -291,7 +302,7 @@ def write_report(
     Raises:
       ValueError: a directory does not exist, or its config.json is missing or not an object.
     """
-    run, others = load_run(run_dir), [load_run(path) for path in compare]
+    run, *others = map(load_run, (run_dir, *compare))
     s = summarise_files(run)
     body = render(
         "run.html",

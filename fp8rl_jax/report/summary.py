@@ -22,8 +22,13 @@ from fp8rl_jax.base.json_file import LONGEST, parse_json, read_json
 from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN, GAP
 from fp8rl_jax.report.verdicts import step_verdicts
 
-TYPICAL: tuple[str, ...] = ("time_step", "time_rollout", "time_learner")
-TYPICAL += ("tokens_per_s_rollout", "tokens_per_s_learner")
+TYPICAL = (
+    "time_step",
+    "time_rollout",
+    "time_learner",
+    "tokens_per_s_rollout",
+    "tokens_per_s_learner",
+)
 MISSING = "not recorded"
 _MOST_STEPS = 8  # most steps that a note names
 _MOST_FLAT = 0.5  # share of groups without a gradient above which a note says so
@@ -83,10 +88,10 @@ class RunFiles:
 
 
 def load_run(run_dir: str | os.PathLike) -> RunFiles:
-    path, notes = pathlib.Path(run_dir), list[str]()
+    path = pathlib.Path(run_dir)
     if not os.path.lexists(path / "config.json"):
-        what = "has no config.json" if os.path.isdir(path) else "does not exist"
-        raise UserError(f"Run directory {str(path)!r} {what}; give one that a training run wrote.")
+        fault = "has no config.json" if os.path.isdir(path) else "does not exist"
+        raise UserError(f"Run directory {str(path)!r} {fault}; give one that a training run wrote.")
     try:
         config = {**read_json(path / "config.json")}
     except OSError as error:
@@ -95,8 +100,16 @@ def load_run(run_dir: str | os.PathLike) -> RunFiles:
         ) from None
     except (ValueError, TypeError) as error:
         raise UserError(f"{str(path / 'config.json')!r} must hold one JSON object.") from error
-    names = ("sft", "metrics", "eval", "samples")
-    run = RunFiles(path, config, notes, *(_read_rows(path / f"{n}.jsonl", notes) for n in names))
+    notes: list[str] = []
+    run = RunFiles(
+        path,
+        config,
+        notes,
+        sft=_read_rows(path / "sft.jsonl", notes),
+        metrics=_read_rows(path / "metrics.jsonl", notes),
+        eval=_read_rows(path / "eval.jsonl", notes),
+        samples=_read_rows(path / "samples.jsonl", notes),
+    )
     if run.field("sft", "steps") == "0":
         notes[:] = [note for note in notes if not note.startswith("sft.jsonl")]
     # The report shows the first of several held-out sets.
@@ -109,7 +122,9 @@ def _read_rows(path: pathlib.Path, notes: list[str]) -> list[dict]:
     if not os.path.isfile(path):
         notes.append(f"{path.name} is missing.")
         return []
-    rows, bad, count = [], [], 0
+    rows = []
+    bad = []  # numbers of lines
+    count = 0
     try:
         for count, line in enumerate(_lines(path), start=1):
             try:
@@ -169,8 +184,8 @@ def series(rows: Iterable[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
 def statistic(values: np.ndarray, reduce: Callable) -> float | None:
     values = values[np.isfinite(values)]
     with np.errstate(over="ignore"):
-        found = float(reduce(values)) if values.size else math.nan
-    return found if math.isfinite(found) else None
+        reduced = float(reduce(values)) if values.size else math.nan
+    return reduced if math.isfinite(reduced) else None
 
 
 def typical(rows: list[dict], key: str) -> float | None:
@@ -180,11 +195,12 @@ def typical(rows: list[dict], key: str) -> float | None:
 
 def _token_mean(rows: list[dict], key: str) -> float | None:
     rows = [row for row in rows if key in row]
-    values, weights = series(rows, key)[1], series(rows, "drift_tokens")[1]
+    values = series(rows, key)[1]
     if not values.size or not np.isfinite(values).all():
         return None  # a mean that skips a NaN would flatter the run
     if (values == values[0]).all():
         return float(values[0])  # a weighted mean of ones may round to 1 - 1e-16
+    weights = series(rows, "drift_tokens")[1]
     if len(weights) != len(values) or not 0 < weights.sum() < math.inf:
         return float(values.mean())
     return float(np.average(values, weights=weights))
@@ -231,23 +247,33 @@ def _accuracy(run: RunFiles, kind: str) -> dict:
     steps, values = series(run.phase("sft"), f"accuracy_{kind}")
     if np.isfinite(values).any():
         best = int(np.nanargmax(values))
-        out["sft_best"], out["sft_best_step"] = float(values[best]), int(steps[best])
-        out["sft_end"] = statistic(values[-1:], np.max)
+        out |= {
+            "sft_best": float(values[best]),
+            "sft_best_step": int(steps[best]),
+            "sft_end": statistic(values[-1:], np.max),
+        }
     steps, values = series(run.phase("rl"), f"accuracy_{kind}")
     if np.isfinite(values[-1:]).any():
-        out["last"], out["last_step"] = float(values[-1]), int(steps[-1])
+        out |= {"last": float(values[-1]), "last_step": int(steps[-1])}
     return out
 
 
 def summarise_files(run: RunFiles) -> dict:
-    rows, compared = run.metrics, run.compared
-    reward, drift_max = series(rows, "reward_mean")[1], series(compared, DRIFT_MAX)[1]
-    tenth, checks = max(1, len(reward) // 10), series(rows, "refit_checksum_ok")[1]
-    out: dict[str, Any] = {"task": run.field("env", "task"), "seed": run.field("run", "seed")}
-    out |= {f"{side}_recipe": run.field("precision", side) for side in ("rollout", "learner")}
-    out |= {"sft_steps": len(run.sft), "rl_steps": len(rows)}
-    out |= {kind: _accuracy(run, kind) for kind in ("greedy", "sampled")}
-    out |= {
+    rows = run.metrics
+    compared = run.compared
+    reward = series(rows, "reward_mean")[1]
+    tenth = max(1, len(reward) // 10)
+    drift_max = series(compared, DRIFT_MAX)[1]
+    checks = series(rows, "refit_checksum_ok")[1]
+    out: dict[str, Any] = {
+        "task": run.field("env", "task"),
+        "seed": run.field("run", "seed"),
+        "rollout_recipe": run.field("precision", "rollout"),
+        "learner_recipe": run.field("precision", "learner"),
+        "sft_steps": len(run.sft),
+        "rl_steps": len(rows),
+        "greedy": _accuracy(run, "greedy"),
+        "sampled": _accuracy(run, "sampled"),
         "questions": statistic(series(run.eval, "questions")[1][-1:], np.max),
         "reward_first": statistic(reward[:tenth], np.mean),
         "reward_last": statistic(reward[-tenth:], np.mean),
@@ -262,13 +288,17 @@ def summarise_files(run: RunFiles) -> dict:
         "refit_failures": int((checks == 0).sum()),
         "reward_errors": statistic(series(rows, "reward_errors")[1], np.sum),
         "rollout_preemptions": statistic(series(rows, "rollout_preemptions")[1], np.sum),
+        **{key: _token_mean(compared, key) for key in _TOKEN_MEANS},
+        **{key: typical(rows, key) for key in TYPICAL},
     }
     counts = ("questions", "drift_tokens", "reward_errors", "rollout_preemptions")
     out |= {key: int(out[key]) for key in counts if out[key] is not None}
-    out |= {key: _token_mean(compared, key) for key in _TOKEN_MEANS}
-    out |= {key: typical(rows, key) for key in TYPICAL}
-    more = {"notes": run.notes + _warnings(run, out), "advice": _advice(run, out)}
-    return {"sentence": _sentence(run, out)} | out | more
+    return {
+        "sentence": _sentence(run, out),
+        **out,
+        "notes": run.notes + _warnings(run, out),
+        "advice": _advice(run, out),
+    }
 
 
 def _warnings(run: RunFiles, s: dict) -> list[str]:
@@ -315,18 +345,19 @@ def _same_recipes(run: RunFiles) -> bool:
 def _drift_note(run: RunFiles, s: dict) -> str:
     """Describes the drift of a run with equal recipes: the steps that drifted, the largest drift,
     and the analysed steps with their culprits."""
-    steps, values = series(run.compared, DRIFT_MAX)
-    steps, values = steps[values != 0], values[values != 0]
-    named = "RL step" + "s" * (len(steps) > 1) + " "
-    named += ", ".join(f"{step:.0f}" for step in steps[:_MOST_STEPS])
-    named += ", ..." if len(steps) > _MOST_STEPS else ""
+    compared = np.stack(series(run.compared, DRIFT_MAX))
+    steps, values = compared[:, compared[1] != 0]
+    named = [f"{step:.0f}" for step in steps[:_MOST_STEPS]]
+    named += ["..."] * (len(steps) > _MOST_STEPS)
     worst = int(np.argmax(np.nan_to_num(values, nan=np.inf)))
-    analysed = step_verdicts(run.path)
-    found = "; ".join(f"RL step {row['step']} ({row['culprit']})" for row in analysed)
+    culprits = "; ".join(
+        f"RL step {row['step']} ({row['culprit']})" for row in step_verdicts(run.path)
+    )
     return (
         f"The recipes are equal, but there is drift at {len(steps)} of "
-        f"{steps_text(s['drift_steps'])} ({named}), the largest {values[worst]:.3g} at RL "
-        f"step {steps[worst]:.0f}. Analysed: {found or 'none of them'}."
+        f"{steps_text(s['drift_steps'])} (RL step{'s' * (len(steps) > 1)} {', '.join(named)}), the "
+        f"largest {values[worst]:.3g} at RL step {steps[worst]:.0f}. Analysed: "
+        f"{culprits or 'none of them'}."
     )
 
 
@@ -399,9 +430,12 @@ def drift_text(s: dict) -> str:
 
 
 def _sentence(run: RunFiles, s: dict) -> str:
-    kinds, parts = ("sampled", "greedy"), ["no held-out evaluation recorded"]
-    names = {"sft_end": "the last SFT evaluation"}
-    names["last"] = f"RL step {max(s[kind]['last_step'] or 0 for kind in kinds):,}"
+    kinds = ("sampled", "greedy")
+    parts = ["no held-out evaluation recorded"]
+    names = {
+        "sft_end": "the last SFT evaluation",
+        "last": f"RL step {max(s[kind]['last_step'] or 0 for kind in kinds):,}",
+    }
     ends = [k for k in names if any(s[kind][k] is not None for kind in kinds)]
     if ends:
         values = (f"{x} {' → '.join(run.held_out(s[x][k]) for k in ends)}" for x in kinds)
@@ -409,8 +443,10 @@ def _sentence(run: RunFiles, s: dict) -> str:
         name = "mean held-out reward" if run.graded else "held-out accuracy"
         parts = [f"{name} at {where}: {', '.join(values)}"]
     if (best := s["greedy"])["sft_best"] is not None:
-        parts[0] += f" (best SFT evaluation {run.held_out(best['sft_best'])},"
-        parts[0] += f" at step {best['sft_best_step']:,})"
+        parts[0] += (
+            f" (best SFT evaluation {run.held_out(best['sft_best'])}, at step "
+            f"{best['sft_best_step']:,})"
+        )
     if s["drift_steps"]:
         equal = share(s["logprob_equal_frac"])
         equal = "" if equal == MISSING else f", {equal} of log-probs bit-equal"
