@@ -49,7 +49,7 @@ def step():
     state = _state()
     device = sharding.named(_MESH, jax.tree.map(lambda _: PartitionSpec(), state))
     whole = sharding.replicated(_MESH)
-    offloaded = OffloadedStep(_gradients, _OPTIMIZER, device, whole, whole)
+    offloaded = OffloadedStep(_gradients, _OPTIMIZER, (device, whole, whole))
     return offloaded, jax.device_put(state, with_host_moments(state, device))
 
 
