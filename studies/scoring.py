@@ -297,9 +297,11 @@ def _make_score(
             hidden = rows_at(found.pop(_HIDDEN), *batch.predictions)
             rows = hidden.reshape(-1, hidden.shape[-1])
             logits = head(rows, output_head(weights, model, parallel))
-            temperature = jnp.broadcast_to(batch.temperature[:, None], shape).reshape(-1)
-            own = logprobs_of_logits(scaled_logits(logits, temperature), batch.targets.reshape(-1))
-            logp, entropy = (x.reshape(shape) for x in own)
+            temperature = batch.draws.temperature.reshape(-1)
+            logp, entropy, _ = logprobs_of_logits(
+                scaled_logits(logits, temperature), batch.targets.reshape(-1)
+            )
+            logp, entropy = (x.reshape(shape) for x in (logp, entropy))
             found[LOGITS] = logits.reshape(*shape, -1)
         return logp, entropy, found
 

@@ -105,11 +105,8 @@ def token_divergences(
     """
     other_hidden, other_head = other
 
-    def divergence(hidden: tuple[jax.Array, jax.Array], draws: Draws) -> tuple[jax.Array]:
+    def divergence(hidden: tuple[jax.Array, jax.Array], draws: Draws) -> jax.Array:
         own, others = hidden
-        return (_chunk_divergences(recipe, parallel, own, head, (others, other_head), draws),)
+        return _chunk_divergences(recipe, parallel, own, head, (others, other_head), draws)
 
-    (divergences,) = by_chunks_of_all_rows(
-        divergence, (hidden, other_hidden), draws, parallel.row_devices
-    )
-    return divergences
+    return by_chunks_of_all_rows(divergence, (hidden, other_hidden), draws, parallel.row_devices)

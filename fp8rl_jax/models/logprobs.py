@@ -2,7 +2,7 @@
 
 ``logp(t) = logits_t / temperature - log sum_v exp(logits_v / temperature)``, over all tokens v, or
 those that top-k and top-p keep (truncation.py). The sampler records it for the token it chose, the
-learner recomputes it for the same token; both by `_logprobs_of_logits`.
+learner recomputes it for the same token; both by `logprobs_of_logits`.
 
 On a GPU both use kernels (kernels/gpu/head.py) that give a row the same bits. The learner's kernel
 never stores the logits. The sampler stores the logits of its few rows, because it draws from them,
@@ -75,24 +75,18 @@ def _scaled(logits: jax.Array, inverse: jax.Array) -> jax.Array:
     return jnp.pad(scaled, ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
-def logprobs_of_logits(scaled: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probability of each target, and the entropy of each row.
+def logprobs_of_logits(
+    scaled: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the log-probability of each target, and the entropy and normaliser of each row.
 
     Args:
       scaled: (M, W) float32 from `scaled_logits`.
       targets: (M,) int32.
 
     Returns:
-      logp (M,) float32; entropy (M,) float32 in nats, without gradient.
+      logp (M,) float32; entropy (M,) float32 in nats, without gradient; logsumexp (M,) float32.
     """
-    logp, entropy, _ = _logprobs_of_logits(scaled, targets)
-    return logp, entropy
-
-
-def _logprobs_of_logits(
-    scaled: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (logp, entropy, logsumexp), each (M,); see `logprobs_of_logits`."""
     top = lax.stop_gradient(max_last(scaled)[:, None])
     weight = jnp.exp(scaled - top)
     total = sum_last(weight)
@@ -107,7 +101,7 @@ def _row_logprobs(
     recipe: Recipe, parallel: Parallel, hidden, head, targets, inverse
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (logp, entropy, logsumexp) of rows, from all their logits at once."""
-    return _logprobs_of_logits(
+    return logprobs_of_logits(
         _scaled(head_logits(hidden, head, recipe, parallel), inverse), targets
     )
 
@@ -238,17 +232,19 @@ def _token_logprobs_by_kernel(
     def run(hidden, targets, inverse, counts, value, master):
         batch, length, width = hidden.shape
         hidden = hidden.reshape(-1, width)
-        targets, inverse = targets.reshape(-1), inverse.reshape(-1)
+        targets = targets.reshape(-1)
+        inverse = inverse.reshape(-1)
         if counts is None:
-            found = _kernel_logprobs(recipe, hidden, value, master, targets, inverse, None)
+            of_rows = _kernel_logprobs(recipe, hidden, value, master, targets, inverse, None)
         else:
             order = jnp.argsort(~counts.reshape(-1), stable=True)
             back = jnp.argsort(order)
             hidden = rows_at(hidden[None], order[None], back[None])[0]
-            rest = targets[order], inverse[order], counts.sum()
-            found = _kernel_logprobs(recipe, hidden, value, master, *rest)
-            found = rows_at(jnp.stack(found, axis=1)[None], back[None], order[None])[0].T
-        return tuple(x.reshape(batch, length) for x in found)
+            of_sorted = _kernel_logprobs(
+                recipe, hidden, value, master, targets[order], inverse[order], counts.sum()
+            )
+            of_rows = rows_at(jnp.stack(of_sorted, axis=1)[None], back[None], order[None])[0].T
+        return tuple(x.reshape(batch, length) for x in of_rows)
 
     inverse = inverse_temperature(draws.temperature)
     return parallel.by_own_rows(
@@ -279,8 +275,7 @@ def token_logprobs(
         return _chunk_logprobs(recipe, parallel, hidden, head, draws)
 
     if draws.counts is not None or parallel.devices > 1:
-        values, entropy = by_chunks_of_all_rows(logp, hidden, draws, parallel.row_devices)
-        return values, entropy
+        return by_chunks_of_all_rows(logp, hidden, draws, parallel.row_devices)
     batch, length = draws.targets.shape
     count = batch * length
     chunk = min(_CHUNK, count)
@@ -297,10 +292,8 @@ def token_logprobs(
     return tuple(x.reshape(-1)[:count].reshape(batch, length) for x in (values, entropy))
 
 
-def by_chunks_of_all_rows(
-    run: Callable, hidden: Any, draws: Draws, devices: int
-) -> tuple[jax.Array, ...]:
-    """Computes ``run(hidden, draws)``, a tuple of arrays (B, T), by chunks of tokens of all B rows.
+def by_chunks_of_all_rows(run: Callable, hidden: Any, draws: Draws, devices: int) -> Any:
+    """Computes ``run(hidden, draws)``, a tree of arrays (B, T), by chunks of tokens of all B rows.
 
     A product's order on a CPU depends on how many rows each device has. These chunks have equally
     many on all of them, where chunks of tokens in order would lie on one.
@@ -325,14 +318,15 @@ def by_chunks_of_all_rows(
     if draws.counts is not None:
         draws = dataclasses.replace(draws, counts=draws.counts.any(1))
     if len(draws.targets) == 1:
-        found = tuple(x[None] for x in run(*jax.tree.map(lambda x: x[0], (hidden, draws))))
+        of_one = run(*jax.tree.map(lambda x: x[0], (hidden, draws)))
+        of_chunks = jax.tree.map(lambda x: x[None], of_one)
     else:
-        found = lax.map(lambda chunk: run(*chunk), (hidden, draws))
+        of_chunks = lax.map(lambda chunk: run(*chunk), (hidden, draws))
 
     def joined(x: jax.Array) -> jax.Array:
         return x.reshape(-1, batch, chunk).swapaxes(0, 1).reshape(batch, -1)[:, :length]
 
-    return tuple(map(joined, found))
+    return jax.tree.map(joined, of_chunks)
 
 
 def drawn_logprobs(
@@ -357,7 +351,7 @@ def drawn_logprobs(
     if keeps is not None:
         scaled = jnp.where(keeps, scaled, -jnp.inf)
     if not _by_kernel(recipe, parallel):
-        return _logprobs_of_logits(scaled, tokens)
+        return logprobs_of_logits(scaled, tokens)
     if keeps is not None:
         logits = jnp.where(keeps[:, : logits.shape[1]], logits, -jnp.inf)
 
@@ -365,7 +359,7 @@ def drawn_logprobs(
         return gpu_kernels().head.logprobs_of_logits(logits, tokens, inverse)
 
     def plain(logits, scaled, tokens, inverse):
-        return _logprobs_of_logits(scaled, tokens)
+        return logprobs_of_logits(scaled, tokens)
 
     run = functools.partial(by_platform, recipe.kernels, kernel, plain)
     inverse = inverse_temperature(temperature)

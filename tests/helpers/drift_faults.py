@@ -130,7 +130,7 @@ def constant_tables(params, tokens, config, recipe, **options):
 
 
 def _whole_vocabulary(logits, scaled, tokens, *others):
-    return *models.logprobs_of_logits(scaled, tokens), None
+    return models.logprobs_of_logits(scaled, tokens)
 
 
 def _bf16_router(x, kernel, bias, implementation):

@@ -140,7 +140,7 @@ def test_entropy_of_known_distributions():
     """log V nats for equal logits, 0 for a certain token."""
     logits = np.zeros((2, 21), np.float32)
     logits[1, 3] = 1e4
-    logp, entropy = _of_logits(logits, np.ones(2, np.float32), np.int32([5, 3]))
+    logp, entropy, _ = _of_logits(logits, np.ones(2, np.float32), np.int32([5, 3]))
     np.testing.assert_allclose(entropy, [np.log(21), 0], rtol=1e-6)
     np.testing.assert_allclose(logp, [-np.log(21), 0], rtol=1e-6)
 
@@ -158,7 +158,7 @@ def test_far_apart_logits_stay_finite():
     logits = np.zeros((1, 21), np.float32)
     logits[0, :2] = -3e4, 3e4
     one = np.ones(1, np.float32)
-    logp, entropy = _of_logits(logits, one, np.int32([0]))
+    logp, entropy, _ = _of_logits(logits, one, np.int32([0]))
     assert float(logp[0]) == -6e4 and float(entropy[0]) == 0
     loss = lambda x: logprobs_of_logits(scaled_logits(x, one), jnp.int32([0]))[0].sum()
     expected = np.zeros((1, 21))
@@ -170,7 +170,7 @@ def test_nan_logits_show():
     """A NaN in one row makes that row NaN and no other."""
     logits = np.zeros((2, 21), np.float32)
     logits[0, 7] = np.nan
-    logp, _ = _of_logits(logits, np.ones(2, np.float32), np.int32([1, 1]))
+    logp, *_ = _of_logits(logits, np.ones(2, np.float32), np.int32([1, 1]))
     assert np.isnan(logp[0]) and np.isfinite(logp[1])
 
 
@@ -182,7 +182,7 @@ def test_probabilities_add_up_to_one(logits, temperature):
     """Over the 21 tokens of a row, padding columns excluded; and entropy = -sum p log p."""
     rows = np.tile(np.float32(logits), (21, 1))
     targets = np.arange(21, dtype=np.int32)
-    logp, entropy = _of_logits(rows, np.full(21, temperature, np.float32), targets)
+    logp, entropy, _ = _of_logits(rows, np.full(21, temperature, np.float32), targets)
     logp = np.asarray(logp, np.float64)
     assert np.exp(logp).sum() == pytest.approx(1, abs=2e-5)
     assert (logp <= 1e-6).all()
