@@ -96,11 +96,14 @@ class Batch:
     kept: Array = None
 
     @property
-    def places(self) -> dict[str, Array]:
-        """Keywords of `forward` that say where the tokens are."""
-        if self.packing is None:
-            return {"lengths": self.lengths}
-        return {"starts": self.packing.starts, "shared": self.packing.shared}
+    def starts(self) -> Array:
+        """`Packing.starts`; None for one sequence a row."""
+        return None if self.packing is None else self.packing.starts
+
+    @property
+    def shared(self) -> Array:
+        """`Packing.shared`; None for one sequence a row."""
+        return None if self.packing is None else self.packing.shared
 
     @property
     def predictions(self) -> tuple[jax.Array, jax.Array]:
@@ -238,9 +241,14 @@ class Slots:
 
 
 def _fill(sizes: np.ndarray, capacity: int, most: int) -> np.ndarray:
-    """Assigns each of N sizes to one of at most `most` rows, (N,); any `most` rows of as many of
-    the largest size as they take have room for all."""
-    rows, left = np.zeros(len(sizes), np.int64), np.full(len(sizes), capacity)
+    """Returns the row of each size, (N,), among rows of `capacity` slots, at most `most`.
+
+    The largest size goes first, each to the first row that has room for it. If that takes more
+    rows, each row gets as many sizes as it could take of the largest; `most` rows must suffice for
+    N of that size.
+    """
+    rows = np.zeros(len(sizes), np.int64)
+    left = np.full(len(sizes), capacity)
     for index in np.argsort(-sizes, kind="stable"):
         rows[index] = np.argmax(left >= sizes[index])
         left[rows[index]] -= sizes[index]
@@ -254,20 +262,23 @@ def _fill_by_prompt(
 ) -> np.ndarray | None:
     """Assigns sequences to rows as `_fill`, those of a prompt to as few as they need; None if
     `most` rows do not suffice. `own`: (N,) slots of each besides `whole`, those of its prompt."""
-    rows, left = np.zeros(len(own), np.int64), np.full(most, capacity)
+    rows = np.zeros(len(own), np.int64)
+    left = np.full(most, capacity)
     groups = [np.flatnonzero(prompts == prompt) for prompt in np.unique(prompts)]
     for group in sorted(groups, key=lambda g: -(whole[g[0]] + own[g].sum())):
         waiting = group[np.argsort(-own[group], kind="stable")]
         while len(waiting):
             fits = left >= whole[group[0]] + own[waiting].sum()
             row = np.argmax(fits) if fits.any() else np.argmax(left)
-            room, taken = left[row] - whole[group[0]], np.zeros(len(waiting), bool)
+            room = left[row] - whole[group[0]]
+            taken = np.zeros(len(waiting), bool)
             for index, size in enumerate(own[waiting]):
                 taken[index] = size <= room
                 room -= size * taken[index]
             if not taken.any():
                 return None
-            rows[waiting[taken]], left[row] = row, room
+            rows[waiting[taken]] = row
+            left[row] = room
             waiting = waiting[~taken]
     return rows
 

@@ -151,14 +151,16 @@ class ForwardPass:
     parallel: Parallel = ONE_DEVICE
     remat: str = "none"
 
-    def hidden(self, params, batch: Batch, rope, observe: Observe = NOTHING) -> ForwardOutput:
+    def run(self, params, batch: Batch, rope, observe: Observe = NOTHING) -> ForwardOutput:
         """Runs `forward` on a batch's sequences up to the output head."""
         return forward(
             params,
             batch.tokens,
             self.model,
             self.recipe,
-            **batch.places,
+            lengths=batch.lengths,
+            starts=batch.starts,
+            shared=batch.shared,
             parallel=self.parallel,
             rope=rope,
             remat=self.remat,
@@ -172,15 +174,16 @@ def response_logprobs(
 ) -> tuple[jax.Array, jax.Array, dict]:
     """Returns (logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
 
-    Arguments are those of `forward`. `batch.routing` replaces the routers' results. If the batch
-    has a frozen model's hidden states, aux has 'frozen_kl' (B, R), the divergence from that model.
+    `params`, `rope` and `observe` are those of `forward`. `batch.routing` replaces the routers'
+    results. If the batch has a frozen model's hidden states, aux has 'frozen_kl' (B, R), the
+    divergence from that model.
     """
     recipe = forward_pass.recipe
     parallel = forward_pass.parallel
     everywhere = jnp.ones(forward_pass.model.num_hidden_layers, bool)
     routing = {name: Swap(everywhere, jnp.moveaxis(x, 0, 1)) for name, x in batch.routing.items()}
     replayed = dataclasses.replace(observe, swaps={**observe.swaps, **routing})
-    out = forward_pass.hidden(params, batch, rope, replayed)
+    out = forward_pass.run(params, batch, rope, replayed)
     hidden = rows_at(out.hidden, *batch.predictions)
     head = output_head(params, forward_pass.model, parallel)
     draws = batch.draws
@@ -199,18 +202,6 @@ def keep_if(wanted: jax.Array, after, before):
     return jax.tree.map(lambda new, old: jnp.where(wanted, new, old), after, before)
 
 
-def _of_rows(
-    run: Callable[[Batch], jax.Array], batch: Batch, parallel: Parallel, micro_batches: int = 1
-) -> jax.Array:
-    """Returns ``run(batch)``, an array (B, ...), computed by micro-batches if there are several."""
-    if batch.packing is None and micro_batches == 1:
-        return run(batch)
-    _, rows = over_parts(
-        lambda part: ((), run(part)), lambda *_: (), batch, parallel, micro_batches
-    )
-    return join_parts(rows, 0)
-
-
 def make_score(forward_pass: ForwardPass) -> Callable:
     """Returns the jitted ``score(params, scaling_state, batch, rope) -> logp (B, R)``.
 
@@ -221,9 +212,9 @@ def make_score(forward_pass: ForwardPass) -> Callable:
         weights = quantize_params(params, forward_pass.recipe, scaling_state)
 
         def run(part: Batch):
-            return response_logprobs(forward_pass, weights, part, rope)[0]
+            return (), response_logprobs(forward_pass, weights, part, rope)[0]
 
-        return _of_rows(run, batch, forward_pass.parallel)
+        return over_parts(run, batch, forward_pass.parallel)[1]
 
     return exact_jit(score)
 
@@ -235,10 +226,10 @@ def make_hidden(forward_pass: ForwardPass, micro_batches: int = 1) -> Callable:
 
     def hidden(weights, batch: Batch, rope):
         def run(part: Batch):
-            out = forward_pass.hidden(weights, part, rope)
-            return rows_at(out.hidden, *part.predictions)
+            out = forward_pass.run(weights, part, rope)
+            return (), rows_at(out.hidden, *part.predictions)
 
-        return _of_rows(run, batch, forward_pass.parallel, micro_batches)
+        return over_parts(run, batch, forward_pass.parallel, micro_batches)[1]
 
     return exact_jit(hidden)
 
@@ -255,7 +246,7 @@ def count_experts(forward_pass: ForwardPass, weights, batch: Batch, rope) -> jax
     if (chosen := batch.routing.get(ROUTING[0])) is not None:  # (B, L, T, k)
         of_layer = functools.partial(expert_tokens, forward_pass.model, valid=batch.valid)
         return jax.vmap(of_layer, in_axes=1)(chosen[:, forward_pass.model.dense_layers :])
-    return forward_pass.hidden(weights, batch, rope).aux["expert_tokens"]
+    return forward_pass.run(weights, batch, rope).aux["expert_tokens"]
 
 
 def _site_health(probes: dict, kv_health: dict) -> dict[str, dict[str, dict[str, jax.Array]]]:
@@ -264,9 +255,9 @@ def _site_health(probes: dict, kv_health: dict) -> dict[str, dict[str, dict[str,
     health: dict = {"kv": {"layers.self_attn": kv_health}} if kv_health else {}
     for operand in ("activation", "gradient"):
         for site, probe in probes.items():
-            found = getattr(probe, operand)
-            if found is not None and found.counts is not None:
-                counts = {count: found.counts[..., i] for i, count in enumerate(COUNTS)}
+            observed = getattr(probe, operand)
+            if observed is not None and observed.counts is not None:
+                counts = {count: observed.counts[..., i] for i, count in enumerate(COUNTS)}
                 health.setdefault(OPERAND_CLASSES[operand], {})[site] = counts
     return health
 
@@ -427,31 +418,25 @@ class GradientProgram:
 
     def _of_batch(self, shared: _Shared, batch: Batch) -> tuple[_Sums, _Rows]:
         """Returns the results of all micro-batches together."""
-        if self.micro_batches == 1 and batch.packing is None:
-            return self._of_part(shared, batch)
         assert batch.packing is None or not self.taps
-        over_rows = functools.partial(
-            over_parts,
-            batch=dataclasses.replace(batch, frozen_head=None),
-            parallel=self.forward_pass.parallel,
-            micro_batches=self.micro_batches,
-        )
+        parallel = self.forward_pass.parallel
+        rows = dataclasses.replace(batch, frozen_head=None)
         # The balance loss of each micro-batch is weighted by an expert's share of the update's
         # tokens, which must be known before the first micro-batch.
-        if self.loss.router_aux_coef > 0:
+        if self.loss.router_aux_coef > 0 and (self.micro_batches > 1 or batch.packing is not None):
 
             def count(part: Batch):
                 loads = count_experts(self.forward_pass, shared.weights, part, shared.rope)
                 return loads, ()
 
-            shared = shared._replace(loads=over_rows(count, jnp.add)[0])
+            loads, _ = over_parts(count, rows, parallel, self.micro_batches, jnp.add)
+            shared = shared._replace(loads=loads)
 
         def run(part: Batch) -> tuple[_Sums, _Rows]:
             part = dataclasses.replace(part, frozen_head=batch.frozen_head)
             return self._of_part(shared, part)
 
-        sums, rows = over_rows(run, _Sums.plus)
-        return sums, rows.joined()
+        return over_parts(run, rows, parallel, self.micro_batches, _Sums.plus, _Rows.joined)
 
     def _of_part(self, shared: _Shared, part: Batch) -> tuple[_Sums, _Rows]:
         """Returns the results of a micro-batch."""
@@ -508,7 +493,7 @@ class GradientProgram:
             each = each + loss.frozen_kl_coef * tokens["frozen_kl"]
         each = jnp.where(counts, each * part.weights, 0.0)
         value = sum_all(each, self.forward_pass.parallel.replicate)
-        sums = {name: aux[name] for name in ("expert_tokens",) if name in aux}
+        sums = {"expert_tokens": aux["expert_tokens"]} if "expert_tokens" in aux else {}
         if loss.router_aux_coef:
             loads = aux["expert_tokens"] if shared.loads is None else shared.loads
             sums["router_aux_loss"] = load_balance_loss(
@@ -544,26 +529,26 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch, rope, base=None):
         whole = state if base is None else with_base(state, base)
-        found, logp, metrics = gradients(whole, batch, rope)
+        computed, logp, metrics = gradients(whole, batch, rope)
 
-        def update(state: TrainState, found: Gradients) -> TrainState:
+        def update(state: TrainState, computed: Gradients) -> TrainState:
             values = trained(state.params)
             updates, opt_state = optimizer.update(
-                found.params, state.opt_state, values, norm=metrics["grad_norm"]
+                computed.params, state.opt_state, values, norm=metrics["grad_norm"]
             )
             return dataclasses.replace(
                 state,
                 params=with_trained(state.params, optax.apply_updates(values, updates)),
                 opt_state=opt_state,
-                scaling_state=found.scaling_state,
+                scaling_state=computed.scaling_state,
             )
 
         # XLA:CPU chooses between numbers in more passes, with copies of the old moments; XLA:GPU
         # copies what a branch returns.
         if resolve(gradients.forward_pass.recipe.kernels) == "reference":
-            new = lax.cond(found.changes, update, lambda state, found: state, state, found)
+            new = lax.cond(computed.changes, update, lambda state, computed: state, state, computed)
         else:
-            new = keep_if(found.changes, update(state, found), state)
+            new = keep_if(computed.changes, update(state, computed), state)
         return new, logp, metrics
 
     return exact_jit(train_step, donate_argnums=0 if donate else (), **(shardings or {}))

@@ -109,7 +109,9 @@ def make_calibrate(
                 part.tokens,
                 model,
                 recipe,
-                **part.places,
+                lengths=part.lengths,
+                starts=part.starts,
+                shared=part.shared,
                 parallel=parallel,
                 rope=rope,
                 output="hidden",
@@ -117,11 +119,8 @@ def make_calibrate(
             )
             return {name: find_amax(x, 1) for name, x in out.aux["kv_amax"].items()}, ()
 
-        if batch.packing is None:
-            amax = run(batch)[0]
-        else:
-            largest = functools.partial(jax.tree.map, jnp.maximum)
-            amax = over_parts(run, largest, batch, parallel)[0]
+        largest = functools.partial(jax.tree.map, jnp.maximum)
+        amax, _ = over_parts(run, batch, parallel, add=largest)
         return calibrated_scales(amax, margin, step)
 
     return exact_jit(calibrate)
