@@ -67,8 +67,8 @@ class TrainState:
     Attributes:
       params: float32 master parameters, or `Adapted`.
       opt_state: optax state of the current phase (SFT or RL).
-      scaling_state: states of stateful scaling policies, by site, and calibrated scales of keys and
-        values (quant/kv.py); {} if every scale is dynamic.
+      scaling_state: states of stateful scaling policies, by site, and scales of keys and values
+        (quant/kv.py); {} if every scale is dynamic.
       step: () int32, number of finished SFT updates or RL steps.
       rng: key data (uint32) of the rollout key; each step folds its number into it.
       data_state: () int32, number of batches taken from the phase's stream.

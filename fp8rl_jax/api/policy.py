@@ -253,8 +253,8 @@ def sample(
       The samples, with the log-probability of each token.
 
     Raises:
-      UserError: there is no prompt, a prompt has no token or no text, or a calibrated KV cache has
-        no scales of these weights.
+      UserError: there is no prompt, a prompt has no token or no text, or the KV cache needs scales
+        that were not measured with these weights.
     """
     runtime = policy.programs.runtime
     asked = _asked(prompts, "sample")
@@ -266,8 +266,8 @@ def sample(
     state = policy.state
     if not is_fresh(state.scaling_state, policy.step):
         raise UserError(
-            "sample: this policy has no calibrated scales of its KV cache: load it with "
-            "kv_cache='fp8', or from a run that has them"
+            "sample: the scales of this policy's KV cache were not measured with its weights: load "
+            "it with kv_cache='fp8', or from a run that has them"
         )
     if seed is None:
         key = sample_step.rollout_key(state.rng, policy.step)

@@ -116,12 +116,10 @@ _DIFFER = (
 PAIRS = (
     Pair(
         "latent attention",
-        "K and V calibrated or in two formats",
+        "K and V with a scale per layer, or in two formats",
         lambda r: (
             r.model.latent
-            and _sides(
-                r, lambda x: x.kv == "calibrated" or x.stored_dtype("k") != x.stored_dtype("v")
-            )
+            and _sides(r, lambda x: x.calibrates or x.stored_dtype("k") != x.stored_dtype("v"))
         ),
         "{on[0]}, and the model has multi-head latent attention (kv_lora_rank above 0), which "
         "stores one latent for both, with a scale per token",

@@ -132,7 +132,7 @@ def reference_recipe(precision: ml_collections.ConfigDict, learner: Recipe) -> R
 def without_calibration(recipe: Recipe) -> Recipe:
     """Returns the recipe with dynamic KV scales instead of calibrated ones: without a rollout,
     nothing calibrates them."""
-    return dataclasses.replace(recipe, kv="dynamic") if recipe.kv == "calibrated" else recipe
+    return dataclasses.replace(recipe, kv="dynamic") if recipe.calibrates else recipe
 
 
 def _check_patterns(patterns: tuple[str, ...]) -> None:

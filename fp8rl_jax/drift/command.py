@@ -58,7 +58,7 @@ def analyse_drift(
     questions = affordable(runtime, asked)
     if len(questions) < len(asked):
         note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
-    programs = Programs.calibrated(runtime, state, questions)
+    programs = Programs.on(runtime, state, questions)
     return {"source": source} | analyse(programs, note)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from fp8rl_jax.drift.operations import OPERATIONS
 from fp8rl_jax.quant import Recipe, same_forward
-from fp8rl_jax.quant.table import kv_text
+from fp8rl_jax.quant.table import kv_cache_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,8 @@ def _recipes(evidence: Evidence) -> dict | None:
     if same_forward(*without_kv):
         return _verdict(
             "kv",
-            f"The rollout's K and V are {_kv(one)}, the learner's are {_kv(other)}.",
+            f"The rollout's K and V are {kv_cache_text(one)}, the learner's are "
+            f"{kv_cache_text(other)}.",
             "set precision.kv_cache and precision.attention so that both sides read the same keys "
             "and values",
         )
@@ -149,8 +150,8 @@ def _recipes(evidence: Evidence) -> dict | None:
         for operand in ("weight", "activation")
         if getattr(one, operand) != getattr(other, operand)
     ]
-    if _kv(one) != _kv(other):
-        parts.append(f"KV cache: rollout {_kv(one)}, learner {_kv(other)}")
+    if kv_cache_text(one) != kv_cache_text(other):
+        parts.append(f"KV cache: rollout {kv_cache_text(one)}, learner {kv_cache_text(other)}")
     if one.fake != other.fake:
         parts.append("products: in FP8 on one side, of dequantised bf16 on the other")
     if one.compute_dtype != other.compute_dtype:
@@ -174,13 +175,6 @@ def _operand(recipe: Recipe, name: str) -> str:
         return "not quantised"
     block = "x".join("all" if n == -1 else str(n) for n in operand.block)
     return f"{operand.dtype} {block} {operand.policy.name}"
-
-
-def _kv(recipe: Recipe) -> str:
-    if not recipe.kv_quantized:
-        return "not quantised"
-    scales = " with calibrated scales" if recipe.kv == "calibrated" else ""
-    return kv_text(recipe) + scales + (", with q in FP8" if recipe.fp8_attention else "")
 
 
 def _weights(evidence: Evidence) -> dict | None:

@@ -68,8 +68,8 @@ class Programs:
     first_ids: np.ndarray | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
-    def calibrated(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
-        """Returns Programs at a state, after calibrating its KV scales on the questions."""
+    def on(cls, runtime: Runtime, state: TrainState, questions: list[Question]) -> Programs:
+        """Returns Programs at a state, whose KV scales are measured on the questions."""
         engine = runtime.engine
         state = engine.calibrate(state, of_sequences(*runtime.prompts(questions)))
         weights = engine.refit(state).weights

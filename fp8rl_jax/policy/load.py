@@ -200,7 +200,7 @@ def load_trained(
     weights are the mean of the `count` newest.
 
     `runtime` may have other recipes and another mesh than the run. With another recipe, scaling
-    states begin anew and calibrated KV scales are left out.
+    states begin anew, and scales of keys and values are left out.
 
     Raises:
       UserError: as for `open_trained`, or the checkpoint is damaged.

@@ -4,14 +4,14 @@ The sampler's cache and the learner's attention both go through `quantize_kv`, s
 exactly the keys that the rollout read. Under 'dynamic' a scale belongs to one (token, head): no
 calibration, nothing that can be stale, and no dependence on the rest of the batch. Under
 'calibrated' there is one scale per layer and tensor, measured after each update on that step's own
-sequences (rollout/calibrate.py) and frozen until the next. These scales are an entry of the scaling
+sequences (rollout/refit.py) and frozen until the next. These scales are an entry of the scaling
 state, from where `quantize_params` takes them into the weights: each layer's into its attention.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -68,25 +68,11 @@ def with_scales_of(scaling: Mapping[str, Any], other: Mapping[str, Any]) -> dict
     return dict(scaling) if scales is None else with_scales(scaling, scales)
 
 
-def with_missing_scales(
-    scaling: Mapping[str, Any], recipes: Iterable[Recipe], layers: int
-) -> dict[str, Any]:
-    """Returns a scaling state with `missing_scales` if one of the recipes is calibrated."""
-    calibrated = "calibrated" in (recipe.kv for recipe in recipes)
-    return with_scales(scaling, missing_scales(layers) if calibrated else None)
-
-
-def age_of_scales(scaling: Mapping[str, Any], step: int) -> dict[str, int]:
-    """Returns {'kv': RL steps, up to `step`, since the scales of keys and values were measured}; {}
-    for a scaling state without such scales."""
-    scales = scales_in(scaling)
-    return {} if scales is None else {"kv": step - int(scales.step)}
-
-
 def is_fresh(scaling: Mapping[str, Any], step: int) -> bool:
     """Returns whether a scaling state has no `KVScales`, or those of the weights after RL step
     `step`. Sampling with older scales could clip keys and values without any error."""
-    return not any(age_of_scales(scaling, step).values())
+    scales = scales_in(scaling)
+    return scales is None or int(scales.step) == step
 
 
 def layer_scales(attention: Mapping[str, Any], recipe: Recipe) -> dict[str, jax.Array] | None:
@@ -96,7 +82,7 @@ def layer_scales(attention: Mapping[str, Any], recipe: Recipe) -> dict[str, jax.
     Raises:
       ValueError: the recipe is calibrated, and the weights have no scales.
     """
-    if recipe.kv != "calibrated":
+    if not recipe.calibrates:
         return None
     if not {*LAYER_SCALES.values()} <= {*attention}:
         raise ValueError(
@@ -148,7 +134,7 @@ def quantize_kv(
     dtype = recipe.stored_dtype(name)
     if dtype is None:
         return compute_value(x, recipe), None
-    if recipe.kv == "calibrated" and scale is None:
+    if recipe.calibrates and scale is None:
         raise ValueError(
             f"recipe {recipe.name!r} stores K and V with calibrated scales: pass this layer's"
         )
@@ -167,7 +153,7 @@ def quantize_kv(
 
     def kernel(x, scale):
         rows = x.reshape(1, 1, -1, x.shape[-1])
-        given = scale if recipe.kv == "calibrated" else None
+        given = scale if recipe.calibrates else None
         q, s = gpu_kernels().attention_inputs.quantize(rows, given, kind["power_of_two"], dtype)
         return q.reshape(x.shape), s.reshape(x.shape[:-1]) if given is None else given
 
@@ -180,7 +166,7 @@ def kept_by_kernel(recipe: Recipe) -> dict | None:
     policies = kernel_policies()
     if recipe.kv == "dynamic" and recipe.kv_policy not in policies:
         return None
-    by = "given" if recipe.kv == "calibrated" else "row"
+    by = "given" if recipe.calibrates else "row"
     kept = {name: "none" if recipe.stored_dtype(name) is None else by for name in "qkv"}
     powers = recipe.kv == "dynamic" and policies[recipe.kv_policy]
     return kept | {"power_of_two": powers}

@@ -173,7 +173,7 @@ class Recipe:
                 "FP8 attention needs K and V in E4M3; set k_dtype and v_dtype to it, and kv to "
                 "'dynamic' or 'calibrated' (precision.kv_cache='fp8' or 'fp8_calibrated')"
             )
-        if self.kv == "calibrated" and dtypes != {E4M3}:
+        if self.calibrates and dtypes != {E4M3}:
             yield "calibrated scales are for K and V in E4M3; set kv='dynamic', or both dtypes"
         if INT8 in dtypes and not scaling.never_saturates(self.kv_policy):
             yield (
@@ -243,6 +243,11 @@ class Recipe:
     def kv_e4m3(self) -> bool:
         """Whether both K and V are stored in E4M3."""
         return self.kv_quantized and {self.k_dtype, self.v_dtype} == {E4M3}
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether scales of K and V are measured before they are used."""
+        return self.kv == "calibrated"
 
     def stored_dtype(self, name: str) -> jnp.dtype | None:
         """Returns the dtype in which attention reads 'q', 'k', 'v' or the 'latent' of keys and

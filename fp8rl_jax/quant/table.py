@@ -117,11 +117,19 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
     return rows
 
 
-def kv_text(recipe: Recipe) -> str:
+def _formats(recipe: Recipe) -> str:
     """Returns the formats of stored K and V, such as 'E4M3' or 'K INT8, V bf16'."""
     compute = "float32" if recipe.compute_dtype == jnp.float32 else "bf16"
     k, v = (_FORMATS.get(recipe.stored_dtype(name), compute) for name in "kv")  # type: ignore[arg-type]
     return k if k == v else f"K {k}, V {v}"
+
+
+def kv_cache_text(recipe: Recipe) -> str:
+    """Returns how K and V are stored, and q if it is quantised too, as part of a sentence."""
+    if not recipe.kv_quantized:
+        return "not quantised"
+    scales = " with calibrated scales" if recipe.calibrates else ""
+    return _formats(recipe) + scales + (", with q in FP8" if recipe.fp8_attention else "")
 
 
 def _facts(recipe: Recipe) -> dict[str, str]:
@@ -153,7 +161,7 @@ def _facts(recipe: Recipe) -> dict[str, str]:
         f"amaxes of {', '.join(stateful)}: frozen within an optimiser step, updated after it, kept "
         "in checkpoints"
     )
-    formats = kv_text(recipe)
+    formats = _formats(recipe)
     kv = {
         "none": f"{compute}, not quantised",
         "dynamic": f"{formats}, one scale per (token, kv head), {recipe.kv_policy.name}",

@@ -16,7 +16,7 @@ import numpy as np
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.models.stacks import layer_groups, layer_stacks
 from fp8rl_jax.quant import Recipe
-from fp8rl_jax.quant.kv import age_of_scales, of_sites
+from fp8rl_jax.quant.kv import of_sites, scales_in
 from fp8rl_jax.quant.operands import COUNTS, OPERAND_CLASSES
 
 Counts = dict[str, dict[str, np.ndarray]]  # {site: {count: (L,), of experts (L, E)}}
@@ -79,7 +79,9 @@ def age_metrics(scaling_state: Mapping[str, Any], step: int) -> dict[str, int]:
             state = getattr(site, operand)
             if state is not None:
                 ages[name] = max(ages.get(name, 0), int(np.max(state.age)))
-    ages |= age_of_scales(scaling_state, step)
+    scales = scales_in(scaling_state)
+    if scales is not None:
+        ages["kv"] = step - int(scales.step)
     return {f"scale_age/{name}": age for name, age in ages.items()}
 
 

@@ -7,6 +7,7 @@ Each program is compiled once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -189,16 +190,19 @@ class JaxEngine:
         recipe = self.resolved.rollout_recipe
         return make_calibrate(self.resolved.model, recipe, self.layout.parallel, margin=margin)
 
-    def calibrate(self, state: TrainState, batch: Batch) -> TrainState:
-        """Returns `state` with KV scales calibrated on a batch's sequences; unchanged if no recipe
-        asks for them."""
-        if not self.layout.calibrated:
+    def calibrate(
+        self, state: TrainState, batch: Batch, timed=contextlib.nullcontext
+    ) -> TrainState:
+        """Returns `state` with KV scales measured on a batch's sequences, in the context
+        ``timed('calibrate')``; unchanged if no recipe asks for them."""
+        if not self.layout.calibrates:
             return state
-        placed, _ = self.on_devices(dataclasses.replace(batch, routing={}))
-        scales = self.compiled_calibrate(
-            state.params, state.scaling_state, placed, state.step, self.rope
-        )
-        scales = processes.place(scales, self.layout.replicated)
+        with timed("calibrate"):
+            placed, _ = self.on_devices(dataclasses.replace(batch, routing={}))
+            scales = self.compiled_calibrate(
+                state.params, state.scaling_state, placed, state.step, self.rope
+            )
+            scales = jax.block_until_ready(processes.place(scales, self.layout.replicated))
         return dataclasses.replace(state, scaling_state=with_scales(state.scaling_state, scales))
 
     # Rollout.

@@ -23,7 +23,7 @@ from fp8rl_jax.models import (
     quantize_params,
     weight_specs,
 )
-from fp8rl_jax.quant.kv import with_missing_scales
+from fp8rl_jax.quant.kv import missing_scales, with_scales
 from fp8rl_jax.training.offload import with_host_moments
 
 
@@ -60,16 +60,15 @@ class Layout:
         return processes.place(batch, self.rows)
 
     @property
-    def calibrated(self) -> bool:
-        """Whether the KV cache has calibrated scales."""
-        sides = self.resolved.rollout_recipe, self.resolved.learner_recipe
-        return "calibrated" in (recipe.kv for recipe in sides)
+    def calibrates(self) -> bool:
+        """Whether scales of the KV cache are measured before they are used."""
+        return self.resolved.rollout_recipe.calibrates or self.resolved.learner_recipe.calibrates
 
     def _with_missing_scales(self, scaling: dict) -> dict:
         """Returns a scaling state with the KV scales before the first calibration, if a recipe
         needs any."""
-        sides = self.resolved.rollout_recipe, self.resolved.learner_recipe
-        return with_missing_scales(scaling, sides, self.resolved.model.num_hidden_layers)
+        layers = self.resolved.model.num_hidden_layers
+        return with_scales(scaling, missing_scales(layers) if self.calibrates else None)
 
     @property
     def offloads(self) -> bool:
@@ -109,7 +108,7 @@ class Layout:
 
     def new_state(self, params, optimizer, rng: np.ndarray, scaling_state: dict | None = None):
         """Returns `learner.new_state` of the run's learner, on the devices of its arguments; its KV
-        scales are missing until they are calibrated."""
+        scales are missing until they are measured."""
         recipe = self.resolved.learner_recipe
         if scaling_state is None:
             scaling_state = init_scaling(params, recipe)

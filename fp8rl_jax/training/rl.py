@@ -16,7 +16,7 @@ import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
-from fp8rl_jax.batch import of_sequences
+from fp8rl_jax.batch import Batch, of_sequences
 from fp8rl_jax.data import Stream
 from fp8rl_jax.learner import TrainState, policy_of
 from fp8rl_jax.models.lora import base_of, with_base
@@ -49,21 +49,25 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
     run.phase = "rl"
     optimizer = rt.engine.rl_optimizer
     state = rt.engine.new_state(params, optimizer, scaling_state)
-    if rt.layout.calibrated:  # on the prompts of the first step
-        rollout = rt.config.rollout
-        prompts, lengths = rt.prompts(_stream(rt, state).next())
-        # Padded to the shape of a rollout's sequences, so that one program calibrates on both.
-        tokens = np.repeat(prompts, rollout.group_size, axis=0)
-        tokens = np.pad(tokens, ((0, 0), (0, rollout.max_new_tokens)))
-        lengths = np.repeat(lengths, rollout.group_size)
-        seen = of_sequences(tokens, lengths, rollout.max_new_tokens)
-        state = rt.engine.calibrate(state, seen)
+    if rt.layout.calibrates:
+        state = rt.engine.calibrate(state, _first_prompts(rt, state))
     if rt.resolved.algorithm.needs_reference:
         reference = Checkpoints(run.directory / "reference", keep=1)
         reference.save(0, policy_of(state), {})
         reference.close()
     run.save(state)
     return state
+
+
+def _first_prompts(rt: Runtime, state: TrainState) -> Batch:
+    """Returns the prompts of the step after `state`, padded to the shape of a rollout's sequences,
+    so that one program calibrates on both."""
+    rollout = rt.config.rollout
+    prompts, lengths = rt.prompts(_stream(rt, state).next())
+    tokens = np.repeat(prompts, rollout.group_size, axis=0)
+    tokens = np.pad(tokens, ((0, 0), (0, rollout.max_new_tokens)))
+    lengths = np.repeat(lengths, rollout.group_size)
+    return of_sequences(tokens, lengths, rollout.max_new_tokens)
 
 
 def _stream(rt: Runtime, state: TrainState) -> Stream:

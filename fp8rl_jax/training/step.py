@@ -158,9 +158,7 @@ def rl_step(
         hold_settings()
         state = engine.advance(state, step + 1, drawn.position)
         rollouts.learnt()
-        if runtime.layout.calibrated:
-            with times.of("calibrate"):
-                state = jax.block_until_ready(engine.calibrate(state, batch))
+        state = engine.calibrate(state, batch, times.of)
         with times.of("refit"):
             after = jax.block_until_ready(engine.refit(state))
     times["time_compile"] = compile_seconds() - compiled
@@ -236,7 +234,7 @@ def metrics_of(runtime: Runtime, result: StepResult) -> Metrics:
     if result.before.sample:
         changed = changed_bytes(result.before.sample, result.served.sample)
         record["refit_changed_bytes"] = float(changed)
-    if runtime.layout.calibrated:
+    if "time_calibrate" in record:
         record["calibrate_frac"] = record["time_calibrate"] / record["time_step"]
     return record | memory_metrics()
 

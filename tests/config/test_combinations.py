@@ -68,7 +68,7 @@ _SET = {
 _TENSORWISE = ["precision.rollout=fp8_tensorwise", "precision.learner=fp8_tensorwise"]
 # What makes tiny.py a configuration with both features of a pair.
 _BOTH = {
-    ("latent attention", "K and V calibrated or in two formats"): [
+    ("latent attention", "K and V with a scale per layer, or in two formats"): [
         *_LATENT,
         "precision.kv_cache=k=int8,v=fp8",
     ],
