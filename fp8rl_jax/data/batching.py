@@ -118,6 +118,5 @@ def join(
     """Writes each response right after its prompt: (B, Tp), (B,), (B, R) -> (B, Tp + R) int32."""
     rows, slots = responses.shape
     tokens = np.concatenate([prompts, np.full((rows, slots), pad_id, np.int32)], axis=1)
-    index = lengths[:, None] + np.arange(slots)
-    np.put_along_axis(tokens, index, responses, axis=1)
+    np.put_along_axis(tokens, lengths[:, None] + np.arange(slots), responses, axis=1)
     return tokens

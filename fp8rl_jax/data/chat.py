@@ -44,8 +44,9 @@ class _Generation(jinja2.ext.Extension):
 
     def parse(self, parser):
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        return jinja2.nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
 
 
 class _Refusal(Exception):
@@ -99,7 +100,9 @@ class ChatTemplate:
         where: str,
         for_tools: ChatTemplate | None = None,
     ):
-        self._tokens, self.where, self._for_tools = dict(special_tokens), where, for_tools
+        self.where = where
+        self._tokens = dict(special_tokens)
+        self._for_tools = for_tools
         self.source: str = source + (for_tools.source if for_tools else "")
         self.unwritten = [name for name in _NEEDED if name not in source]
         # Whether the text that it writes may depend on the time.
@@ -147,10 +150,9 @@ class ChatTemplate:
                         begin_answer,
                         lambda x: x if isinstance(x, str) else _tojson(x),
                     )
-            refused = isinstance(error, _Refusal)
-            said = error if refused else f"{type(error).__name__}: {error}"
+            reason = error if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}"
             raise UserError(
-                f"{self.where}: the chat template refuses the conversation ({said}); change the "
+                f"{self.where}: the chat template refuses the conversation ({reason}); change the "
                 "system prompt or the template's variables"
             ) from None
 
@@ -161,9 +163,11 @@ class ChatTemplate:
         begin_answer: bool,
         arguments: Callable[[Any], Any],
     ) -> str:
-        given = [_with_arguments(m, arguments) for m in messages]
-        names = {"tools": None, "documents": None, **self._tokens, **variables}
-        return self._template.render(names, messages=given, add_generation_prompt=begin_answer)
+        return self._template.render(
+            {"tools": None, "documents": None, **self._tokens, **variables},
+            messages=[_with_arguments(message, arguments) for message in messages],
+            add_generation_prompt=begin_answer,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +226,8 @@ class ChatFormat:
         if isinstance(question, str):
             messages = [{"role": "user", "content": question}]
         elif isinstance(question, Mapping):
-            messages, variables["tools"] = question["messages"], question["tools"]
+            messages = question["messages"]
+            variables["tools"] = question["tools"]
         else:
             messages = question
         if self.system and messages[0]["role"] not in ("system", "developer"):

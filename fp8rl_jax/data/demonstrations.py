@@ -9,9 +9,9 @@ slightly from a rollout's; TRL does the same, and warns, as a run does (`merges`
 A demonstration ends with a token at which rollouts stop: in a chat the one that the template writes
 after the assistant's content, else the tokenizer's end of sequence.
 
-A demonstration of several replies is a list of messages; between two replies the environment says
-one or, as the answers of several tools, more. Each reply is encoded as if it answered the prompt,
-what is said between them as in a rollout.
+A demonstration of several replies is a list of messages. Between two replies stands one message of
+the environment, or several where these are the answers of several tools. Each reply is encoded as
+if it answered the prompt; the messages between two replies are encoded as in a rollout.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Answer = str | Sequence[Mapping[str, Any]]  # one reply, or the messages after t
 def with_turn_end(tokenizer: Tokenizer, chat: ChatFormat) -> Tokenizer:
     """Returns the tokenizer with the token that ends an assistant's turn among its `eos_ids`."""
     try:
-        found = tokenizer.first_added(chat.answered("?", "!")[1])
+        end = tokenizer.first_added(chat.answered("?", "!")[1])
     except UserError:  # the template refuses this conversation
         return tokenizer
-    return tokenizer if found is None else tokenizer.ending_also(found[0])
+    return tokenizer if end is None else tokenizer.ending_also(end[0])
 
 
 def encode_demonstration(
@@ -51,9 +51,9 @@ def encode_demonstration(
     prompt = encode_prompt(question, tokenizer, chat)
     if chat is not None:
         answer, ending = chat.answered(question, answer)
-        found = tokenizer.first_added(ending)
-        if found is not None:  # a rollout stops here
-            before, token, _ = ending.partition(found[1])
+        end = tokenizer.first_added(ending)
+        if end is not None:  # a rollout stops here
+            before, token, _ = ending.partition(end[1])
             ending = before + token
         answer += ending
     whole = encode_prompt(question, tokenizer, chat, answer)
@@ -84,18 +84,22 @@ def encode_conversation(
             f"a demonstration has {len(all_messages)} messages: set env.step or env.tools, which "
             f"say what stands between the replies ({str(answer)[:60]})"
         )
-    response, drawn = list[int](), list[bool]()
-    for own, messages in itertools.groupby(all_messages, lambda m: m["role"] == "assistant"):
+    response: list[int] = []
+    drawn: list[bool] = []
+    for is_reply, messages in itertools.groupby(all_messages, lambda m: m["role"] == "assistant"):
         group = list(messages)
         contents = [message["content"] for message in group]
-        if own:
+        if is_reply:
             prompt, said = encode_demonstration(question, contents[0], tokenizer, chat)
         else:
             assert turns is not None
-            called = [(m.get("name") or "", m.get("tool_call_id") or "") for m in group]
-            said, _ = turns.encode(contents, response[-1], called)
+            said, _ = turns.encode(
+                contents,
+                response[-1],
+                called=[(m.get("name") or "", m.get("tool_call_id") or "") for m in group],
+            )
         response += said
-        drawn += [own] * len(said)
+        drawn += [is_reply] * len(said)
     return prompt, response, drawn
 
 
@@ -158,8 +162,12 @@ def pad_demonstrations(
     Raises:
       UserError: a prompt, or an answer with its end, needs more slots.
     """
-    parts = [encode_conversation(*example, tokenizer, chat, turns) for example in examples]
-    prompts, responses = [part[0] for part in parts], [part[1] for part in parts]
+    parts = [
+        encode_conversation(question, answer, tokenizer, chat, turns)
+        for question, answer in examples
+    ]
+    prompts = [prompt for prompt, _, _ in parts]
+    responses = [response for _, response, _ in parts]
     check_prompts(prompts, [question for question, _ in examples], prompt_slots)
     longest = max(responses, key=len, default=[])
     if len(longest) > response_slots:
@@ -169,8 +177,9 @@ def pad_demonstrations(
             f"{response_slots}: raise it to {len(longest)} ({str(answer)[:60]!r})"
         )
     tokens, lengths = pad_rows(prompts, prompt_slots, tokenizer.pad_id)
-    mask, _ = pad_rows([[*map(int, part[2])] for part in parts], response_slots, 0)
-    return Padded(tokens, lengths, *pad_rows(responses, response_slots, tokenizer.pad_id), mask > 0)
+    targets, ends = pad_rows(responses, response_slots, tokenizer.pad_id)
+    mask, _ = pad_rows([[*map(int, drawn)] for _, _, drawn in parts], response_slots, 0)
+    return Padded(tokens, lengths, targets, ends, mask > 0)
 
 
 def merges(

@@ -34,7 +34,9 @@ class Detokenizer:
         is_end: whether a token ends the text; that token and later ones are not decoded.
         is_byte: whether a token is a byte of byte fallback.
         """
-        self._decode, self._is_end, self._is_byte = decode, is_end, is_byte
+        self._decode = decode
+        self._is_end = is_end
+        self._is_byte = is_byte
         self._all: list[int] = []
         self._context: list[int] = []
         self._waiting: list[int] = []
@@ -57,7 +59,8 @@ class Detokenizer:
         text = self._decode(self._context + self._waiting)
         if text.endswith(_REPLACEMENT) or not text.startswith(before) or text == before:
             return ""
-        self._context, self._waiting = self._waiting, []
+        self._context = self._waiting
+        self._waiting = []
         new = text[len(before) :]
         self._given += new
         return new
@@ -66,5 +69,6 @@ class Detokenizer:
         """Returns the rest of the text, after the last token."""
         whole = self._decode(self._all)
         rest = whole[len(self._given) :]
-        self._given, self._ended = whole, True
+        self._given = whole
+        self._ended = True
         return rest

@@ -132,9 +132,10 @@ class PretrainedTokenizer(ReaderTokenizer):
         known = (self.bos_id, ids.get("bos_token"), ids.get("pad_token"))
         self._textless = frozenset(i for i in known if i is not None)
         where = f"data.tokenizer: {path}"
-        sources, for_tools = _template_sources(path, settings), None
+        sources = _template_sources(path, settings)
         for template in sources.values():
             check_template(template, names, where)
+        for_tools = None
         if (source := sources.get("tool_use")) is not None:
             for_tools = ChatTemplate(source, names, f"{where} (tool_use)")
         if (source := sources.get("default")) is not None:
@@ -142,25 +143,26 @@ class PretrainedTokenizer(ReaderTokenizer):
 
     def _id(self, kind: str, token: str) -> int:
         """Returns the id of a token that the files name as `kind`."""
-        found = self._reader.token_to_id(token)
-        if found is None:
+        number = self._reader.token_to_id(token)
+        if number is None:
             raise UserError(
                 f"data.tokenizer: {self._where} names {token!r} as {kind}, and its tokenizer.json "
                 "has no such token: fix tokenizer_config.json"
             )
-        return found
+        return number
 
-    def _ends(self, own: int | None) -> tuple[int, ...]:
+    def _ends(self, eos: int | None) -> tuple[int, ...]:
+        """Returns the ids that end a response: `eos`, that of the tokenizer's files, and others."""
         config = read_object(self._where / "config.json")
         parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
         sizes = [n for part in parts if type(n := part.get("vocab_size")) is int]
         # A model may have more rows than the tokenizer has tokens.
-        most = min(max(self.vocab_size, *sizes, 0), 2**31)
-        ids = [] if own is None else [own]
+        most = min(max([self.vocab_size, *sizes]), 2**31)
+        ids = [] if eos is None else [eos]
         for file in ("generation_config.json", "config.json"):
             path = self._where / file
-            if found := _end_ids(path, read_object(path).get("eos_token_id"), most):
-                ids += found
+            if further := _end_ids(path, read_object(path).get("eos_token_id"), most):
+                ids += further
                 break
         if not ids:
             raise UserError(
@@ -231,11 +233,11 @@ def _add_tokens(
         for number, content, flags in sorted(listed, key=lambda entry: entry[0]):
             if content not in known:
                 reader.add_tokens([AddedToken(content, **flags)])
-            found = reader.token_to_id(content)
-            if found != number:
+            known_id = reader.token_to_id(content)
+            if known_id != number:
                 raise UserError(
                     f"data.tokenizer: {path} lists token {content!r} with the id {number}, and its "
-                    f"tokenizer.json makes it {found}: make the two agree (transformers' "
+                    f"tokenizer.json makes it {known_id}: make the two agree (transformers' "
                     "save_pretrained writes one file for all)"
                 )
 
@@ -244,12 +246,13 @@ def _listed_tokens(
     path: pathlib.Path, settings: dict[str, Any], special: set[str]
 ) -> Iterator[tuple[int, str, dict[str, bool]]]:
     """Yields (id, text, flags of AddedToken) of the tokens that only other files list."""
-    decoder, file = settings.get("added_tokens_decoder"), path / "tokenizer_config.json"
+    decoder = settings.get("added_tokens_decoder")
     if decoder is None:
         file = path / "added_tokens.json"
         for content, number in read_object(file).items():
             yield _id_in(file, number), content, {"special": content in special}
         return
+    file = path / "tokenizer_config.json"
     if not isinstance(decoder, dict):
         raise UserError(f"{file}: added_tokens_decoder is no object: put the file back")
     for number, token in decoder.items():
@@ -282,10 +285,11 @@ def _content(token: Any) -> str | None:
 
 def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str, str]:
     """Returns the chat templates of `_TEMPLATES` by name, from their files or else `settings`."""
-    file, folder = path / "chat_template.jinja", path / "additional_chat_templates"
+    file = path / "chat_template.jinja"
+    folder = path / "additional_chat_templates"
     files = {"default": file} if os.path.lexists(file) else {}
     if os.path.isdir(folder):
-        files |= {found.stem: found for found in folder.glob("*.jinja")}
+        files |= {template.stem: template for template in folder.glob("*.jinja")}
     if files:
         texts = {}
         for name in (name for name in _TEMPLATES if name in files):
@@ -300,5 +304,5 @@ def _template_sources(path: pathlib.Path, settings: dict[str, Any]) -> dict[str,
             for t in template
             if isinstance(t, dict) and isinstance(t.get("name"), str)
         }
-    found = {name: named.get(name) for name in _TEMPLATES}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
+    known = {name: named.get(name) for name in _TEMPLATES}
+    return {name: text for name, text in known.items() if isinstance(text, str)}

@@ -85,7 +85,9 @@ class Tokenizer(abc.ABC):
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255, then padding, begin and end of sequence. Needs no files."""
 
-    pad_id, bos_id, eos_id = 256, 257, 258
+    pad_id = 256
+    bos_id = 257
+    eos_id = 258
     eos_ids = (258,)
     vocab_size = 259
 
@@ -183,10 +185,10 @@ class FileTokenizer(ReaderTokenizer):
         self._textless = frozenset((self.bos_id, self.pad_id))
 
     def _id(self, token: str, path: str) -> int:
-        found = self._reader.token_to_id(token)
-        if found is None:
+        number = self._reader.token_to_id(token)
+        if number is None:
             raise UserError(f"data.tokenizer: {path} has no token {token!r}; name one that it has")
-        return found
+        return number
 
     def is_end(self, token: int) -> bool:
         return token in (self.eos_id, self.pad_id)

@@ -114,25 +114,27 @@ class Turns:
             return self.tokenizer
         if self._behind_call:
             return self.tokenizer.ending_also(self._tokens([""], ())[0])
-        found = self.tokenizer.first_added(self._between([""]))
+        end = self.tokenizer.first_added(self._between([""]))
         ends = self.tokenizer.eos_ids
-        if found is None or any(found[0] in group and {*ends} & {*group} for group in self._alike):
+        if end is None or any(end[0] in group and {*ends} & {*group} for group in self._alike):
             return self.tokenizer
-        return self.tokenizer.ending_also(found[0])
+        return self.tokenizer.ending_also(end[0])
 
     def _beginning(self, text: str, room: int) -> str:
         """Returns the longest beginning of a text that takes `room` tokens."""
         if len(self._encoded(text)) <= room:
             return text
         text = text[: room * _LONGEST_TOKEN]
-        sizes = range(1, len(text) + 1)
-        return text[: bisect.bisect(sizes, room, key=lambda n: len(self._encoded(text[:n])))]
+        size = bisect.bisect(
+            range(1, len(text) + 1), room, key=lambda n: len(self._encoded(text[:n]))
+        )
+        return text[:size]
 
     @functools.cached_property
     def _alike(self) -> list[list[int]]:
         """The ids of _ALIKE that the tokenizer has."""
-        found = [[self.tokenizer.first_added(text) for text in group] for group in _ALIKE]
-        return [[token[0] for token in group if token] for group in found]
+        groups = [[self.tokenizer.first_added(text) for text in group] for group in _ALIKE]
+        return [[token[0] for token in group if token] for group in groups]
 
     @functools.cached_property
     def _ends(self) -> set[int]:
@@ -143,9 +145,8 @@ class Turns:
         """Returns the tokens between two replies, their end token included."""
         if self.chat is None:
             return self.tokenizer.encode(self._between(texts))
-        tokens = []
-        for piece in self._pieces(self._between([self._hidden(text) for text in texts], called)):
-            tokens += piece
+        whole = self._between([self._hidden(text) for text in texts], called)
+        tokens = [token for piece in self._pieces(whole) for token in piece]
         if self._behind_call:
             ends = [i for i, token in enumerate(tokens) if token in self._ends]
             if not ends:
@@ -271,7 +272,8 @@ class Turns:
 
     def _problem(self, behind_call: bool) -> UserError | None:
         """Returns what is wrong with the way that the template continues a conversation."""
-        turns, between = [], []
+        turns: list[tuple[str, Sequence[str], Called]] = []
+        between: list[str] = []
         for number in range(3):
             reply = f"{_REPLY} {number}"
             observation = f"{_OBSERVATION} {number}"
@@ -295,26 +297,28 @@ class Turns:
         return None
 
     def _refusal(self, problem: str) -> UserError:
-        remedy = "take another template"
-        if self.role != "user":
-            remedy = f"set env.observation_role to 'user', or {remedy}"
+        other_role = "set env.observation_role to 'user', or " if self.role != "user" else ""
         return UserError(
             f"data.chat: with observations in the role {self.role!r} the chat template {problem}: "
-            f"{remedy}"
+            f"{other_role}take another template"
         )
 
 
 def _with_call(name: str, arguments: Mapping[str, Any], identifier: str) -> Mapping[str, Any]:
     """Returns a message that calls a tool."""
-    function = {"name": name, "arguments": arguments}
-    calls = [{"id": identifier, "type": "function", "function": function}]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+    call = {
+        "id": identifier,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def transcript(said: Sequence[Mapping[str, str]]) -> str:
     """Returns the messages after a prompt as text for a reader."""
-    lines = []
-    for message in said:
-        mark = "" if message["role"] == "assistant" else f"[{message['role']}] "
-        lines.append(mark + message["content"])
-    return "\n".join(lines)
+    return "\n".join(
+        message["content"]
+        if message["role"] == "assistant"
+        else f"[{message['role']}] {message['content']}"
+        for message in said
+    )

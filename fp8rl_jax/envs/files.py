@@ -56,8 +56,8 @@ class Found:
     Attributes:
       splits: {split: files}.
       named: the held-out split that the user's path is named after; '' for none.
-      unread: names of data files in the directory that are not read, and of others of a single file
-        that is called 'k-of-n'.
+      unread: names of data files in the directory that are not read; for a single file that is
+        called 'k-of-n', names of the other n - 1 files.
     """
 
     splits: dict[str, list[pathlib.Path]]
@@ -78,7 +78,7 @@ def find(name: str) -> Found:
     """
     path = pathlib.Path(expanded(name, "the path", "dataset"))
     if os.path.isdir(path):
-        found = _find_in_directory(path)
+        files = _find_in_directory(path)
     elif not os.path.exists(path):
         hint = did_you_mean(str(path)[-300:], _beside(path), f"name {_FORMS}", cutoff=0.8)
         raise UserError(f"{name} does not exist; {hint}")
@@ -90,11 +90,11 @@ def find(name: str) -> Found:
         # A folder of several words may be a project, such as my_test_of_x.
         alone = _ANY_NAME.fullmatch(stem) and _ONE_WORD.fullmatch(folder)
         words = folder if alone or _NO_NAME.fullmatch(stem) else stem
-        found = Found({TRAIN: [path]}, _held_out_name(words), _missing_parts([path]))
-    for file in itertools.chain(*found.splits.values()):
+        files = Found({TRAIN: [path]}, _held_out_name(words), _missing_parts([path]))
+    for file in itertools.chain(*files.splits.values()):
         with refused_by_system(f"{file} cannot be read"):
             check_regular(file)
-    return found
+    return files
 
 
 def _beside(path: pathlib.Path) -> list[str]:
@@ -123,26 +123,31 @@ def _unreadable(path: pathlib.Path, error: BaseException) -> UserError:
 def _find_in_directory(root: pathlib.Path) -> Found:
     files = _walk(root)
     data = [path for path in files if path.name.lower().endswith(_HUB)]
-    saved, state = root / "dataset_dict.json", root / "state.json"
-    own_name = os.path.basename(os.path.abspath(root))
-    if os.path.lexists(saved) or os.path.lexists(state):
+    saved = root / "dataset_dict.json"
+    root_name = os.path.basename(os.path.abspath(root))
+    if os.path.lexists(saved) or os.path.lexists(root / "state.json"):
         if data:
-            others = names_of(_in(path, root) for path in data)
             raise UserError(
-                f"{root} holds what save_to_disk writes, and {others}: name the one that is meant, "
-                "or move the other elsewhere"
+                f"{root} holds what save_to_disk writes, and "
+                f"{names_of(_in(path, root) for path in data)}: name the one that is meant, or "
+                "move the other elsewhere"
             )
+        named = ""
         if os.path.lexists(saved):
-            splits, named = {s: _arrow_files(root / s)[0] for s in _saved_splits(saved)}, ""
+            splits = {split: _arrow_files(root / split)[0] for split in _saved_splits(saved)}
         else:
             paths, split = _arrow_files(root)
-            mine = splits_named(own_name) or not _held_out_name(split)
-            splits = {TRAIN if mine else split: paths}
-            named = _held_out_name(own_name) if mine else ""
+            if splits_named(root_name) or not _held_out_name(split):
+                split = TRAIN
+                named = _held_out_name(root_name)
+            splits = {split: paths}
         return Found(splits, named, _unread(root, files, itertools.chain(*splits.values())))
     for kind in () if data else (text_rows.CSV, text_rows.JSON):
-        found = [path for path in files if path.name.lower().endswith(kind)]
-        data = data or [path for path in found if not _ABOUT.fullmatch(path.name)]
+        data = data or [
+            path
+            for path in files
+            if path.name.lower().endswith(kind) and not _ABOUT.fullmatch(path.name)
+        ]
     unread = _unread(root, files, data)
     if data:
         splits, said = _by_split(root, data)
@@ -151,7 +156,7 @@ def _find_in_directory(root: pathlib.Path) -> Found:
                 f"{root} lacks {names_of(missing)}, by the count in the names of other files: "
                 "download it again, or name one file itself"
             )
-        return Found(splits, "" if said else _held_out_name(own_name), unread)
+        return Found(splits, "" if said else _held_out_name(root_name), unread)
     raise UserError(
         f"the directory {root} holds no data (parquet, JSONL, CSV or JSON files, or what "
         f"save_to_disk writes){', but ' + names_of(unread) if unread else ''}; name {_FORMS}"
@@ -166,11 +171,11 @@ def _missing_parts(paths: Iterable[pathlib.Path]) -> tuple[str, ...]:
             key = path.parent, part[1], part[3], suffix(path.name)
             numbers.setdefault(key, {})[int(part[2])] = part[2]
     missing: list[str] = []
-    for (_, begin, count, end), found in sorted(numbers.items()):
-        first = int(0 not in found and int(count) in found)
+    for (_, begin, count, end), there in sorted(numbers.items()):
+        first = int(0 not in there and int(count) in there)
         wanted = range(first, first + min(int(count), _MOST_ENTRIES))
-        width = len(min(found.values()))
-        missing += [f"{begin}{k:0{width}}-of-{count}{end}" for k in wanted if k not in found]
+        width = len(min(there.values()))
+        missing += [f"{begin}{k:0{width}}-of-{count}{end}" for k in wanted if k not in there]
     return tuple(missing)
 
 
@@ -190,7 +195,7 @@ def _unread(
 
 def _walk(root: pathlib.Path) -> list[pathlib.Path]:
     """Lists all entries below a directory except directories and hidden entries, sorted."""
-    found: list[pathlib.Path] = []
+    paths: list[pathlib.Path] = []
     seen: set[tuple[int, int]] = set()
     entries = 0
     try:
@@ -207,10 +212,10 @@ def _walk(root: pathlib.Path) -> list[pathlib.Path]:
                 continue
             seen.add((status.st_dev, status.st_ino))
             folders[:] = [name for name in folders if not name.startswith(".")]
-            found += [pathlib.Path(folder, name) for name in files if not name.startswith(".")]
+            paths += [pathlib.Path(folder, name) for name in files if not name.startswith(".")]
     except OSError as error:
         raise _unreadable(pathlib.Path(error.filename or root), error) from None
-    return sorted(found)
+    return sorted(paths)
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -64,6 +64,7 @@ def load_questions(
     Raises:
       UserError: a source cannot be read, or has too few questions.
     """
+    counts = {split: counts.get(split, 0) for split in SPLITS}
     return _Loader(env, counts, seed, fits or (lambda split, question: True), tools).load()
 
 
@@ -71,8 +72,11 @@ class _Loader:
     """The state of `load_questions`: what it has counted and noted so far."""
 
     def __init__(self, env: Any, counts: Mapping[str, int], seed: int, fits: Fits, tools: Sequence):
-        self._env, self._seed, self._fits, self._tools = env, seed, fits, tools
-        self._counts = {split: counts.get(split, 0) for split in SPLITS}
+        self._env = env
+        self._counts = counts
+        self._seed = seed
+        self._fits = fits
+        self._tools = tools
         self._left_out: collections.Counter[tuple[str, str]] = collections.Counter()
         self._forms: dict[str, list[RowForm]] = {}  # by source
         self._not_shown: dict[str, dict[str, None]] = {}  # columns, by source
@@ -80,21 +84,22 @@ class _Loader:
         self._held_out_of: list[str] = []  # where each evaluation set comes from
 
     def load(self) -> Data:
-        env, own = self._env, dict(self._counts)
-        separate = eval_tasks(env) if own["eval"] else []
+        env = self._env
+        counts = dict(self._counts)  # of `env.task`
+        separate = eval_tasks(env) if counts["eval"] else []
         if separate:
-            own["eval"] = 0
-        found: dict[str, list[Question]] = {split: [] for split in SPLITS}
+            counts["eval"] = 0
+        by_split: dict[str, list[Question]] = {split: [] for split in SPLITS}
         source: DataSet | None = None
-        if not any(own.values()):
-            pass
-        elif is_generated(env.task):
-            found = make_questions(env.task, plain(env.task_options.to_dict()), own, self._seed)
-        else:
+        if is_generated(env.task):
+            if any(counts.values()):
+                options = plain(env.task_options.to_dict())
+                by_split = make_questions(env.task, options, counts, self._seed)
+        elif any(counts.values()):
             with about("env.task"):
                 source = read_rows(env.task, env)
-                found["eval"] = [] if separate else self._own_held_out(source)
-        sets = [found["eval"]]
+                by_split["eval"] = [] if separate else self._own_held_out(source)
+        sets = [by_split["eval"]]
         if separate:
             with about("env.eval_task"):
                 sets = [self._separate(task) for task in separate]
@@ -104,12 +109,12 @@ class _Loader:
                 for task, part in zip(separate, sets, strict=True)
             ]
         held_out = {_key(question.text) for part in sets for question in part}
-        trains = own["sft"] or own["train"]
+        trains = counts["sft"] or counts["train"]
         if source is not None and (trains or not held_out):
             with about("env.task"):
                 questions = self._training(source, held_out, bool(separate))
         else:
-            questions = {s: self._kept(s, found[s], held_out) for s in ("sft", "train")}
+            questions = {s: self._kept(s, by_split[s], held_out) for s in ("sft", "train")}
         evaluated = [self._kept("eval", part) for part in sets]
         if source is not None and not held_out:  # a share of the data set
             evaluated = [questions["eval"]]
@@ -118,8 +123,11 @@ class _Loader:
         questions["eval"] = list(itertools.chain(*evaluated))
         if not self._forms:
             return Data(questions)
-        note = self._note([env.task, *separate], questions, evaluated)
-        return Data(questions, visible(note), digest_of(questions))
+        return Data(
+            questions,
+            visible(self._note([env.task, *separate], questions, evaluated)),
+            digest_of(questions),
+        )
 
     def _own_held_out(self, source: DataSet) -> list[Question]:
         """Returns the questions of the held-out split of `env.task`; [] without one."""
@@ -134,27 +142,27 @@ class _Loader:
     ) -> dict[str, list[Question]]:
         """Returns {split: questions} of `env.task`; 'eval' has the questions held out of training,
         if there is no other evaluation set."""
-        task, env = self._env.task, self._env
-        main, own, unused = roles(task, source.rows)
+        task = self._env.task
+        main, held_out_split, unused = roles(task, source.rows)
         if not main:
-            raise _no_training_split(task, source, own)
-        fraction = 0.0 if own or separate else env.eval_fraction
+            raise _no_training_split(task, source, held_out_split)
+        fraction = 0.0 if held_out_split or separate else self._env.eval_fraction
         if fraction:
             self._held_out_of = [f"{fraction:g} of all, by the hash of the question"]
         if source.named and (self._counts["sft"] or self._counts["train"]):
             self._said.append(f"trained on although its name says {source.named!r}")
-        if own and separate:
-            unused = (own, *unused)
+        if held_out_split and separate:
+            unused = (held_out_split, *unused)
         if unused:
             self._said.append(f"splits not used: {names_of(unused)}")
-        found: dict[str, list[Question]] = {split: [] for split in SPLITS}
+        by_split: dict[str, list[Question]] = {split: [] for split in SPLITS}
         for question in self._distinct(task, source, main, "training"):
             split = split_of(_key(question.text), fraction)
             split = "train" if split == "sft" and not self._counts["sft"] else split
-            found[split] += self._kept(split, [question], held_out)
-            if source.a_function and len(found["train"]) == env.max_questions > 0:
+            by_split[split] += self._kept(split, [question], held_out)
+            if source.a_function and len(by_split["train"]) == self._env.max_questions > 0:
                 break
-        return found
+        return by_split
 
     def _separate(self, task: str) -> list[Question]:
         """Returns the questions of an evaluation source: of its held-out split, else all."""
@@ -176,7 +184,8 @@ class _Loader:
 
     def _distinct(self, task: str, source: DataSet, split: str, use: str) -> Iterator[Question]:
         """Yields the questions of a split that have text and answer, each prompt once, in order."""
-        rows, most = source.rows[split], self._env.max_questions
+        rows = source.rows[split]
+        most = self._env.max_questions
         ahead = min(_AHEAD, most) if source.a_function and most else _AHEAD
         head = list(itertools.islice(rows, ahead))
         whole = f"the split {split!r} of {task}" if len(source.rows) > 1 else task

@@ -46,8 +46,10 @@ class Question:
     def prompt(self) -> str | Sequence[Mapping[str, Any]] | Mapping[str, Any]:
         """The policy's prompt: a text, or for a chat template messages or {'messages', 'tools'}."""
         if self.tools:
-            messages = self.messages or [{"role": "user", "content": self.text}]
-            return {"messages": messages, "tools": self.tools}
+            return {
+                "messages": self.messages or [{"role": "user", "content": self.text}],
+                "tools": self.tools,
+            }
         return self.messages or self.text
 
     @property
@@ -109,8 +111,7 @@ def with_template(question: Question, template: str) -> Question:
     if template == "{question}":
         return question
     if not question.messages:
-        filled = template.replace("{question}", question.text)
-        return dataclasses.replace(question, text=filled)
+        return dataclasses.replace(question, text=template.replace("{question}", question.text))
     messages = [dict(message) for message in question.messages]
     asked = [m for m in messages if m["role"] == "user"] or messages[-1:]
     asked[-1]["content"] = template.replace("{question}", asked[-1].get("content") or "")

@@ -24,7 +24,8 @@ from fp8rl_jax.envs.rewards.written_number import whole_number
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]  # (place of a row for error messages, row)
 
-_INSTRUCTION, _INPUT = "instruction", "input"
+_INSTRUCTION = "instruction"
+_INPUT = "input"
 QUESTION_KEYS = ("question", "prompt", "problem", _INSTRUCTION, _INPUT)
 _VERL_ANSWER = "reward_model.ground_truth"
 ANSWER_KEYS = (
@@ -114,9 +115,9 @@ class RowForm:
         return bool(self.input_key) and has_value(_find(row, self.input_key))
 
     def not_shown(self, row: Mapping[str, Any], known: Collection[str]) -> list[str]:
-        """Names the columns with a value that are in neither prompt nor answer, and the parts of a
-        conversation as answer besides its last text; leaves out `known` names."""
-        found = [
+        """Names what a row holds beside prompt and answer: columns with a value, and of an answer
+        that is a conversation all but the text of its last message; leaves out `known` names."""
+        names = [
             str(key)
             for key, value in row.items()
             if key not in known
@@ -130,8 +131,8 @@ class RowForm:
             last = [k for k, v in answer[-1].items() if k not in _PLAIN and has_value(v)]
             rest = [f"{self.answer_key}.{name}" for name in last]
             rest += [f"{self.answer_key} before its last message"] if len(answer) > 1 else []
-            found += [name for name in rest if name not in known]
-        return found
+            names += [name for name in rest if name not in known]
+        return names
 
     def question(self, place: str, row: Mapping[str, Any]) -> Question:
         """Turns a row into a question, whose text or answer may be empty.
@@ -208,13 +209,13 @@ class RowForm:
             if self.mark and (not tail or (self.mark == "line" and _begins_line(whole))):
                 return tail
             return whole
-        found = None if not whole else [*self.pattern.finditer(whole)]
-        if found == []:
+        matches = [*self.pattern.finditer(whole)] if whole else []
+        if whole and not matches:
             raise UserError(
                 f"{place}: env.answer_pattern = {self.pattern.pattern!r} is not in the answer "
                 f"{whole[-60:]!r}: change the pattern, or leave it out"
             )
-        return found[-1].group(1 if self.pattern.groups else 0) or "" if found else ""
+        return matches[-1].group(1 if self.pattern.groups else 0) or "" if matches else ""
 
 
 def _behind_mark(whole: str) -> str | None:
@@ -245,16 +246,14 @@ def recognise(place: str, rows: Sequence[Mapping[str, Any]], env: Any) -> RowFor
     question = env.question_key or _first(rows, QUESTION_KEYS, place, "question")
     with_input = question == _INSTRUCTION and not env.question_key
     answer = env.answer_key or _first(rows, ANSWER_KEYS, place, "answer")
-    pattern = re.compile(env.answer_pattern) if env.answer_pattern else None
     answers = [] if answer == NO_ANSWER else [_find(row, answer) for row in rows]
-    mark = _mark([text for value in answers if (text := _answer_or_none(value))])
     return RowForm(
-        question,
-        answer,
-        _INPUT if with_input else "",
-        any(isinstance(_find(row, question), list | tuple) for row in rows),
-        pattern,
-        mark,
+        question_key=question,
+        answer_key=answer,
+        input_key=_INPUT if with_input else "",
+        conversation=any(isinstance(_find(row, question), list | tuple) for row in rows),
+        pattern=re.compile(env.answer_pattern) if env.answer_pattern else None,
+        mark=_mark([text for value in answers if (text := _answer_or_none(value))]),
     )
 
 
@@ -281,17 +280,18 @@ def _mark(answers: list[str]) -> str:
     return "number" if any(tail is not None and whole_number(tail) for tail in tails) else ""
 
 
-def _first(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], place: str, what: str) -> str:
+def _first(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], place: str, part: str) -> str:
+    """Returns the first of the usual columns `keys` of a question or an answer, the `part`."""
     for key in keys:
         if any(has_value(_find(row, key)) for row in rows):
             return key
     for key in keys:
         if any(key in row for row in rows):
             return key
-    none = ", or write '-' for rows without one" if what == "answer" else ""
+    none = ", or write '-' for rows without one" if part == "answer" else ""
     raise UserError(
-        f"{place}: no column is known as the {what} ({', '.join(keys)}); the row has "
-        f"{names_of(rows[0])}: name one by env.{what}_key{none}"
+        f"{place}: no column is known as the {part} ({', '.join(keys)}); the row has "
+        f"{names_of(rows[0])}: name one by env.{part}_key{none}"
     )
 
 
@@ -375,16 +375,16 @@ def _messages(value: Any, place: str, key: str) -> list[dict[str, Any]]:
 
 
 def _message(message: Mapping[str, Any], place: str, key: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": _text(message["role"], place, f"{key}.role")}
+    copied: dict[str, Any] = {"role": _text(message["role"], place, f"{key}.role")}
     if "content" in message:
         content = message["content"]
         calls = content is None and message.get("tool_calls")
-        found["content"] = None if calls else _text(content, place, f"{key}.content")
+        copied["content"] = None if calls else _text(content, place, f"{key}.content")
     for name, part in message.items():
-        if name not in found and (part := without_none(part)) is not None:
+        if name not in copied and (part := without_none(part)) is not None:
             _text(text_of_json(part), place, f"{key}.{name}")
-            found[name] = part
-    return found
+            copied[name] = part
+    return copied
 
 
 def without_none(value: Any) -> Any:

@@ -129,10 +129,11 @@ def _found(task: str, env: Any) -> Callable[[], DataSet]:
         path = pathlib.Path(expanded(task, "the path", "dataset"))
         if tfds.is_prepared(path):
             return lambda: DataSet(tfds.read(path))
-        found = files.find(task)
-        rows = {split: files.read(paths) for split, paths in found.splits.items()}
-        return lambda: DataSet(rows, found.named, found.unread)
-    name, root = task.removeprefix(_TFDS), tfds.data_dir(env.data_dir)
+        data_files = files.find(task)
+        rows = {split: files.read(paths) for split, paths in data_files.splits.items()}
+        return lambda: DataSet(rows, data_files.named, data_files.unread)
+    name = task.removeprefix(_TFDS)
+    root = tfds.data_dir(env.data_dir)
     directory = tfds.find(name, root)
     if directory is not None:
         tfds.check_format(directory)

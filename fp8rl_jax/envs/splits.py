@@ -48,11 +48,11 @@ def roles(task: str, names: Iterable[str]) -> Roles:
       UserError: two splits have the same role.
     """
     names = list(names)
-    found: dict[str, list[str]] = {}
+    by_role: dict[str, list[str]] = {}
     for name in names:
         for role in splits_named(name)[:1]:
-            found.setdefault(role, []).append(name)
-    chosen = {role: _one(task, role, several) for role, several in found.items()}
+            by_role.setdefault(role, []).append(name)
+    chosen = {role: _one(task, role, several) for role, several in by_role.items()}
     held_out = next((chosen[role] for role in HELD_OUT if role in chosen), "")
     train = chosen.get(TRAIN, "") or (names[0] if len(names) == 1 and not held_out else "")
     return Roles(train, held_out, tuple(n for n in names if n not in (train, held_out)))

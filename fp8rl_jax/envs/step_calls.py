@@ -85,10 +85,10 @@ class StepForm:
     def call(self, function: Callable, about: StepCall, file: str) -> Answered | Failure:
         """Returns the checked step; a Failure if the function raised an exception, or returned no
         right Step. `file`: as for `Form.call`."""
-        found = self._called(function, about, file)
-        if isinstance(found, Failure) and not found.place:
-            return found._replace(place=definition(function))
-        return found
+        answered = self._called(function, about, file)
+        if isinstance(answered, Failure) and not answered.place:
+            return answered._replace(place=definition(function))
+        return answered
 
     def _called(self, function: Callable, about: StepCall, file: str) -> Answered | Failure:
         state = None
@@ -96,21 +96,29 @@ class StepForm:
             state = attempt(pickle.loads, (about.state,), {}, file)
             if isinstance(state, Failure):
                 return state._replace(text=f"its state cannot be read back: {state.text}")
-        named = {"cut": about.cut} if self.takes_cut else {}
-        found = attempt(function, (state, about.reply, about.row), named, file)
-        if isinstance(found, Failure):
-            return found
-        if not isinstance(found, tuple) or len(found) != len(Step._fields):
-            given = type(found).__name__
-            return Failure("no Step", f"it returned {given}, and not Step(state, ...)")
-        step = Step(*found)
+        result = attempt(
+            function,
+            arguments=(state, about.reply, about.row),
+            named={"cut": about.cut} if self.takes_cut else {},
+            file=file,
+        )
+        if isinstance(result, Failure):
+            return result
+        if not isinstance(result, tuple) or len(result) != len(Step._fields):
+            return Failure(
+                "no Step", f"it returned {type(result).__name__}, and not Step(state, ...)"
+            )
+        step = Step._make(result)
         said = step.observation
         texts = [said] if isinstance(said, str) else said
         if not (isinstance(texts, list | tuple) and all(isinstance(t, str) for t in texts)):
-            given = type(said).__name__
-            problem = f"it returned an observation of type {given}, and not a text or list of texts"
-            return Failure("no text", problem)
-        reward, done = as_number(step.reward), attempt(bool, (step.done,), {}, file)
+            return Failure(
+                "no text",
+                f"it returned an observation of type {type(said).__name__}, and not a text or list "
+                "of texts",
+            )
+        reward = as_number(step.reward)
+        done = attempt(bool, (step.done,), {}, file)
         if isinstance(reward, Failure):
             return reward
         if isinstance(done, Failure):
@@ -123,8 +131,11 @@ class StepForm:
         if isinstance(kept, Failure):
             return kept._replace(text=f"its state cannot be pickled: {kept.text}")
         if len(kept) > (most := _most_state()):
-            sizes = f"{len(kept) / 2**20:,.1f} MiB pickled, more than {most / 2**20:,.1f}"
-            return Failure("large state", f"its state takes {sizes} ({_STATE}): keep less in it")
+            return Failure(
+                "large state",
+                f"its state takes {len(kept) / 2**20:,.1f} MiB pickled, more than "
+                f"{most / 2**20:,.1f} ({_STATE}): keep less in it",
+            )
         kept = b"" if step.state is None else kept
         texts = [each.encode(errors="replace").decode() for each in texts or [""]]
         return Answered(kept, texts, reward, done, calls_in(about.reply))
@@ -147,8 +158,15 @@ def load_step(name: str, role: str, seconds: float = 30.0, memory_gb: float = 4.
         function = tool_step(tool_functions(name))
     else:
         function = user_code.load(name, "env.step:")
-    limits = Limits(seconds, int(memory_gb * 2**30))
-    return Term(name, 1.0, function, _form_of(function, name), limits, source_digest(name), role)
+    return Term(
+        name,
+        1.0,
+        function,
+        _form_of(function, name),
+        Limits(seconds, int(memory_gb * 2**30)),
+        source_digest(name),
+        role,
+    )
 
 
 def _form_of(function: Callable, name: str) -> StepForm:
@@ -169,10 +187,10 @@ def tool_schemas(tools: str) -> list[dict[str, Any]]:
 
 def tool_functions(tools: str) -> list[Callable]:
     """Returns the functions that `env.tools` names; raises UserError if it names no list."""
-    found = user_code.find(tools, "env.tools:")
-    if not isinstance(found, list | tuple) or not found:
+    functions = user_code.find(tools, "env.tools:")
+    if not isinstance(functions, list | tuple) or not functions:
         raise UserError(
-            f"env.tools: {tools!r} is {type(found).__name__}; name a list of functions, such as "
-            "TOOLS = [search, calculate]"
+            f"env.tools: {tools!r} is {type(functions).__name__}; name a list of functions, such "
+            "as TOOLS = [search, calculate]"
         )
-    return list(found)
+    return list(functions)

@@ -64,25 +64,26 @@ def make_questions(
     data = reasoning_gym.create_dataset(
         name, size=_ITEMS_PER_SEED, seed=1 + seed * _ITEMS_PER_SEED, **options
     )
-    found: dict[str, dict[str, Question]] = {split: {} for split in SPLITS}
+    by_split: dict[str, dict[str, Question]] = {split: {} for split in SPLITS}
     wanted = {split: counts.get(split, 0) for split in SPLITS}
     without_new = 0
     for index in itertools.count():
-        if all(len(found[split]) >= wanted[split] for split in SPLITS):
+        if all(len(by_split[split]) >= wanted[split] for split in SPLITS):
             break
         if index == _ITEMS_PER_SEED or without_new > 20_000:
-            short = next(s for s in SPLITS if len(found[s]) < wanted[s])
+            short = next(s for s in SPLITS if len(by_split[s]) < wanted[s])
             raise UserError(
-                f"env.task: {name!r} with {options} gave only {len(found[short])} distinct "
+                f"env.task: {name!r} with {options} gave only {len(by_split[short])} distinct "
                 f"questions for the split {short!r}, {wanted[short]} are asked for: widen "
                 "env.task_options or lower the number"
             )
         item = data[index]
-        text, split = item["question"], split_of(item["question"])
-        bucket = found[split]
+        text = item["question"]
+        split = split_of(text)
+        bucket = by_split[split]
         if len(bucket) < wanted[split] and text not in bucket:
             bucket[text] = Question(text, str(item["answer"]), row=item)
             without_new = 0
         else:
             without_new += 1
-    return {split: list(bucket.values()) for split, bucket in found.items()}
+    return {split: list(bucket.values()) for split, bucket in by_split.items()}

@@ -27,7 +27,9 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import LONGEST, parse_json
 from fp8rl_jax.envs.rows import TWICE, Rows
 
-JSONL, JSON, CSV = (".jsonl", ".jsonl.gz"), (".json", ".json.gz"), (".csv", ".csv.gz")
+JSONL = (".jsonl", ".jsonl.gz")
+JSON = (".json", ".json.gz")
+CSV = (".csv", ".csv.gz")
 _LONGEST_LIST = 2**28  # bytes of a JSON list, which is parsed in one piece
 _MOST_DIGITS = 4000  # of an int; Python's limit is 4300
 _FORM = "write one object a line, in UTF-8, or into a .json file a list of objects, [{...}, {...}]"
@@ -90,12 +92,12 @@ def _parsed(place: str, content: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise ValueError(f"the key {key[:60]!r} stands twice in an object")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _checked(place: str, row: Any) -> dict[str, Any]:
@@ -108,8 +110,9 @@ def _checked(place: str, row: Any) -> dict[str, Any]:
 def _read_csv(path: pathlib.Path, file: _File) -> Rows:
     """Yields the rows of a CSV file; the place of a row is its last line."""
     csv.field_size_limit(LONGEST)  # for the process; the default is 128 KiB
-    texts = (line.decode() for _, line in _lines(path, file))
-    reader = csv.DictReader(texts, restval="", strict=True)
+    reader = csv.DictReader(
+        (line.decode() for _, line in _lines(path, file)), restval="", strict=True
+    )
     begin = 1
     try:
         header = reader.fieldnames or ()

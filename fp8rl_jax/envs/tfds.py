@@ -32,15 +32,15 @@ def data_dir(setting: str) -> pathlib.Path:
 
 def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns {NAME or NAME/CONFIG: directory of the newest version} for data sets in `root`."""
-    found: dict[str, pathlib.Path] = {}
+    newest: dict[str, pathlib.Path] = {}
     if not os.path.isdir(root):  # False for an impossible name, too
-        return found
+        return newest
     for depth in ("*/*", "*/*/*"):
         for info in root.glob(f"{depth}/dataset_info.json"):
             name = info.parent.parent.relative_to(root).as_posix()
-            if _version(info.parent) > _version(found.get(name)):
-                found[name] = info.parent
-    return found
+            if _version(info.parent) > _version(newest.get(name)):
+                newest[name] = info.parent
+    return newest
 
 
 def _version(directory: pathlib.Path | None) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ def find(name: str, root: pathlib.Path) -> pathlib.Path | None:
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise UserError(f"'tfds:{name}' is not understood; write tfds:NAME[/CONFIG]")
-    plain, config, version = parts["name"], parts["config"], parts["version"]
+    plain, config, version = parts.group("name", "config", "version")
     there = all_prepared(root)
     names = [n for n in there if n == plain or n.startswith(f"{plain}/")]
     if config is not None:

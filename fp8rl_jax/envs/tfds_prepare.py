@@ -158,8 +158,10 @@ def prepare_rows(
     encoded = [column for column, kind in types.items() if kind is None]
 
     def written(row: Mapping[str, Any]) -> dict[str, Any]:
-        as_json = {column: text_of_json(row.get(column)) for column in encoded}
-        return {column: row.get(column) for column in types} | as_json
+        return {
+            column: text_of_json(row.get(column)) if kind is None else row.get(column)
+            for column, kind in types.items()
+        }
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
         VERSION = tfds.core.Version("1.0.0")
@@ -184,9 +186,9 @@ def prepare_rows(
 
 def _types(rows: Sequence[Mapping[str, Any]]) -> dict[str, type | None]:
     """Returns {column: str or int (int64) if all rows have that type, else None (JSON)}."""
-    found: dict[str, type | None] = {}
+    types: dict[str, type | None] = {}
     for column in dict.fromkeys(column for row in rows for column in row):
         kinds = {type(row.get(column)) for row in rows}
         small = kinds == {int} and all(-(2**63) <= row[column] < 2**63 for row in rows)
-        found[column] = str if kinds == {str} else int if small else None
-    return found
+        types[column] = str if kinds == {str} else int if small else None
+    return types

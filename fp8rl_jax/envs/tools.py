@@ -101,12 +101,10 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         schema["required"] = required
     whole: dict[str, Any] = {"name": name, "description": description, "parameters": schema}
     if "return" in hints:
-        try:
+        with contextlib.suppress(UserError):  # the policy does not write it
             whole["return"] = _type_schema(hints["return"], "")
             if returns is not None:
                 whole["return"]["description"] = returns
-        except UserError:  # the policy does not write it
-            pass
     return {"type": "function", "function": whole}
 
 
@@ -172,7 +170,8 @@ def check_calls(
     """
     for function in tools:
         schema = tool_schema(function)["function"]
-        name, parameters = schema["name"], schema["parameters"]
+        name = schema["name"]
+        parameters = schema["parameters"]
         example = {key: _example(each) for key, each in parameters["properties"].items()}
         reply = written(name, example)
         match parse_tool_calls(reply):
@@ -210,8 +209,11 @@ def _answer(call: ToolCall | str, tools: _Tools) -> str:
         return call
     try:
         if call.name not in tools:
-            known = f"the tools are {', '.join(tools)}" if tools else "there are no tools"
-            hint = did_you_mean(call.name, tools, known)
+            hint = did_you_mean(
+                call.name,
+                tools,
+                f"the tools are {', '.join(tools)}" if tools else "there are no tools",
+            )
             raise Refusal(f"no tool has the name {_short(call.name)}; {hint}")
         function, parameters = tools[call.name]
         result = function(**_arguments(call, parameters))
@@ -226,19 +228,22 @@ def _answer(call: ToolCall | str, tools: _Tools) -> str:
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str], str | None]:
     """Returns a docstring's description, the descriptions of its arguments, and of its result."""
-    heading, sections = "", {"": list[str]()}
+    heading = ""
+    sections: dict[str, list[str]] = {"": []}
     for line in (inspect.getdoc(function) or "").splitlines():
         if line.strip() in _SECTIONS:
             heading = line.strip()
         sections.setdefault(heading, []).append(line)
     texts = {h: "\n".join(lines[bool(h) :]).strip() for h, lines in sections.items()}
     described: dict[str, list[str]] = {}
-    depth, current = None, list[str]()
+    depth = None  # characters before the arguments' names
+    current: list[str] = []
     for line in sections.get("Args:", [])[1:]:
-        found = _ARGUMENT.match(line)
-        if found and (depth is None or len(found[1]) <= depth):
-            depth, current = len(found[1]), [found[3].strip()]
-            described[found[2]] = current
+        argument = _ARGUMENT.match(line)
+        if argument and (depth is None or len(argument[1]) <= depth):
+            depth = len(argument[1])
+            current = [argument[3].strip()]
+            described[argument[2]] = current
         else:
             current.append(line.strip())
     joined = {key: " ".join(filter(None, lines)) for key, lines in described.items()}
@@ -247,22 +252,25 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str], str |
 
 def _described(text: str, where: str) -> dict[str, Any]:
     """Returns an argument's 'description', and its 'enum' if the text ends with choices."""
-    found = _CHOICES.search(text)
-    if not found:
+    listed = _CHOICES.search(text)
+    if not listed:
         return {"description": text}
     try:
-        choices = json.loads(found[1])
+        choices = json.loads(listed[1])
     except ValueError:
         choices = None
     if not isinstance(choices, list):
         raise UserError(f'{where} has choices that are no JSON list; write (choices: ["a", "b"])')
-    values = [choice.strip() if isinstance(choice, str) else choice for choice in choices]
-    return {"enum": values, "description": text[: found.start()].strip()}
+    return {
+        "enum": [choice.strip() if isinstance(choice, str) else choice for choice in choices],
+        "description": text[: listed.start()].strip(),
+    }
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
     """Returns the JSON schema of an annotation; `where` begins the error if it has none."""
-    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    origin = typing.get_origin(hint) or hint
+    inner = typing.get_args(hint)
     if origin in (Union, types.UnionType):
         several = [_type_schema(each, where) for each in inner if each is not type(None)]
         schema: dict[str, Any] = {"anyOf": several}
@@ -297,7 +305,7 @@ def _arguments(call: ToolCall, parameters: Mapping[str, Any]) -> dict[str, Any]:
     for key in parameters.get("required", ()):
         if key not in call.arguments:
             raise Refusal(f"{call.name} needs the argument {_short(key)}")
-    found = {}
+    arguments = {}
     for key, value in call.arguments.items():
         if key not in schemas:
             known = f"it takes {', '.join(schemas)}" if schemas else "it takes none"
@@ -317,8 +325,8 @@ def _arguments(call: ToolCall, parameters: Mapping[str, Any]) -> dict[str, Any]:
                 f"{call.name}'s argument {_short(key)} is {_short(value)} and must be of "
                 f"{json.dumps(schema)}"
             )
-        found[key] = right[0]
-    return found
+        arguments[key] = right[0]
+    return arguments
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:

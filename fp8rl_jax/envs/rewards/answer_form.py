@@ -58,15 +58,16 @@ def split(text: str, separator: str) -> list[str]:
     """Splits a text at the matches of a pattern that are in no brackets."""
     if len(text) > _LONGEST:
         return [text]
-    parts, depth, start = [], 0, 0
-    for found in re.finditer(rf"(?:{separator})|{_BRACKET}", text):
-        if found["open"]:
+    parts = []
+    depth = start = 0
+    for mark in re.finditer(rf"(?:{separator})|{_BRACKET}", text):
+        if mark["open"]:
             depth += 1
-        elif found["close"]:
+        elif mark["close"]:
             depth = max(depth - 1, 0)
         elif depth == 0:
-            parts.append(text[start : found.start()])
-            start = found.end()
+            parts.append(text[start : mark.start()])
+            start = mark.end()
     return [*parts, text[start:]]
 
 
@@ -83,8 +84,8 @@ def items(text: str) -> tuple[str, list[str]]:
     for begin, end in (("(", ")"), ("[", "]"), (r"\{", r"\}")):
         inside = bare[len(begin) : -len(end)]
         if bare.startswith(begin) and bare.endswith(end) and _balanced(inside):
-            found = _items(inside)
-            return (begin[-1], found) if len(found) > 1 or begin == r"\{" else ("", [text])
+            parts = _items(inside)
+            return (begin[-1], parts) if len(parts) > 1 or begin == r"\{" else ("", [text])
     return "", _items(text)
 
 
@@ -120,26 +121,26 @@ def sides(text: str, is_number: Callable[[str], bool], right: bool = False) -> S
     *steps, text = _items(text) or [text]
     if any(not has_equals(step) or sides(step, is_number, right) for step in steps):
         return None
-    found = split(text, _EQUALS)
-    if len(found) == 1:
-        found = split(text, _ABOUT)
-        if len(found) == 1:
+    texts = split(text, _EQUALS)
+    if len(texts) == 1:
+        texts = split(text, _ABOUT)
+        if len(texts) == 1:
             return None
-        if _is_name(found[0]) or not found[0].strip():
-            return Sides(found[0].strip(), found[1].strip())
-        return Sides("", found[0].strip())
-    found = [split(side, _ABOUT)[0].strip() for side in found]
-    if not all(found):
+        if _is_name(texts[0]) or not texts[0].strip():
+            return Sides(texts[0].strip(), texts[1].strip())
+        return Sides("", texts[0].strip())
+    texts = [split(side, _ABOUT)[0].strip() for side in texts]
+    if not all(texts):
         return None
-    numbers = [side for side in found if is_number(side)]
-    others = [side for side in found if side not in numbers]
+    numbers = [side for side in texts if is_number(side)]
+    unnumbered = [side for side in texts if side not in numbers]
     if numbers:
-        quantity = all(_is_quantity(side, right) for side in others)
-        return Sides(others[0] if others else "", numbers[-1]) if quantity else None
-    if _is_name(found[-1]) and not _is_name(found[0]):
-        return Sides(found[-1], found[0])
-    quantity = _is_name(found[0]) or _is_quantity(found[0], right)
-    return Sides(found[0], found[-1]) if quantity else None
+        quantity = all(_is_quantity(side, right) for side in unnumbered)
+        return Sides(unnumbered[0] if unnumbered else "", numbers[-1]) if quantity else None
+    if _is_name(texts[-1]) and not _is_name(texts[0]):
+        return Sides(texts[-1], texts[0])
+    quantity = _is_name(texts[0]) or _is_quantity(texts[0], right)
+    return Sides(texts[0], texts[-1]) if quantity else None
 
 
 def _is_quantity(side: str, right: bool) -> bool:
@@ -174,8 +175,8 @@ def _letters(side: str) -> set[str]:
     """Returns the variables of a text: letters outside words, functions and wrapped text."""
     side = _WORD.sub(" ", _NO_VARIABLE.sub(" ", WRAPPED.sub(" ", side)))
     greek = {*_GREEK.findall(side)}
-    found = greek | {*re.findall(r"[A-Za-z](?:_\w+|_\{\w+\})?", _GREEK.sub(" ", side))}
-    return found - {"e", "i"} if found <= {"e", "i"} else found
+    letters = greek | {*re.findall(r"[A-Za-z](?:_\w+|_\{\w+\})?", _GREEK.sub(" ", side))}
+    return letters - {"e", "i"} if letters <= {"e", "i"} else letters
 
 
 def same(text: str) -> str:

@@ -81,8 +81,8 @@ def answer_parts(text: str) -> Iterator[str]:
     if tagged is not None:
         yield from answer_parts(tagged)
         yield tagged
-    if found := boxes(text):
-        yield without_remark(_joined(text, found))
+    if places := boxes(text):
+        yield without_remark(_joined(text, places))
         return
     if (line := marked_line(text)) is not None:
         yield line
@@ -92,8 +92,8 @@ def answer_parts(text: str) -> Iterator[str]:
     for anchor in list(_ANCHOR.finditer(text))[-1:]:
         line = text[anchor.end() :].strip().partition("\n")[0][:_LONGEST]
         sentence = _SENTENCE_END.split(line, maxsplit=1)[0]
-        if found := formulas(sentence):
-            yield _joined(sentence, found[: _run(sentence, found)])
+        if places := formulas(sentence):
+            yield _joined(sentence, places[: _run(sentence, places)])
         yield sentence
         if number := last_number(sentence):
             yield str(number.value)
@@ -101,8 +101,8 @@ def answer_parts(text: str) -> Iterator[str]:
     if (bold := bold_number(text)) is not None:
         yield bold
     yield from _TIME.findall(text)
-    if found := formulas(text):
-        yield _joined(text, found)
+    if places := formulas(text):
+        yield _joined(text, places)
 
 
 def marked(text: str) -> Iterator[str]:
@@ -114,18 +114,18 @@ def marked(text: str) -> Iterator[str]:
         yield tagged
     if (line := marked_line(text)) is not None:
         yield line
-    if found := boxes(text):
-        yield without_remark(_joined(text, found))
+    if places := boxes(text):
+        yield without_remark(_joined(text, places))
 
 
 def bold_number(text: str) -> str | None:
     """Returns the last bold number of the last line of a text; None without one. That of a list's
     item is none."""
     line = text.rstrip().rpartition("\n")[2]
-    found = [bold for bold in _BOLD.finditer(line) if whole_number(bold[1])]
-    if not found or (found[-1].start() == 0 and found[-1][1].endswith((".", ":", ")"))):
+    numbers = [bold for bold in _BOLD.finditer(line) if whole_number(bold[1])]
+    if not numbers or (numbers[-1].start() == 0 and numbers[-1][1].endswith((".", ":", ")"))):
         return None
-    return found[-1][1]
+    return numbers[-1][1]
 
 
 def without_denied(text: str) -> str:
@@ -159,7 +159,7 @@ def marked_line(text: str) -> str | None:
 def boxes(text: str) -> list[Place]:
     r"""Returns the complete \boxed{} and \fbox{} of a text in order; for nested boxes, the place of
     the outermost and the content of the innermost."""
-    found: list[Place] = []
+    places: list[Place] = []
     open_: list[re.Match] = []
     inner: list[str | None] = []  # for each open brace, the content of a box in it
     for brace in _BRACE.finditer(text):
@@ -167,20 +167,21 @@ def boxes(text: str) -> list[Place]:
             open_.append(brace)
             inner.append(None)
         elif open_:
-            begin, inside = open_.pop(), inner.pop()
+            begin = open_.pop()
+            inside = inner.pop()
             if begin[0] != "{":
                 inside = inside or text[begin.end() : brace.start()]
                 if not any(b[0] != "{" for b in open_):
-                    found.append((begin.start(), brace.end(), inside))
+                    places.append((begin.start(), brace.end(), inside))
             if inner and inside is not None:
                 inner[-1] = inside
-    return found
+    return places
 
 
 def formulas(text: str) -> list[Place]:
     r"""Returns the formulas of a text between $, $$, \( \) and \[ \] in order. A $ is a currency if
     a number follows it, and a space stands before the next $."""
-    found: list[Place] = []
+    places: list[Place] = []
     opened: re.Match | None = None
     for mark in _FORMULA.finditer(text):
         if opened is None or mark[0] in (r"\(", r"\["):
@@ -194,29 +195,29 @@ def formulas(text: str) -> list[Place]:
                 r"\d\s?\Z", text[max(opened.start() - 2, 0) : opened.start()]
             )
             if inside.strip() and not unit:
-                found.append((opened.start(), mark.end(), inside))
+                places.append((opened.start(), mark.end(), inside))
             opened = None
-    return found
+    return places
 
 
-def _run(text: str, found: list[Place]) -> int:
+def _run(text: str, places: list[Place]) -> int:
     """Returns how many places from the first one on have only separators between them."""
-    for number, (before, after) in enumerate(itertools.pairwise(found), start=1):
+    for number, (before, after) in enumerate(itertools.pairwise(places), start=1):
         if not _BETWEEN.fullmatch(text, before[1], after[0]):
             return number
-    return len(found)
+    return len(places)
 
 
-def _joined(text: str, found: list[Place]) -> str:
+def _joined(text: str, places: list[Place]) -> str:
     """Returns the content of the last place; with commas, that of those that are joined to it."""
-    inside = [found[-1][2]]
-    for before, after in zip(found[-2::-1], found[::-1], strict=False):
+    inside = [places[-1][2]]
+    for before, after in zip(places[-2::-1], places[::-1], strict=False):
         between = _BETWEEN.fullmatch(text, before[1], after[0])
         if not between:
             break
         inside[0] = (between["name"] or "") + inside[0]
         inside.insert(0, before[2])
-    begin = found[-len(inside)][0]
+    begin = places[-len(inside)][0]
     if len(inside) > 1 and (name := _NAMED.search(text[max(begin - 20, 0) : begin])):
         inside[0] = name[0] + inside[0]
     return ", ".join(inside)

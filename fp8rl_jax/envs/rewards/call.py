@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 BEYOND_FLOAT32 = "beyond float32's range"
-_LONGEST_TEXT, _LONGEST_TRACEBACK = 300, 6000  # characters
+_LONGEST_TEXT = 300
+_LONGEST_TRACEBACK = 6000  # characters
 
 
 class Failure(NamedTuple):
@@ -52,8 +53,12 @@ def failure_of(error: BaseException, file: str) -> Failure:
     """Returns the failure for an exception; its caller must be what called the user's code."""
     of_user = error.__traceback__ and error.__traceback__.tb_next
     frames = traceback.extract_tb(of_user)
-    own = [frame for frame in frames if frame.filename == file] or frames
-    place = f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}" if own else ""
+    of_file = [frame for frame in frames if frame.filename == file] or frames
+    place = (
+        f"{of_file[-1].filename}, line {of_file[-1].lineno}, in {of_file[-1].name}"
+        if of_file
+        else ""
+    )
     lines = traceback.format_exception(type(error), error, of_user)
     last = traceback.format_exception_only(type(error), error)[-1]
     return Failure(
@@ -93,5 +98,6 @@ def as_number(value: Any) -> float | Failure:
     except OverflowError:  # of an int
         return Failure(BEYOND_FLOAT32, f"it returned a number {BEYOND_FLOAT32}")
     except BaseException:  # a user's class may raise anything
-        given = type(value).__name__
-        return Failure("no number", f"it returned a value of type {given}, which is no number")
+        return Failure(
+            "no number", f"it returned a value of type {type(value).__name__}, which is no number"
+        )

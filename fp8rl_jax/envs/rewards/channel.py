@@ -30,7 +30,9 @@ class Channel:
     """
 
     def __init__(self, end: socket.socket, token: bytes):
-        self._end, self._token, self._process = end, token, os.getpid()
+        self._end = end
+        self._token = token
+        self._process = os.getpid()
         self._sent = self._received = 0
 
     def send(self, message: bytes, seconds: float | None = None) -> None:
@@ -56,8 +58,7 @@ class Channel:
         """
         self._end_fork()
         deadline = None if seconds is None else time.monotonic() + seconds
-        header = self._read(_HEADER.size, deadline, self._token)
-        token, number, size = _HEADER.unpack(header)
+        token, number, size = _HEADER.unpack(self._read(_HEADER.size, deadline, self._token))
         if (token, number) != (self._token, self._received) or size > _LONGEST:
             raise ForeignBytes
         self._received += 1

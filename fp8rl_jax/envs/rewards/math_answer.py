@@ -157,9 +157,9 @@ def math_answer(response: str) -> str | None:
 def _right(answer: str) -> Answer | None:
     """Reads the row's answer: the last formula of prose, but all of a few words with formulas."""
     text = answer if is_marked(answer) else without_remark(answer)
-    found = formulas(text)
-    outside = functools.reduce(lambda rest, place: rest.replace(place[2], " "), found, text)
-    several = len(found) > 1 or (found and re.search(r"\d", outside))
+    places = formulas(text)
+    outside = functools.reduce(lambda rest, place: rest.replace(place[2], " "), places, text)
+    several = len(places) > 1 or (places and re.search(r"\d", outside))
     if several and not is_marked(text) and len(outside.split()) <= 2 * _MOST_WORDS:
         plain = without_marks(text)
         return _read(plain, right=True) or Answer(plain, None, "", None, "", "")
@@ -188,8 +188,8 @@ def _read(text: str, right: bool = False) -> Answer | None:
     letter, content = ((choice[1] or choice[2]).casefold(), choice[3]) if choice else ("", "")
     number = whole_number(text, right)
     words = "" if number else _words(text)
-    found = sides(text, lambda side: whole_number(side) is not None, right)
-    answer = Answer(text, number, words, found, letter, content.strip(" ,"))
+    equation = sides(text, lambda side: whole_number(side) is not None, right)
+    answer = Answer(text, number, words, equation, letter, content.strip(" ,"))
     if number or words or letter:
         return answer
     if not text.strip(_EDGES):
@@ -217,8 +217,9 @@ def _equal(gold: Answer, given: Answer) -> bool:
 
 
 def _equal_texts(gold: str, given: str) -> bool:
-    right, found = _read(gold, right=True), _read(given)
-    return right is not None and found is not None and _equal(right, found)
+    right = _read(gold, right=True)
+    answer = _read(given)
+    return right is not None and answer is not None and _equal(right, answer)
 
 
 def _same(gold: Answer, given: Answer) -> bool | None:
@@ -337,10 +338,11 @@ def _verified(gold: str, given: str) -> bool:
     """Returns whether two answers are equal for math-verify."""
     import math_verify
 
-    right, found = _parsed(gold), _parsed(given)
-    if right is None or found is None:
+    right = _parsed(gold)
+    value = _parsed(given)
+    if right is None or value is None:
         return False
-    return math_verify.verify(right, found, allow_set_relation_comp=True)
+    return math_verify.verify(right, value, allow_set_relation_comp=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -422,8 +424,8 @@ def _words(text: str) -> str:
 def _is_word(token: str) -> bool:
     """Returns whether a token holds a word: at least three letters that name no function, or two of
     another script than Latin and Greek."""
-    found = re.findall(r"[^\W\d_]{3,}|[^\W\d_a-zA-Zα-ωΑ-Ω]{2,}", token)
-    return any(not _FUNCTION.fullmatch(word) for word in found)
+    words = re.findall(r"[^\W\d_]{3,}|[^\W\d_a-zA-Zα-ωΑ-Ω]{2,}", token)
+    return any(not _FUNCTION.fullmatch(word) for word in words)
 
 
 def _canonical(value: Any) -> str:
@@ -448,8 +450,17 @@ def _is_large(value: Any) -> bool:
 
     if not hasattr(value, "atoms"):
         return True
-    products = (sympy.factorial, sympy.binomial, sympy.gamma, sympy.Product, sympy.Mod)
-    if value.atoms(*products, sympy.Sum, sympy.Integral, sympy.Limit, sympy.Derivative):
+    if value.atoms(
+        sympy.factorial,
+        sympy.binomial,
+        sympy.gamma,
+        sympy.Product,
+        sympy.Mod,
+        sympy.Sum,
+        sympy.Integral,
+        sympy.Limit,
+        sympy.Derivative,
+    ):
         return True
     powers = value.atoms(sympy.Pow)
     return any(p.exp.is_number and not (p.exp.is_Rational and abs(p.exp) <= 32) for p in powers)

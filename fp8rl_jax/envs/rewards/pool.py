@@ -54,7 +54,10 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # The library's files in every traceback.
 _OURS = [inspect.getfile(attempt), inspect.getfile(Form), inspect.getfile(main), "<string>"]
-TIME_LIMIT, EXIT, FOREIGN = "time limit", "exit", "foreign bytes"  # kinds of failures
+# Kinds of failures.
+TIME_LIMIT = "time limit"
+EXIT = "exit"
+FOREIGN = "foreign bytes"
 _MOST_CALLS = 64  # in a batch
 _CLOSE_SECONDS = 3.0  # for all workers, when this process ends
 
@@ -89,8 +92,7 @@ class Pool:
         calls = [_Call(task, content, concurrent.futures.Future()) for content in arguments]
         with self._changed:
             self._waiting.extend(calls)
-            wanted = len(self._waiting) - self._idle
-            for _ in range(min(wanted, self._size - len(self._servers))):
+            for _ in range(min(len(self._waiting) - self._idle, self._size - len(self._servers))):
                 self._servers.append(_Server(self, self._life[0]))
                 self._servers[-1].start()
             self._changed.notify(len(calls))
@@ -110,7 +112,8 @@ class Pool:
             if self._closed:
                 return []
             count = min(max(1, len(self._waiting) // (2 * self._size)), _MOST_CALLS)
-            task, taken = self._waiting[0].task, list[_Call]()
+            task = self._waiting[0].task
+            taken: list[_Call] = []
             while len(taken) < count and self._waiting and self._waiting[0].task == task:
                 taken.append(self._waiting.popleft())
             return taken
@@ -143,7 +146,8 @@ class _Server(threading.Thread):
 
     def __init__(self, pool: Pool, life: int):
         super().__init__(name="rewards", daemon=True)
-        self._pool, self._life = pool, life
+        self._pool = pool
+        self._life = life
         self._worker: WorkerProcess | None = None
         self._calls: list[_Call] = []  # taken and not given back
 
@@ -196,10 +200,13 @@ class _Server(threading.Thread):
     def _loaded(self, term: Term) -> WorkerProcess:
         """Returns a worker that has loaded a reward, a new one if necessary."""
         worker = self._worker
-        if worker is not None and not worker.ended and worker.limits == term.limits:
-            found = worker.load(term)
-            if found is None:
-                return worker
+        if (
+            worker is not None
+            and not worker.ended
+            and worker.limits == term.limits
+            and worker.load(term) is None
+        ):
+            return worker
         if worker is not None:
             worker.close()
         try:
@@ -209,17 +216,17 @@ class _Server(threading.Thread):
                 f"no worker process can be started for {term.said} ({error}): allow more "
                 "processes or memory"
             ) from None
-        found = worker.load(term)
-        if found == STALE:
+        refusal = worker.load(term)
+        if refusal == STALE:
             raise RewardError(
                 f"the module of {term.said} has changed since this run read it: start again, with "
                 "--resume"
             )
-        if isinstance(found, Failure):
+        if isinstance(refusal, Failure):
             raise RewardError(
-                f"{term.said} cannot be loaded in a worker process ({found.text}); its module must "
-                "be one that another program can import, with env.reward_memory_gb of memory\n"
-                f"{found.traceback}".rstrip()
+                f"{term.said} cannot be loaded in a worker process ({refusal.text}); its module "
+                "must be one that another program can import, with env.reward_memory_gb of memory\n"
+                f"{refusal.traceback}".rstrip()
             )
         return worker
 
@@ -239,7 +246,9 @@ class WorkerProcess:
         Raises:
           OSError: no process can be started.
         """
-        self.limits, self.calls, self.ended = limits, 0, False
+        self.limits = limits
+        self.calls = 0
+        self.ended = False
         ours, theirs = socket.socketpair()
         token = secrets.token_bytes(TOKEN_BYTES)
         self._channel = Channel(ours, token)
@@ -248,8 +257,12 @@ class WorkerProcess:
         path = [entry for entry in sys.path if isinstance(entry, str)]
         # One thread, since there is a worker for each core; no accelerator; and a fixed hash seed,
         # so that sets of texts have the same order in all workers.
-        defaults = dict.fromkeys(_THREADS, "1") | {"PYTHONHASHSEED": "0"}
-        environment = defaults | dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
+        environment = {
+            **dict.fromkeys(_THREADS, "1"),
+            "PYTHONHASHSEED": "0",
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+        }
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
             numbers = []
@@ -267,8 +280,8 @@ class WorkerProcess:
                 start_new_session=True,
                 env=environment,
             )
-        streams = (self._process.stdout, 1), (self._process.stderr, 2)
-        self._printed = [Printed(source, number) for source, number in streams if source]
+        assert self._process.stdout and self._process.stderr
+        self._printed = [Printed(self._process.stdout, 1), Printed(self._process.stderr, 2)]
         for printed in self._printed:
             printed.start()
 
@@ -279,9 +292,17 @@ class WorkerProcess:
           None on success; `worker.STALE` if the worker has imported another source than that of
           `term.digest`; a Failure if the import failed, or the worker ended while it was idle.
         """
-        self._file, self._said = module_file(term.name), term.said
-        path = [entry for entry in sys.path if isinstance(entry, str)]
-        self.begin(Load(term.role, term.name, term.digest, path, os.getcwd()))
+        self._file = module_file(term.name)
+        self._said = term.said
+        self.begin(
+            Load(
+                role=term.role,
+                name=term.name,
+                digest=term.digest,
+                path=[entry for entry in sys.path if isinstance(entry, str)],
+                directory=os.getcwd(),
+            )
+        )
         return self._answer(_LOAD_SECONDS)
 
     def begin(self, request: Load | Calls) -> None:
@@ -296,11 +317,11 @@ class WorkerProcess:
     def answer(self) -> float | str | Failure | None:
         """Waits for the next call's result; after a Failure, see `ended`. A MemoryError ends the
         worker, to free what the call has left behind."""
-        found = self._answer(self.limits.seconds)
+        result = self._answer(self.limits.seconds)
         self.calls += not self.ended
-        if isinstance(found, Failure) and found.kind == "MemoryError":
+        if isinstance(result, Failure) and result.kind == "MemoryError":
             self.close()
-        return found
+        return result
 
     def close(self) -> None:
         """Ends the worker: closes its channel, and kills it if it goes on for `_END_SECONDS`."""
@@ -354,21 +375,24 @@ class WorkerProcess:
             kind = f"signal {-status}"
             text = f"its process was ended by {signal.strsignal(-status) or kind} ({kind})"
         else:
-            kind, text = EXIT, f"its process ended with status {status}"
-        return Failure(kind, text, *self._where(dump))
+            kind = EXIT
+            text = f"its process ended with status {status}"
+        place, frames = self._where(dump)
+        return Failure(kind, text, place, frames)
 
     def _where(self, dump: str) -> tuple[str, str]:
         """Returns place and traceback by faulthandler's dump, which begins with the last call."""
         frames = _FRAME.findall(dump)
         theirs = [frame for frame in frames if frame[0] not in _OURS]
-        own = [frame for frame in frames if frame[0] == self._file] or theirs
-        if not own:
+        of_term = [frame for frame in frames if frame[0] == self._file] or theirs
+        if not of_term:
             return "", ""
-        lines = []
-        for file, number, name in reversed(theirs):
-            code = linecache.getline(file, int(number)).strip()
-            lines.append(f'  File "{file}", line {number}, in {name}\n    {code}\n')
-        file, number, name = own[0]
+        lines = (
+            f'  File "{file}", line {number}, in {name}\n'
+            f"    {linecache.getline(file, int(number)).strip()}\n"
+            for file, number, name in reversed(theirs)
+        )
+        file, number, name = of_term[0]
         return f"{file}, line {number}, in {name}", "".join(lines)
 
 
@@ -392,7 +416,8 @@ def _forget() -> None:
     if _pool is not None:
         atexit.unregister(_pool.close)
         _pool.forget()
-    _pool, _lock = None, threading.Lock()
+    _pool = None
+    _lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -26,12 +26,14 @@ class Printed(threading.Thread):
     def __init__(self, source: IO[bytes], target: int):
         """`source`: what the worker prints; `target`: a file descriptor of this process."""
         super().__init__(name="printed", daemon=True)
-        self._source, self._target = source, target
-        self._name, self._left = "a worker", _MOST
+        self._source = source
+        self._target = target
+        self.begin("a worker")
 
     def begin(self, name: str) -> None:
-        """A call begins. `name`: what messages call its function."""
-        self._name, self._left = name, _MOST
+        """Begins to count what a call prints. `name`: what messages call its function."""
+        self._name = name
+        self._left = _MOST
 
     def run(self) -> None:
         with self._source as source:
@@ -51,5 +53,8 @@ def _silence(name: str) -> None:
         if name in _silenced:
             return
         _silenced.add(name)
-    what = "%s prints more than %d KiB in a call; what it prints from here on is left out"
-    _log.warning(what, name, _MOST // 2**10)
+    _log.warning(
+        "%s prints more than %d KiB in a call; what it prints from here on is left out",
+        name,
+        _MOST // 2**10,
+    )

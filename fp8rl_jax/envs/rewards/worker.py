@@ -97,8 +97,7 @@ def main(connection_number: int, life: int, dump_number: int, limits: list, toke
     terms: dict[tuple[str, str], Term] = {}
     while True:
         try:
-            request = pickle.loads(channel.receive())
-            for answer in _answers(request, terms):
+            for answer in _answers(pickle.loads(channel.receive()), terms):
                 channel.send(pickle.dumps(answer))
                 if isinstance(answer, Failure) and answer.kind == "MemoryError":
                     return  # see WorkerProcess.answer
@@ -127,18 +126,18 @@ def _answers(request: Load | Calls, terms: dict[tuple[str, str], Term]):
 
 
 def _load(request: Load, terms: dict[tuple[str, str], Term]) -> Failure | str | None:
-    name, key = request.name, (request.role, request.name)
+    key = (request.role, request.name)
     if key not in terms:
         try:
             sys.path[:] = request.path
             os.chdir(request.directory)
             importlib.invalidate_caches()
-            if name in BUILT_IN and BUILT_IN[name].imports:
-                importlib.import_module(BUILT_IN[name].imports)
+            if request.name in BUILT_IN and BUILT_IN[request.name].imports:
+                importlib.import_module(BUILT_IN[request.name].imports)
             if request.role == "reward":
-                (terms[key],) = load_rewards(name)
+                (terms[key],) = load_rewards(request.name)
             else:
-                terms[key] = load_step(name, request.role)
+                terms[key] = load_step(request.name, request.role)
         except BaseException as error:
             return failure_of(error, "")
     return None if terms[key].digest == request.digest else STALE
@@ -147,14 +146,14 @@ def _load(request: Load, terms: dict[tuple[str, str], Term]) -> Failure | str | 
 def _call(term: Term, extract: bool, arguments: bytes) -> Any:
     """Calls a term, or its `extract`; returns the result."""
     try:
-        found = pickle.loads(arguments)
+        about = pickle.loads(arguments)
     except BaseException as error:  # a class of the row is not found here
         return failure_of(error, "")
     function: Any = term.function
     file = module_file(term.name)
     if not extract:
-        return _seeded(lambda: term.form.call(function, found, file), found[:2])
-    answer = _seeded(lambda: attempt(function.extract, found, {}, file), found)
+        return _seeded(lambda: term.form.call(function, about, file), about[:2])
+    answer = _seeded(lambda: attempt(function.extract, about, {}, file), about)
     if answer is None or isinstance(answer, (str, Failure)):
         return answer
     return attempt(str, (answer,), {}, file)

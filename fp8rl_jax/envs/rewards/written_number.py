@@ -159,8 +159,8 @@ def whole_number(text: str, right: bool = False) -> Number | None:
     if (number := _alone(text)) is not None:
         return number
     text = text.replace("$", " ").strip(_AROUND).lstrip("= ")
-    found = sides(text, lambda side: _alone(side) is not None, right)
-    return _alone(found.value if found else text)
+    equation = sides(text, lambda side: _alone(side) is not None, right)
+    return _alone(equation.value if equation else text)
 
 
 def _alone(text: str) -> Number | None:
@@ -205,15 +205,16 @@ def _scale(power: re.Match | None) -> int:
 
 def last_number(text: str) -> Number | None:
     """Returns the last number in a text that is no exponent; None if it holds none."""
-    text, found = plain(text), None
+    text = plain(text)
+    last = None
     for match in _NUMBER.finditer(text):
         before = text[max(match.start() - 3, 0) : match.start()]
         if _EXPONENT.search(before) or _SCALED.match(text, match.end()):
             continue
         if (value := _value(match)) is not None:
             scale = _scale(_POWER_WORD.match(text, match.end()))
-            found = Number(value * scale, text[match.end() : match.end() + 1] == "%")
-    return found
+            last = Number(value * scale, text[match.end() : match.end() + 1] == "%")
+    return last
 
 
 def plain(text: str) -> str:
@@ -254,21 +255,22 @@ def _fraction(match: re.Match) -> str:
 
 def _value(match: re.Match) -> fractions.Fraction | None:
     """Returns the value of a match of _NUMBER; None for an unfinished division or a huge number."""
-    found = match.groupdict()
-    sign = -1 if "-" in (found["sign"], found["late_sign"]) else 1
-    if found["power"]:
-        return sign * fractions.Fraction(10) ** int(found["power"])
-    top = re.sub("[,_'’]", "", found["top"])
-    bottom = re.sub("[,_'’]", "", found["bottom"] or "1")
+    groups = match.groupdict()
+    sign = -1 if "-" in (groups["sign"], groups["late_sign"]) else 1
+    if groups["power"]:
+        return sign * fractions.Fraction(10) ** int(groups["power"])
+    top = re.sub("[,_'’]", "", groups["top"])
+    bottom = re.sub("[,_'’]", "", groups["bottom"] or "1")
     if len(top) + len(bottom) > _MOST_DIGITS or not int(bottom):
         return None
     value = fractions.Fraction(top) / int(bottom)
-    if found["bottom"] and value.denominator == 1:
+    if groups["bottom"] and value.denominator == 1:
         return None
-    if exponent := found["e"] or found["ten"]:
+    if exponent := groups["e"] or groups["ten"]:
         value *= fractions.Fraction(10) ** int(exponent)
-    if found["part"]:
-        part, parts = int(found["part"]), int(found["parts"])
+    if groups["part"]:
+        part = int(groups["part"])
+        parts = int(groups["parts"])
         if value.denominator != 1 or not 0 < part < parts:
             return None
         value += fractions.Fraction(part, parts)

@@ -39,6 +39,9 @@ def questions() -> Iterator[dict[str, Any]]:
         shown = [{"role": "assistant", "content": product}]
         if drawn.random() < 0.5:
             call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}})
-            asks = {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"}
-            shown = [asks, {"role": "tool", "content": product}, *shown]
+            shown = [
+                {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+                {"role": "tool", "content": product},
+                *shown,
+            ]
         yield {"question": f"{a} * {b}", "answer": product, "demonstration": shown}

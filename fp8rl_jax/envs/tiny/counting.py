@@ -10,25 +10,29 @@ import itertools
 import random
 from collections.abc import Iterator
 
-_MEAN, _MOST = 32, 120  # terms of an answer; the most have 512 characters at most
+_MEAN = 32  # terms of an answer
+_MOST = 120  # which have 512 characters at most
 _ROWS = 20_000
 
 
 def right_terms(response: str, answer: str) -> float:
     """Returns the share of the answer's terms that the response has before its first wrong one; 1
     only if it has no others."""
-    found, wanted = response.split(), answer.split()
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(found, wanted, strict=False))
+    terms = response.split()
+    wanted = answer.split()
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(terms, wanted, strict=False))
     right = len(list(same))
-    return right / max(len(wanted), len(found)) if right < len(wanted) else len(wanted) / len(found)
+    return right / max(len(wanted), len(terms)) if right < len(wanted) else len(wanted) / len(terms)
 
 
 def questions() -> Iterator[dict[str, str]]:
     """Yields rows of distinct questions, 'question' and 'answer', always the same."""
-    drawn, seen = random.Random(0), set[str]()
+    drawn = random.Random(0)
+    seen: set[str] = set()
     while len(seen) < _ROWS:
         terms = min(1 + int(drawn.expovariate(1 / _MEAN)), _MOST)
-        first, step = drawn.randrange(100), drawn.randrange(1, 10)
+        first = drawn.randrange(100)
+        step = drawn.randrange(1, 10)
         numbers = range(first, first + terms * step, step)
         question = f"from {first} by {step} to {numbers[-1]}"
         if question not in seen:

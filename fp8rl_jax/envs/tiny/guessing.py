@@ -13,7 +13,9 @@ from typing import Any
 
 from fp8rl_jax.envs.step import Step
 
-_GAMES, _NUMBERS, _GUESSES = 8192, 32, 5
+_GAMES = 8192
+_NUMBERS = 32
+_GUESSES = 5
 
 
 def questions() -> Iterator[dict[str, Any]]:
@@ -21,7 +23,9 @@ def questions() -> Iterator[dict[str, Any]]:
     drawn = random.Random(0)
     for game in range(_GAMES):
         number = drawn.randrange(_NUMBERS)
-        shown, low, high = list[dict[str, str]](), 0, _NUMBERS - 1
+        shown: list[dict[str, str]] = []
+        low = 0
+        high = _NUMBERS - 1
         for _ in range(_GUESSES):
             guess = drawn.randint(low, high)
             shown.append({"role": "assistant", "content": str(guess)})
@@ -29,7 +33,10 @@ def questions() -> Iterator[dict[str, Any]]:
             if not said:
                 break
             shown.append({"role": "tool", "content": said})
-            low, high = (low, guess - 1) if said == "<" else (guess + 1, high)
+            if said == "<":
+                high = guess - 1
+            else:
+                low = guess + 1
         else:
             shown.pop()  # nobody reads it
         yield {"question": f"game {game}", "answer": str(number), "demonstration": shown}

@@ -38,9 +38,9 @@ DEEPSEEK_HEAD = re.compile(
 
 def after_space(text: str, start: int) -> int:
     """Returns where white space ends that begins at `start`."""
-    found = _SPACE.match(text, start)
-    assert found
-    return found.end()
+    space = _SPACE.match(text, start)
+    assert space
+    return space.end()
 
 
 def json_at(text: str, start: int, form: str = _FORM) -> tuple[Any, int]:
@@ -84,8 +84,9 @@ def mistral(text: str, start: int) -> Found:
 
 def harmony(text: str, start: int) -> Found:
     """Reads what follows 'to=' in the header of a message of gpt-oss."""
-    name, behind = _RECIPIENT.match(text, start), text.index(_MESSAGE, start) + len(_MESSAGE)
+    name = _RECIPIENT.match(text, start)
     assert name
+    behind = text.index(_MESSAGE, start) + len(_MESSAGE)
     return arguments_at(text, behind, name[0].removeprefix("functions."))
 
 
@@ -145,11 +146,11 @@ def llama(text: str, start: int) -> Found:
 
 def named(text: str, start: int, head: re.Pattern) -> Found:
     """Reads a call whose head, a pattern with the group `name`, stands before its arguments."""
-    found = head.match(text, start)
-    if not found:
+    begun = head.match(text, start)
+    if not begun:
         raise Refusal(f"the tool call does not begin with a name; write NAME, then {_NAMED_FORM}")
-    parts = found.groupdict()
-    return arguments_at(text, found.end(), parts["name"], (parts.get("id") or "").strip())
+    parts = begun.groupdict()
+    return arguments_at(text, begun.end(), parts["name"], (parts.get("id") or "").strip())
 
 
 def _call(value: Any) -> ToolCall | str:

@@ -63,7 +63,8 @@ def _calls(code: str, form: str) -> list[ToolCall | str]:
 
 
 def _call(call: ast.expr | None, form: str) -> ToolCall | str:
-    parts, function = [], call.func if isinstance(call, ast.Call) else call
+    function = call.func if isinstance(call, ast.Call) else call
+    parts = []
     while isinstance(function, ast.Attribute):
         parts.append(function.attr)
         function = function.value

@@ -37,10 +37,10 @@ def function(text: str, start: int) -> Found:
     if name is None:
         raise Refusal(f"the name of the tool call is malformed; {_FUNCTION_FORM}")
     if text.startswith("{", after_space(text, name.end())):  # Llama's
-        found, behind = arguments_at(text, name.end(), name[1].strip())
+        calls, behind = arguments_at(text, name.end(), name[1].strip())
         if behind < len(text) and not _FUNCTION_END.match(text, behind):
             raise Refusal("text follows the JSON of the tool call; write </function> there")
-        return found, behind
+        return calls, behind
     arguments = {}
     place = name.end()
     while parameter := _PARAMETER.match(text, place):

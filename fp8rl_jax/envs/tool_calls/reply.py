@@ -157,8 +157,9 @@ class _Reply:
                 unended = False
                 self._attempt(kind, tag.end())
         if len(self._calls) > _MOST_CALLS:
-            last = f"Error: only the first {_MOST_CALLS} calls of a reply are made"
-            self._calls[_MOST_CALLS:] = [last]
+            self._calls[_MOST_CALLS:] = [
+                f"Error: only the first {_MOST_CALLS} calls of a reply are made"
+            ]
         return self._calls
 
     def _behind_thought(self, begin: re.Match) -> int:
@@ -176,10 +177,11 @@ class _Reply:
         if len(self._calls) > _MOST_CALLS:
             return
         try:
-            found, behind = _FORMS[kind].reader(self._text, start)
+            calls, behind = _FORMS[kind].reader(self._text, start)
         except Refusal as refusal:
-            found, behind = [f"Error: {refusal}"], self._refused(kind, start)
-        self._calls += found
+            calls = [f"Error: {refusal}"]
+            behind = self._refused(kind, start)
+        self._calls += calls
         self._read = max(self._read, behind)
 
     def _refused(self, kind: str, start: int) -> int:
@@ -195,8 +197,8 @@ class _Reply:
 def calls_in(reply: str) -> list[tuple[str, str]]:
     """Returns name and identifier of each call in a reply, '' where they are unknown or have other
     characters than letters of ASCII, digits and "_.:/-"."""
-    found = parse_tool_calls(reply)
-    named = [(c.name, c.id) if isinstance(c, ToolCall) else ("", "") for c in found]
+    calls = parse_tool_calls(reply)
+    named = [(c.name, c.id) if isinstance(c, ToolCall) else ("", "") for c in calls]
     return [(name * _plain(name), identifier * _plain(identifier)) for name, identifier in named]
 
 
