@@ -26,11 +26,11 @@ def path_of(name: str) -> str:
     """
     if "__" in name or "." in name:
         return name.replace("__", ".")
-    found = [path for path in (*all_fields(), *REMOVED) if path.partition(".")[2] == name]
-    first = [path for path in found if path.partition(".")[0] not in _SECOND] or found
+    paths = [path for path in (*all_fields(), *REMOVED) if path.partition(".")[2] == name]
+    first = [path for path in paths if path.partition(".")[0] not in _SECOND] or paths
     if len(first) == 1:
         return first[0]
-    if found:
+    if paths:
         names = " or ".join(path.replace(".", "__") for path in first)
         raise UserError(f"several sections have a field {name!r}: write {names}")
     meant = field_meant(name)

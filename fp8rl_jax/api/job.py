@@ -56,8 +56,8 @@ class Job:
         return load(self.directory)
 
     def _records(self, name: str) -> list[dict[str, Any]]:
-        file = self.directory / f"{name}.jsonl"
-        records = map(json.loads, file.read_text().splitlines())
+        lines = (self.directory / f"{name}.jsonl").read_text().splitlines()
+        records = map(json.loads, lines)
         return [record for record in records if GAP not in record]
 
 
@@ -125,16 +125,20 @@ def grpo(
             f"grpo: model is a {type(model).__name__}; write a directory or a name, and give the "
             "others by name: grpo(questions=..., reward=...)"
         )
-    given = {path_of(name): value for name, value in fields.items()}
+    settings = {path_of(name): value for name, value in fields.items()}
     names = (_ROOT / f"grpo-{number}" for number in itertools.count(1))
     new = next(path for path in names if not path.exists())
-    directory = given.setdefault("run.dir", str(new))
+    directory = settings.setdefault("run.dir", str(new))
     if not isinstance(directory, str | os.PathLike):
         raise UserError(f"grpo: dir is a {type(directory).__name__}; write a directory")
     directory = pathlib.Path(directory)
-    task, name = _task(questions, directory), reward_name(reward, directory, resume)
-    model = "" if model is None else os.fspath(model)
-    sections, _ = starter(model, task, name, given, "grpo")
+    sections, _ = starter(
+        "" if model is None else os.fspath(model),
+        _task(questions, directory),
+        reward_name(reward, directory, resume),
+        settings,
+        "grpo",
+    )
     return run(with_fields(sections, {}, "grpo"), resume=resume)
 
 

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.base.whole_file import write_whole
 
-_BEGIN, _END = "# The reward of this run, as it was written:\n", "# And as cloudpickle holds it.\n"
+_BEGIN = "# The reward of this run, as it was written:\n"
+_END = "# And as cloudpickle holds it.\n"
 
 
 def reward_name(reward: str | Callable, directory: pathlib.Path, resume: bool) -> str:
@@ -39,9 +40,10 @@ def reward_name(reward: str | Callable, directory: pathlib.Path, resume: bool) -
         return reward
     if not callable(reward):
         raise UserError(f"reward is {reward!r}; write a function, or the text of env.reward")
-    module, name = getattr(reward, "__module__", ""), getattr(reward, "__qualname__", "")
-    if module and _finds(module, name) is reward:
-        return f"{module}:{name}"
+    module = getattr(reward, "__module__", "")
+    path = getattr(reward, "__qualname__", "")
+    if module and _finds(module, path) is reward:
+        return f"{module}:{path}"
     name = getattr(reward, "__name__", "")
     name = name if name.isidentifier() else "reward"
     began = resume and (directory / "config.json").exists()

@@ -150,8 +150,10 @@ class Samples:
         return len(self.texts) // len(self.prompts)
 
     def __repr__(self) -> str:
-        sizes = f"{len(self.prompts)} prompts x {self.group_size}"
-        return f"Samples({sizes}, {int(self.mask.sum())} tokens)"
+        return (
+            f"Samples({len(self.prompts)} prompts x {self.group_size}, {int(self.mask.sum())} "
+            "tokens)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,13 +347,12 @@ def compare(policy: Policy, samples: Samples) -> Drift:
     """
     logp = score(policy, samples)
     metrics = mismatch_metrics(logp, samples.logprobs, samples.mask)
-    rows = by_row("row", logp.astype(np.float64) - samples.logprobs, samples.mask)
     return Drift(
-        metrics["train_rollout_logprob_abs_diff_max"],
-        metrics["logprob_equal_frac"],
-        int(metrics["drift_tokens"]),
-        rows,
-        metrics,
+        max=metrics["train_rollout_logprob_abs_diff_max"],
+        equal=metrics["logprob_equal_frac"],
+        tokens=int(metrics["drift_tokens"]),
+        by_sequence=by_row("row", logp.astype(np.float64) - samples.logprobs, samples.mask),
+        metrics=metrics,
     )
 
 
@@ -390,8 +391,9 @@ def train_step(
         begun = engine.new_state(state.params, engine.rl_optimizer, state.scaling_state)
         state = dataclasses.replace(state, opt_state=begun.opt_state)
     hold_settings()
-    before = None if reference is None else reference.state
-    batch, metrics = _weighed(sized, state, before, samples, values)
+    batch, metrics = _weighed(
+        sized, state, None if reference is None else reference.state, samples, values
+    )
     one_update = functools.partial(engine.update, step=policy.programs.update(sized))
     begin = time.perf_counter()
     try:
@@ -523,8 +525,7 @@ def _text_batch(policy: Policy, prompts, responses, temperature: float) -> tuple
     targets, taught = pad_rows([response for _, response in pairs], response_slots, pad_id)
     mask = np.arange(response_slots) < taught[:, None]
     rows = join(tokens, lengths, targets, pad_id)
-    heat = np.full(len(rows), temperature, np.float32)
-    batch = make_batch(rows, lengths, targets, mask, heat)
+    batch = make_batch(rows, lengths, targets, mask, np.full(len(rows), temperature, np.float32))
     return policy.programs.sized(prompt_slots, response_slots), batch
 
 
@@ -550,5 +551,7 @@ def _with_rows(runtime: Runtime, batch: Batch, group_size: int) -> Batch:
     def padded(x):
         return np.concatenate([x, np.zeros((more, *x.shape[1:]), x.dtype)])
 
-    tokens = np.concatenate([batch.tokens, np.repeat(batch.tokens[-1:], more, 0)])
-    return dataclasses.replace(jax.tree.map(padded, batch), tokens=tokens)
+    return dataclasses.replace(
+        jax.tree.map(padded, batch),
+        tokens=np.concatenate([batch.tokens, np.repeat(batch.tokens[-1:], more, 0)]),
+    )

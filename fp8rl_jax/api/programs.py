@@ -44,8 +44,10 @@ class Programs:
         key = "update", rollout.max_prompt_tokens, rollout.max_new_tokens
         if key not in self._made:
             engine = runtime.engine
-            parts = runtime.config.learner.gradient_accumulation_steps
             self._made[key] = engine.train_step(
-                engine.rl_optimizer, engine.loss, parts, donate=False
+                engine.rl_optimizer,
+                engine.loss,
+                runtime.config.learner.gradient_accumulation_steps,
+                donate=False,
             )
         return self._made[key]

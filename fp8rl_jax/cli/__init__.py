@@ -21,7 +21,8 @@ from typing import Any
 
 from fp8rl_jax.cli.output import flush, is_gone, prepare_streams, silence
 
-_INTERRUPTED, _CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+_INTERRUPTED = 128 + signal.SIGINT
+_CLOSED = 128 + signal.SIGPIPE
 
 
 def run(arguments: Sequence[str], **commands: Any) -> int:

@@ -169,14 +169,14 @@ def counts(most: int, least: int = 1) -> Callable[[str], list[int]]:
     """Returns an argument's type: integers from `least` to `most`, separated by commas."""
 
     def read(text: str) -> list[int]:
-        found = words(text)
-        for word in found or [text]:
+        numbers = words(text)
+        for word in numbers or [text]:
             if not word.isdecimal() or not least <= int(word) <= most:
                 raise argparse.ArgumentTypeError(
                     f"it holds {word!r}; write whole numbers from {least} to {most}, "
                     f"such as {least},64"
                 )
-        return [int(word) for word in found]
+        return [int(word) for word in numbers]
 
     return read
 
@@ -216,11 +216,11 @@ def config_file(command: str, values: argparse.Namespace) -> str:
       UserError: no file is named.
     """
     if not values.config:
-        has_other = command in ("fp8rl eval", "fp8rl sample")
-        other = ", or a directory with --checkpoint" if has_other else ""
+        takes_policies = command in ("fp8rl eval", "fp8rl sample")
         raise UserError(
-            f"{command}: name a config, for example `{command} --config "
-            f"tiny_arithmetic`{other}, or write one with `fp8rl init`"
+            f"{command}: name a config, for example `{command} --config tiny_arithmetic`"
+            f"{', or a directory with --checkpoint' * takes_policies}, or write one with "
+            "`fp8rl init`"
         )
     return values.config
 
@@ -256,8 +256,9 @@ def note(text: str) -> None:
 
 def writing(command: str, directory: str | pathlib.Path) -> AbstractContextManager[None]:
     """Turns an OSError into a UserError: nothing can be written to `directory`."""
-    what = f"{command}: nothing can be written to --out={directory}"
-    return refused_by_system(what, "name another directory")
+    return refused_by_system(
+        f"{command}: nothing can be written to --out={directory}", "name another directory"
+    )
 
 
 def writable(command: str, directory: str) -> pathlib.Path:

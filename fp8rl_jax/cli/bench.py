@@ -31,19 +31,24 @@ STARTS = "compiles, then measures; minutes"
 
 def repeats(default: int):
     """Returns the argument --repeats."""
-    help = f"timed repetitions, after one that compiles {DEFAULT}"
-    return argument("--repeats", help, "N", type=int, default=default)
+    return argument(
+        "--repeats",
+        f"timed repetitions, after one that compiles {DEFAULT}",
+        "N",
+        type=int,
+        default=default,
+    )
 
 
 def out_option(default: str, files: str):
     """Returns the argument --out, the directory of `files`."""
-    help = f"directory of {files} {DEFAULT}"
-    return argument("--out", help, "DIR", type=directory, default=default)
+    return argument(
+        "--out", f"directory of {files} {DEFAULT}", "DIR", type=directory, default=default
+    )
 
 
 def _slots(name: str, default: str, help: str):
-    help = f"{help} {DEFAULT}"
-    return argument(name, help, "N,N", type=counts(_MOST_SLOTS), default=default)
+    return argument(name, f"{help} {DEFAULT}", "N,N", type=counts(_MOST_SLOTS), default=default)
 
 
 def write_json(command: str, path: pathlib.Path, result: dict) -> None:
@@ -97,8 +102,8 @@ def _rollout(values: argparse.Namespace) -> int:
     else:
         from fp8rl_jax.training.runtime import make_runtime
 
-        config = read_config(command, values)
-        models = {values.config: make_runtime(config, with_questions=False).resolved.model}
+        runtime = make_runtime(read_config(command, values), with_questions=False)
+        models = {values.config: runtime.resolved.model}
     out = writable(command, values.out)
     result = rollout.bench(models, plan, note)
     print(rollout.format_table(result))

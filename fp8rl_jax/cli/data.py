@@ -72,18 +72,18 @@ def _files_by_split(text: str) -> dict[str, pathlib.Path]:
     from fp8rl_jax.envs.splits import splits_named
 
     names = words(text)
-    found: dict[str, pathlib.Path] = {}
+    files_of: dict[str, pathlib.Path] = {}
     for name in names:
         path = pathlib.Path(expanded(name, "fp8rl data prepare: --from"))
         named = splits_named(path.name) or (["train"] if len(names) == 1 else [])
         split = named[0] if len(named) == 1 else ""
-        if not split or split in found or os.path.isdir(path):
+        if not split or split in files_of or os.path.isdir(path):
             raise UserError(
                 f"fp8rl data prepare: --from: {name} is not one file of a split of its own; name "
                 "each after its split, such as train.jsonl,test.jsonl"
             )
-        (found[split],) = files.find(name).splits["train"]
-    return found
+        (files_of[split],) = files.find(name).splits["train"]
+    return files_of
 
 
 def _show(values: argparse.Namespace) -> int:
@@ -100,8 +100,7 @@ def _show(values: argparse.Namespace) -> int:
     override(config, values.overrides)
     check_source(config.env)
     count = values.rows if is_generated(config.env.task) else sys.maxsize
-    counts = {"train": count, "eval": count}
-    data = load_questions(config.env, counts, config.run.seed)
+    data = load_questions(config.env, {"train": count, "eval": count}, config.run.seed)
     if data.note:
         print(data.note)
     for split, questions in data.questions.items():

@@ -27,8 +27,9 @@ def _drift_config(values: argparse.Namespace):
     from fp8rl_jax.config import override
     from fp8rl_jax.policy.source import directory_config
 
-    needed = ("precision", "env", "algo")
-    config = directory_config(values.checkpoint, values.allow_import, needed)
+    config = directory_config(
+        values.checkpoint, values.allow_import, needed=("precision", "env", "algo")
+    )
     override(config, values.overrides)
     keep_programs(config.run.compilation_cache)
     return config

@@ -56,8 +56,10 @@ def _init(values: argparse.Namespace) -> int:
         else "from a small decoder that learns the answers of the questions first."
     )
     lines = [f'            "{name}": {_written(fields)},' for name, fields in sections.items()]
-    named, of_all = shlex.quote(str(path)), "\n".join(lines)
-    text = _TEXT.format(title=_in_docstring(title), file=_in_docstring(named), sections=of_all)
+    named = shlex.quote(str(path))
+    text = _TEXT.format(
+        title=_in_docstring(title), file=_in_docstring(named), sections="\n".join(lines)
+    )
     with refused_by_system(f"fp8rl init: {path} cannot be written", "name another file"):
         write_whole(path, text)
     rollout = sections["rollout"]

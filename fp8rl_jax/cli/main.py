@@ -103,8 +103,10 @@ def _version() -> str:
     from fp8rl_jax.base.version import __version__, commit
 
     at = f" ({found})" if (found := commit()) else ""
-    jax = importlib.metadata.version("jax")
-    return f"fp8rl_jax {__version__}{at}, jax {jax}, Python {platform.python_version()}"
+    return (
+        f"fp8rl_jax {__version__}{at}, jax {importlib.metadata.version('jax')}, "
+        f"Python {platform.python_version()}"
+    )
 
 
 def _find(words: Sequence[str], commands: Mapping[str, Command]) -> tuple[Command, Sequence[str]]:

@@ -15,7 +15,8 @@ class _Outlived:
     """A text stream that drops text once writing fails; with `announce`, standard error says so."""
 
     def __init__(self, stream: TextIO, announce: bool):
-        self._stream, self._announce = stream, announce
+        self._stream = stream
+        self._announce = announce
 
     def write(self, text: str) -> int:
         self._call(self._stream.write, text)
@@ -31,7 +32,8 @@ class _Outlived:
         try:
             function(*arguments)
         except (OSError, ValueError) as error:
-            announce, self._announce = self._announce, False
+            announce = self._announce
+            self._announce = False
             if isinstance(error, OSError):
                 silence(self._stream)
             elif not self._stream.closed:

@@ -24,14 +24,13 @@ _MASTERS = {False: "masters, float32", True: "frozen base, and adapters in float
 def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
     """Returns the tables of `fp8rl plan --learner`."""
     work = plan.work
-    recipe = planned.resolved.learner_recipe.name
     rows = planned.resolved.minibatch_samples
     memory = [
         (_MASTERS[bool(planned.resolved.config.lora.rank)], plan.masters),
         ("Adam's moments", plan.moments),
         ("reference policy, states, batch", plan.others),
         ("gradients, float32", plan.gradients),
-        (f"own weights, {recipe}", plan.own_weights),
+        (f"own weights, {planned.resolved.learner_recipe.name}", plan.own_weights),
         ("inputs and attention of the layers, about", plan.layer_inputs),
         ("embedding and head, gathered", plan.tables),
         ("at work: the head, about", plan.head),
@@ -69,16 +68,22 @@ def _at_a_time(work: Workload) -> str:
 
 def _format_cost(planned: Planned, plan: LearnerPlan, cost: StepCost) -> Iterator[str]:
     gpu = planned.gpu
-    flops = [(name, f"{value:.3g}") for name, value in cost.flops.items()]
-    yield from text_table([("of an update", "FLOPs"), *flops])
+    yield from text_table(
+        [("of an update", "FLOPs"), *((name, f"{value:.3g}") for name, value in cost.flops.items())]
+    )
     yield ""
     if cost.transfers:
-        received = [(axis, *map(gib, sizes)) for axis, sizes in cost.transfers.items()]
-        yield from text_table([("received over", "inside hosts", "between hosts"), *received])
+        yield from text_table(
+            [
+                ("received over", "inside hosts", "between hosts"),
+                *((axis, *map(gib, sizes)) for axis, sizes in cost.transfers.items()),
+            ]
+        )
         yield ""
     parts = {**cost.seconds, **cost.moving}
-    times = [(name, f"{seconds:.3g} s") for name, seconds in parts.items()]
-    yield from text_table([("takes about", ""), *times])
+    yield from text_table(
+        [("takes about", ""), *((name, f"{seconds:.3g} s") for name, seconds in parts.items())]
+    )
     rate = cost.tokens / cost.least_seconds
     yield (
         f"An update takes {cost.least_seconds:.3g} s if transfers overlap with all else, and "

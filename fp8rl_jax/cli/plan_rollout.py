@@ -20,11 +20,11 @@ from fp8rl_jax.plan.times import decode_seconds
 from fp8rl_jax.rollout.cases import CASES
 
 
-def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:
-    """Returns the table of `fp8rl plan --rollout`; `plan_rollouts` makes `own` and `cases`."""
+def format_plans(planned: Planned, plan: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:
+    """Returns the table of `fp8rl plan --rollout`; `plan_rollouts` makes `plan` and `cases`."""
     count = planned.mesh.size
     recipe = planned.resolved.rollout_recipe
-    plans = {f"{recipe.name} *": own}
+    plans = {f"{recipe.name} *": plan}
     for name in ("fp8", "bf16"):
         other = CASES[name]()
         if other != dataclasses.replace(recipe, kernels=other.kernels):
@@ -36,18 +36,22 @@ def format_plans(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPla
         "a page": lambda p: f"{p.page / 2**10:,.1f} KiB",
         "KV of a token": lambda p: f"{p.page / PAGE / 2**10:,.2f} KiB",
         "pages that fit": lambda p: f"{p.fitting:,}",
-        f"slots of {own.tokens} tokens": lambda p: f"{p.slots_of(own.tokens):,}",
-        f"slots of {own.half} tokens": lambda p: f"{p.slots_of(own.half):,}",
+        f"slots of {plan.tokens} tokens": lambda p: f"{p.slots_of(plan.tokens):,}",
+        f"slots of {plan.half} tokens": lambda p: f"{p.slots_of(plan.half):,}",
     }
-    rows = [(name, *map(figure, plans.values())) for name, figure in figures.items()]
     return "\n".join(
         [
             f"{count} device{'s' * (count > 1)} of {gib(planned.memory)}, 92% of it usable (mesh: "
             f"{planned.mesh_text}); figures of each.",
-            f"A sequence: {own.tokens} tokens at most, {pages_of(own.tokens)} pages of {PAGE}. A "
-            f"step: {planned.samples} samples, of which {own.slots} decode at a time.",
+            f"A sequence: {plan.tokens} tokens at most, {pages_of(plan.tokens)} pages of {PAGE}. A "
+            f"step: {planned.samples} samples, of which {plan.slots} decode at a time.",
             "",
-            *text_table([("", *plans), *rows]),
+            *text_table(
+                [
+                    ("", *plans),
+                    *((name, *map(figure, plans.values())) for name, figure in figures.items()),
+                ]
+            ),
             "",
             "* the config's own recipe (precision.rollout)",
         ]
@@ -79,9 +83,9 @@ def _decode_rows(
         yield row("tokens/s over bf16's", (x / rates[0] for x in rates), "{:.2f}")
 
 
-def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:
+def format_decode(planned: Planned, rollout: RolloutPlan, cases: dict[str, RolloutPlan]) -> str:
     """Returns the predicted times of decoding equal numbers of sequences, and as many as fit."""
-    half = own.half
+    half = rollout.half
     fitting = [plan.slots_of(half) or 0 for plan in cases.values()]
     names = [name for name in EFFICIENCY if name != "links"]
     reached = ", ".join(f"{name} {EFFICIENCY[name]:.0%}" for name in names)
@@ -94,7 +98,7 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
             *text_table(
                 [
                     ("", *cases),
-                    *_decode_rows(planned, half, "equal sequences", [own.slots] * len(fitting)),
+                    *_decode_rows(planned, half, "equal sequences", [rollout.slots] * len(fitting)),
                     *_decode_rows(planned, half, "sequences that fit", fitting),
                 ]
             ),
@@ -108,7 +112,7 @@ def format_decode(planned: Planned, own: RolloutPlan, cases: dict[str, RolloutPl
     )
 
 
-def describe_allocation(planned: Planned, own: RolloutPlan) -> str:
+def describe_allocation(planned: Planned, plan: RolloutPlan) -> str:
     """Returns a sentence on what the sampler allocates for the configuration.
 
     Raises:
@@ -116,27 +120,27 @@ def describe_allocation(planned: Planned, own: RolloutPlan) -> str:
     """
     rollout = planned.config.rollout
     devices = planned.mesh.size
-    pages = own.pages
+    pages = plan.pages
     if not rollout.slots:
-        needed = planned.samples * pages_of(own.tokens)
+        needed = planned.samples * pages_of(plan.tokens)
         cache = (
             "rollout.slots is 0: the sampler allocates a cache for all "
-            f"{planned.samples} samples at once, {gib(needed * own.page)} a device"
+            f"{planned.samples} samples at once, {gib(needed * plan.page)} a device"
         )
-        if needed <= (own.fitting or 0):
+        if needed <= (plan.fitting or 0):
             return f"{cache}, which fits"
-        fitting = own.slots_of(own.half) or 1  # at half the length
+        fitting = plan.slots_of(plan.half) or 1  # at half the length
         return (
             f"{cache}, which does not fit; continuous batching would do best with "
             f"rollout.slots={devices * min(planned.samples, fitting)}"
         )
     pages = rollout.pages // devices or pages
-    if pages > (own.fitting or 0):
+    if pages > (plan.fitting or 0):
         raise UserError(
-            f"rollout.pages is {rollout.pages}, {pages} a device, and {own.fitting} fit: write at "
-            f"most {(own.fitting or 0) * devices}, or 0"
+            f"rollout.pages is {rollout.pages}, {pages} a device, and {plan.fitting} fit: write at "
+            f"most {(plan.fitting or 0) * devices}, or 0"
         )
     return (
-        f"The sampler allocates {own.slots} slots and {pages} pages a device, "
-        f"{gib(pages * own.page)} ({own.wanted} pages would hold every slot's whole sequence)"
+        f"The sampler allocates {plan.slots} slots and {pages} pages a device, "
+        f"{gib(pages * plan.page)} ({plan.wanted} pages would hold every slot's whole sequence)"
     )

@@ -37,9 +37,9 @@ def _train(values: argparse.Namespace) -> int:
         if not processes.first():
             return 0
         summary = summarise(directory)
-        lines = (summary["sentence"], *summary["notes"], f"report: {outcome.report}")
-        for line in filter(None, (*lines, summary["advice"])):
-            print(line)
+        print(summary["sentence"], *summary["notes"], f"report: {outcome.report}", sep="\n")
+        if summary["advice"]:
+            print(summary["advice"])
     return 0
 
 
@@ -48,10 +48,12 @@ def _report(values: argparse.Namespace) -> int:
         raise UserError("fp8rl report: name a run directory, for example runs/tiny_arithmetic")
     from fp8rl_jax.report import write_report
 
-    own, *others = values.directories
-    what = f"fp8rl report: {own}/report.html cannot be written"
-    with refused_by_system(what, "make room for it, or fix its permissions"):
-        print(write_report(own, others))
+    run_dir, *compared = values.directories
+    with refused_by_system(
+        f"fp8rl report: {run_dir}/report.html cannot be written",
+        "make room for it, or fix its permissions",
+    ):
+        print(write_report(run_dir, compared))
     return 0
 
 
@@ -69,16 +71,25 @@ def _convert(values: argparse.Namespace) -> int:
     source, written = values.paths
     is_run = os.path.isdir(os.path.join(source, "checkpoints"))
     is_run = is_run and pretrained_config(source) is None
-    for option, given in (("--average-last", values.average_last), ("--adapter", values.adapter)):
-        if given not in (None, False) and not is_run:
+    for option, value in (("--average-last", values.average_last), ("--adapter", values.adapter)):
+        if value not in (None, False) and not is_run:
             raise UserError(f"fp8rl convert: {option} goes with a run, and {source} is none")
     if values.adapter and values.average_last is not None:
         raise UserError("fp8rl convert: --adapter and --average-last exclude each other: leave one")
     if values.adapter:
         print(export_adapter(source, written, values.allow_import))
     elif is_run:
-        settings = values.dtype, values.max_shard_gb, values.allow_import
-        print(export_run(source, written, *settings, note, values.average_last))
+        print(
+            export_run(
+                source,
+                written,
+                values.dtype,
+                values.max_shard_gb,
+                values.allow_import,
+                note,
+                values.average_last,
+            )
+        )
     else:
         print(hf.convert(source, written, values.dtype, values.max_shard_gb))
     return 0

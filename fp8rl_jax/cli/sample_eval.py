@@ -59,15 +59,15 @@ def _pairs(command: str, option: str, text: str) -> dict[str, object]:
     """Returns {name: value} of 'name=value,name=[1,2]'; values are read by `literal`."""
     from fp8rl_jax.config import literal
 
-    found = {}
+    values = {}
     for part in re.split(r",(?=\w+=)", text) if text else ():
         name, equals, value = part.partition("=")
         if not equals or not name.isidentifier():
             raise UserError(
                 f"fp8rl {command}: --{option}: {part!r} is not understood; write NAME=VALUE,..."
             )
-        found[name] = literal(value)
-    return found
+        values[name] = literal(value)
+    return values
 
 
 def _same_file(one: str | None, other: str) -> bool:
@@ -90,26 +90,29 @@ def _policy_config(command: str, values: argparse.Namespace):
                 f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of "
                 "a run, or of a Hugging Face model"
             )
-        needed = ("precision", "env") if command == "eval" else ("precision",)
-        config = directory_config(values.checkpoint, values.allow_import, needed)
+        config = directory_config(
+            values.checkpoint,
+            values.allow_import,
+            ("precision", "env") if command == "eval" else ("precision",),
+        )
     else:
         config = load_config(config_file(f"fp8rl {command}", values))
-    given = vars(values)
+    options = vars(values)
     for option in ("system", "chat_options"):
-        if given[option] and not values.chat:
+        if options[option] and not values.chat:
             name = option.replace("_", "-")
             raise UserError(
                 f"fp8rl {command}: --{name} goes with --chat; add it, or leave {name} out"
             )
     fields = _FIELD_OF
     # The file that a run was trained on: ask the questions that the run held out.
-    held_out = _same_file(given.get("task"), config.env.task)
+    held_out = _same_file(options.get("task"), config.env.task)
     if command == "eval":
         fields = fields | {"temperature": "eval.temperature", "top_p": "eval.top_p"}
     for name, path in fields.items():
-        if given.get(name) is not None:
+        if options.get(name) is not None:
             section, _, field = path.partition(".")
-            config[section][field] = given[name]
+            config[section][field] = options[name]
     if values.precision is not None:
         config.precision.rollout = config.precision.learner = values.precision
     if command == "eval":
@@ -123,11 +126,19 @@ def _policy_config(command: str, values: argparse.Namespace):
 
             one = "," not in values.task and is_generated(values.task)
             config.env.eval_task = "" if one else values.task
-        options = _pairs("eval", "task-options", values.task_options)
-        set_options(config.env.task_options, options, "--task-options", "fp8rl eval")
+        set_options(
+            config.env.task_options,
+            _pairs("eval", "task-options", values.task_options),
+            "--task-options",
+            "fp8rl eval",
+        )
     override(config, values.overrides)
-    options = _pairs(command, "chat-options", values.chat_options)
-    set_options(config.data.chat_options, options, "--chat-options", f"fp8rl {command}")
+    set_options(
+        config.data.chat_options,
+        _pairs(command, "chat-options", values.chat_options),
+        "--chat-options",
+        f"fp8rl {command}",
+    )
     keep_programs(config.run.compilation_cache)
     return config
 
@@ -160,9 +171,9 @@ def _sample(values: argparse.Namespace) -> int:
     temperature = usual_temperature(config) if values.temperature is None else values.temperature
     runtime = make_runtime(config, with_questions=False)
     check_sampling_memory(runtime.resolved, runtime.mesh, len(prompts), 1, "prompts", slots=0)
-    policy, writer = load_policy(runtime, prompts, note), _Writer(prompts)
-    timing = generate(policy, temperature, writer.show, writer.finished)
-    note(str(timing))
+    policy = load_policy(runtime, prompts, note)
+    writer = _Writer(prompts)
+    note(str(generate(policy, temperature, writer.show, writer.finished)))
     return 0
 
 
@@ -170,7 +181,8 @@ class _Writer:
     """Prints answers in order; the first unfinished one is printed while it is sampled."""
 
     def __init__(self, prompts: Sequence[str]):
-        self._prompts, self._row = prompts, -1
+        self._prompts = prompts
+        self._row = -1
         self._waiting = [""] * len(prompts)
         self._ended: dict[int, bool] = {}
         self._next()

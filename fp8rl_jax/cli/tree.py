@@ -32,21 +32,20 @@ def parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
         "--version", action="store_true", help="show the versions of fp8rl_jax and JAX, and exit"
     )
     groups = {name.rpartition(" ")[0] for name in commands}
-    found: dict[str, Parser] = {}
+    parsers: dict[str, Parser] = {}
     below: dict[str, argparse._SubParsersAction] = {}
     for name, command in commands.items():
         group, _, word = name.rpartition(" ")
         if group not in below:
-            above = found.get(group, root)
-            below[group] = above.add_subparsers(
+            below[group] = parsers.get(group, root).add_subparsers(
                 title="commands", metavar="COMMAND", dest="below", parser_class=Parser
             )
-        found[name] = below[group].add_parser(
+        parsers[name] = below[group].add_parser(
             word,
             help=command.summary,
             description=command.summary,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.fill(found[name], name in groups)
-    return root, found
+        command.fill(parsers[name], name in groups)
+    return root, parsers

@@ -54,8 +54,9 @@ def check_adapters(config: ml_collections.ConfigDict, model: ModelConfig) -> Non
     """
     lora = config.lora
     if lora.checkpoint:
-        adapters = adapted_shapes(config, model).adapters
-        check_adapter(lora.checkpoint, model, adapters, lora.rank, lora.alpha)
+        check_adapter(
+            lora.checkpoint, model, adapted_shapes(config, model).adapters, lora.rank, lora.alpha
+        )
 
 
 def begun(config: ml_collections.ConfigDict, model: ModelConfig, params: Any) -> Any:
@@ -64,10 +65,9 @@ def begun(config: ml_collections.ConfigDict, model: ModelConfig, params: Any) ->
     Raises:
       UserError: as `check_adapters`.
     """
-    found = with_adapters(config, params)
-    if not config.lora.checkpoint or found is params:
-        return found
+    new = with_adapters(config, params)
+    if not config.lora.checkpoint or new is params:
+        return new
     check_adapters(config, model)
-    new = processes.fetch(found.adapters)
-    adapters = load_adapter(config.lora.checkpoint, model, new)
-    return dataclasses.replace(found, adapters=adapters)
+    adapters = load_adapter(config.lora.checkpoint, model, processes.fetch(new.adapters))
+    return dataclasses.replace(new, adapters=adapters)

@@ -63,21 +63,23 @@ def _check_experts(devices: int, experts: int) -> None:
 
 
 def _check_precision(resolved: Resolved) -> None:
-    rollout, learner = resolved.rollout_recipe, resolved.learner_recipe
+    recipes = (resolved.rollout_recipe, resolved.learner_recipe)
     for name, operand in OF_OPERANDS.items():
         value = resolved.config.precision[name]
-        quantised = operand in rollout.operands or operand in learner.operands
+        quantised = any(operand in recipe.operands for recipe in recipes)
         if FIELDS["precision"][name].is_set(value) and not quantised:
             raise UserError(
-                f"precision.{name} is {value!r}, and neither recipe ({rollout.name}, "
-                f"{learner.name}) quantises its {operand}s: leave it out, or use fp8"
+                f"precision.{name} is {value!r}, and neither recipe "
+                f"({', '.join(recipe.name for recipe in recipes)}) quantises its {operand}s: leave "
+                "it out, or use fp8"
             )
     if resolved.zero_drift:
         check_xla_flags()
 
 
 def _check_kernels(resolved: Resolved) -> None:
-    kernels, platform = resolved.config.precision.kernels, backend()
+    kernels = resolved.config.precision.kernels
+    platform = backend()
     if resolved.config.precision.cpu_products == "exact" and platform != "cpu":
         raise UserError(
             f"precision.cpu_products is 'exact', and JAX runs on {platform} here: write 'auto', or "
@@ -121,7 +123,8 @@ def check_platform(resolved: Resolved) -> None:
 
 
 def _check_rollout(resolved: Resolved) -> None:
-    rollout, algo = resolved.config.rollout, resolved.config.algo
+    rollout = resolved.config.rollout
+    algo = resolved.config.algo
     if resolved.config.model.checkpoint or resolved.config.model.name:
         check_top_k(resolved.config, resolved.model.vocab_size)
     if algo.overlong_buffer > rollout.max_new_tokens:
@@ -150,10 +153,11 @@ def _check_functions(algorithm: Algorithm, algo, packed: bool) -> None:
     """Tries the loss and the corrections on small arrays; compiles nothing."""
     shape = (2, 3)
     rows = {"sequences": jax.ShapeDtypeStruct((2, 4, 3), bool)} if packed else {}
-    floats, mask = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, bool)
+    floats = jax.ShapeDtypeStruct(shape, jnp.float32)
+    mask = jax.ShapeDtypeStruct(shape, bool)
     try:
         loss, stats = jax.eval_shape(algorithm.loss, floats, floats, floats, mask, **rows)
-        found = {"loss": loss, **stats}
+        returned = {"loss": loss, **stats}
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever a user's function raises, SystemExit too
@@ -164,7 +168,7 @@ def _check_functions(algorithm: Algorithm, algo, packed: bool) -> None:
             + "; with learner.tokens_per_batch=0 it needs no sequences"
             * packed
         ) from None
-    for name, value in found.items():
+    for name, value in returned.items():
         if (value.shape, value.dtype) != (shape, jnp.float32):
             raise UserError(
                 f"algo.loss: {algo.loss!r} returns {name} as {value.dtype}{list(value.shape)} for "
@@ -172,8 +176,9 @@ def _check_functions(algorithm: Algorithm, algo, packed: bool) -> None:
             )
     for name, correction in algorithm.corrections.items():
         try:
-            weights, keep = correction(np.zeros(shape), np.ones(shape, bool), np.zeros(shape))
-            weights, keep = np.asarray(weights), np.asarray(keep)
+            weights, keep = map(
+                np.asarray, correction(np.zeros(shape), np.ones(shape, bool), np.zeros(shape))
+            )
             if not weights.shape == keep.shape == shape or keep.dtype != bool:
                 problem = "returns other shapes, or a keep that is not bool"
             elif weights.dtype.kind not in "fiu" or not np.isfinite(weights).all():
@@ -232,8 +237,8 @@ def _check_batches(config) -> None:
             f"sft.batch_size is {config.sft.batch_size}, more than sft.questions = "
             f"{config.sft.questions}: lower the one or raise the other"
         )
-    generated = is_generated(config.env.task)
-    if generated and config.env.train_questions < config.rollout.prompts_per_step:
+    few = config.env.train_questions < config.rollout.prompts_per_step
+    if few and is_generated(config.env.task):
         raise UserError(
             f"rollout.prompts_per_step is {config.rollout.prompts_per_step}, more than "
             f"env.train_questions = {config.env.train_questions}"

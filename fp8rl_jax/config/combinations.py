@@ -5,10 +5,11 @@
     Field.needs   of `config.fields`: a field that is set needs another one, set or at a value
     PAIRS         two features that follow from recipes or from several fields, and the message
 
-`config.checks` refuses a configuration that breaks one of them, and `fp8rl plan` a field that
-needs another rollout than the plan assumes; the documentation's page of combinations is made from
-both tables. To close a gap, delete its need or pair; a new gap is a new one, for which
-tests/config/test_combinations.py has the needs of every field, and a configuration for each pair.
+`config.checks` refuses a configuration that breaks one of them. `fp8rl plan` refuses a field that
+needs another rollout than the one that is planned. The documentation's page of combinations is made
+from both tables. To close a gap, delete its need or pair. For a new one, add it here:
+tests/config/test_combinations.py tries the needs of every field, and has a configuration for each
+pair.
 
 Not here: numbers that do not fit each other (`config.checks`), and the shapes of a model
 (`models.ModelConfig`).

@@ -48,8 +48,9 @@ class Field(NamedTuple):
       meaning: text of `--help-config` and of the documentation.
       choices: values that a text field may have; any text if empty.
       bounds: those of a number.
-      needs: what must hold where the field is not at its default, and why: {'SECTION.FIELD' (it
-        is set, too), 'SECTION.FIELD=VALUE', or several of these with ' or ': reason, or ''}.
+      needs: {condition: reason}, what must hold where the field is not at its default. A condition
+        is 'SECTION.FIELD' (that field is set, too), 'SECTION.FIELD=VALUE', or several of these with
+        ' or ' between them; a reason may be ''.
       names: names that other libraries have for it, with blanks between them (`config.names`).
       unlike: what the field counts, and other libraries' names for it that count something else.
       is_path: whether `~` and `hf:ORG/NAME` are expanded; one with a default may not be empty.
@@ -908,10 +909,12 @@ def describe_fields(section: str = "") -> str:
         raise UserError(f"--help-config: there is no section {section!r}; {hint}")
     lines = []
     if section in ("", "precision"):
-        lines += ["FILE:CASE sets the precision of a config file:"]
         lines += [
-            f"      {case}: " + ", ".join(f"{name}={value}" for name, value in values.items())
-            for case, values in CASES.items()
+            "FILE:CASE sets the precision of a config file:",
+            *(
+                f"      {case}: " + ", ".join(f"{name}={value}" for name, value in values.items())
+                for case, values in CASES.items()
+            ),
         ]
     for path, field in all_fields().items():
         if section in ("", path.partition(".")[0]):

@@ -24,8 +24,8 @@ from fp8rl_jax.config.cases import CASES
 def packaged() -> dict[str, pathlib.Path]:
     """Returns {name: file} of the configs that are part of this package; what they share, in files
     whose names begin with _, is none."""
-    found = [pathlib.Path(str(path)) for path in resources.files("fp8rl_jax.configs").iterdir()]
-    return {path.stem: path for path in sorted(found) if path.match("[!_]*.py")}
+    paths = [pathlib.Path(str(path)) for path in resources.files("fp8rl_jax.configs").iterdir()]
+    return {path.stem: path for path in sorted(paths) if path.match("[!_]*.py")}
 
 
 def read_config_file(path: str) -> tuple[Any, dict[str, str]]:
@@ -38,7 +38,9 @@ def read_config_file(path: str) -> tuple[Any, dict[str, str]]:
     Raises:
       UserError: there is no such file or case, or the file fails or has no get_config.
     """
-    file, colon, text, named = path, "", "", packaged()
+    named = packaged()
+    file = path
+    colon = text = ""
     if not os.path.exists(path) and path not in named:
         name, colon, text = path.rpartition(":")
         file = name if colon else file

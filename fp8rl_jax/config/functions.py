@@ -18,21 +18,21 @@ _FUNCTION = re.compile(r"(?!tfds:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 def named_functions(config: ml_collections.ConfigDict) -> dict[str, str]:
     """Returns {'module:function': path of the field that names it}."""
-    algo, env = config.algo, config.env
+    env = config.env
     texts = {
         "env.reward": reward_names(env.reward),
         "env.step": [env.step],
         "env.tools": [env.tools],
         "env.task": [env.task],
         "env.eval_task": env.eval_task.split(","),
-        "algo.loss": [algo.loss],
-        "algo.correction": algo.correction.split(","),
+        "algo.loss": [config.algo.loss],
+        "algo.correction": config.algo.correction.split(","),
         **{f"precision.{name}": [text] for name, text in config.precision.items()},
     }
     return {
         text.strip(): field
-        for field, found in texts.items()
-        for text in found
+        for field, named in texts.items()
+        for text in named
         if isinstance(text, str) and _FUNCTION.fullmatch(text.strip())
     }
 

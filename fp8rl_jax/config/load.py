@@ -9,6 +9,7 @@ single fields (``--config.rollout.group_size=16``). `config.checks` checks the r
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -159,8 +160,8 @@ def _options(content: dict[str, Any], path: str, where: str) -> ml_collections.C
       UserError: JSON cannot hold the options, or one has a name that no option can have.
     """
     try:
-        json.dumps(found := plain(content))
-        values = {name: tabled(value) for name, value in found.items()}
+        json.dumps(options := plain(content))
+        values = {name: tabled(value) for name, value in options.items()}
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{where}: {path} cannot be written as JSON ({raised(error)}): write numbers, texts, "
@@ -305,10 +306,8 @@ class _PythonNames(ast.NodeTransformer):
 
 def literal(text: str) -> Any:
     """Parses a literal of JSON or Python (number, list, true, True, ...); returns other text."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text, parse_constant=_no_literal)
-    except (ValueError, RecursionError):
-        pass
     try:
         return ast.literal_eval(_PythonNames().visit(ast.parse(text.strip(" \t"), mode="eval")))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -328,9 +327,10 @@ def reset(config: ml_collections.ConfigDict, paths: Iterable[str]) -> None:
 
 def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Returns {'section.field': value}, with free-form fields as dicts."""
-    flat = {}
-    for section, fields in config.items():
-        for name, value in fields.items():
-            is_dict = isinstance(value, ml_collections.ConfigDict)
-            flat[f"{section}.{name}"] = plain(value.to_dict()) if is_dict else value
-    return flat
+    return {
+        f"{section}.{name}": plain(value.to_dict())
+        if isinstance(value, ml_collections.ConfigDict)
+        else value
+        for section, fields in config.items()
+        for name, value in fields.items()
+    }

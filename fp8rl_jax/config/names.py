@@ -47,11 +47,12 @@ def field_meant(path: str) -> str | None:
     fields = all_fields()
     if path in fields:
         return path
-    section, last = path.partition(".")[0], path.rpartition(".")[2]
+    section = path.partition(".")[0]
+    last = path.rpartition(".")[2]
     meant = MEANT.get(last, "")
     if section in FIELDS:
-        if (own := f"{section}.{meant.partition('.')[2]}") in fields:
-            return own
+        if (in_section := f"{section}.{meant.partition('.')[2]}") in fields:
+            return in_section
         if near := difflib.get_close_matches(last, FIELDS[section], 1, 0.6):
             return f"{section}.{near[0]}"
     if same := [name for name in fields if name.endswith("." + last)]:

@@ -47,8 +47,11 @@ def _kv_fields(text: str) -> dict[str, Any]:
             f"{text!r} is not understood: write recipe, bf16, fp8, fp8_calibrated, int8, or K and "
             "V apart, such as 'k=int8,v=fp8'"
         )
-    dtypes = {f"{name}_dtype": _KV_DTYPES[value] for name, value in formats.items()}
-    return {"kv": "dynamic", **dtypes}
+    return {
+        "kv": "dynamic",
+        "k_dtype": _KV_DTYPES[formats["k"]],
+        "v_dtype": _KV_DTYPES[formats["v"]],
+    }
 
 
 def _with_modules(recipe: Recipe, text: str) -> Recipe:

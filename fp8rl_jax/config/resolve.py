@@ -26,24 +26,23 @@ def resolve_config(config: ml_collections.ConfigDict) -> Resolved:
       UserError: something cannot work; the message names the first problem.
     """
     checks.check_fields(config)
-    env = config.env
     model, positions = read_model(config)
     rollout, learner = (
         side_recipe(config.precision, side, model.num_hidden_layers) for side in SIDES
     )
-    algo, correction = config.algo, config.algo.correction
+    correction = config.algo.correction
     same = same_forward(rollout, learner)
     if correction == "auto":  # nothing to correct where both sides compute the same forward pass
-        correction = "none" if same or algo.old_logprobs == "rollout" else "tis"
+        correction = "none" if same or config.algo.old_logprobs == "rollout" else "tis"
     resolved = Resolved(
         ml_collections.FrozenConfigDict(config),
         model,
         rollout,
         learner,
         reference_recipe(config.precision, learner),
-        algorithm_of(algo, config.rollout.max_new_tokens, correction),
-        rewards_of(env),
-        step_of(env),
+        algorithm_of(config.algo, config.rollout.max_new_tokens, correction),
+        rewards_of(config.env),
+        step_of(config.env),
         read_frozen_model(config),
         positions,
     )

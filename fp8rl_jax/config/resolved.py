@@ -111,9 +111,10 @@ class Resolved:
         """Returns whether the sampler's log-probabilities serve as the old ones, which saves a
         forward pass.
 
-        With `algo.old_logprobs` 'auto' and without corrections they do where older versions drew
-        the tokens, because nothing else would weigh these, and under zero drift, unless the
-        self-check or a first update has shown (`drifted`) that the learner's differ.
+        With `algo.old_logprobs` 'auto' and without corrections they do so in two cases: where older
+        versions of the policy drew tokens, since nothing else would weigh these; and under zero
+        drift, until the self-check or a first update has shown (`drifted`) that the learner's
+        log-probabilities differ.
         """
         setting = self.config.algo.old_logprobs
         if setting != "auto":
@@ -136,15 +137,15 @@ class Resolved:
           UserError: the model's vocabulary is smaller than `size`, or `rollout.top_k` larger than
             the vocabulary.
         """
-        config, model = self.config, self.model
-        if not (config.model.checkpoint or config.model.name):
+        model = self.model
+        if not (self.config.model.checkpoint or self.config.model.name):
             model = dataclasses.replace(model, vocab_size=size)
         if model.vocab_size < size:
             raise UserError(
-                f"data.tokenizer: {config.data.tokenizer!r} has ids up to {size - 1}, and the "
+                f"data.tokenizer: {self.config.data.tokenizer!r} has ids up to {size - 1}, and the "
                 f"model's vocabulary has {model.vocab_size} tokens: take the model's own tokenizer"
             )
-        check_top_k(config, model.vocab_size)
+        check_top_k(self.config, model.vocab_size)
         return dataclasses.replace(self, model=model)
 
 
