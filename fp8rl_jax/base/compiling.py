@@ -31,11 +31,10 @@ def _heard(event: str, duration_secs: float, **about: str | int) -> None:
     global _seconds
     if event not in (_TRACED, _LOWERED, _COMPILED):
         return
-    seconds, name = duration_secs, str(about.get("fun_name", "a program"))
-    name = name.removeprefix("jit(").removesuffix(")")
+    name = str(about.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
     with _lock:
-        _seconds += seconds
-        begun = _begun.setdefault(name, time.perf_counter() - seconds)
+        _seconds += duration_secs
+        begun = _begun.setdefault(name, time.perf_counter() - duration_secs)
         if event == _COMPILED:
             _begun.clear()  # with what was traced for its shapes alone
     if event == _COMPILED:

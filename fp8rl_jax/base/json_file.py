@@ -75,8 +75,12 @@ def plain(value: Any) -> Any:
 
 def is_file_name(name: Any) -> bool:
     """Returns whether a value is a file's name without a path: it cannot leave its directory."""
-    plain = isinstance(name, str) and 0 < len(name) <= 255 and name not in (".", "..")
-    return plain and not {"/", "\\", "\0"} & set(name)
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= 255
+        and name not in (".", "..")
+        and not {"/", "\\", "\0"} & set(name)
+    )
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:

@@ -37,10 +37,16 @@ _UNKNOWN = "HOST:PORT"  # of process 0, if a launcher does not tell it
 
 
 class _Launcher(NamedTuple):
-    """A program that starts processes; the variables in which it tells each of them their number
-    and its own; HOST:PORT of process 0 as a shell can write it, if its variables hold that; and
-    whether the number of all means nothing without the own one, because others use its name or a
-    batch script has it."""
+    """A program that starts processes.
+
+    Attributes:
+      name: its name in messages.
+      processes: the variable in which it tells each process how many there are.
+      process: the variable in which it tells a process its number.
+      coordinator: HOST:PORT of process 0 as a shell can write it, if its variables hold that.
+      both: whether `processes` counts only where `process` is set, because other programs use the
+        name, too, or a batch script has it.
+    """
 
     name: str
     processes: str
@@ -117,8 +123,8 @@ def place_of_environment() -> Place:
       UserError: a variable is missing or is not a number, or a launcher has started more processes
         than those that can join.
     """
-    tasks = os.environ.get(_SLURM_TASKS)  # set by `srun`, not by a batch script
-    in_slurm = tasks not in (None, "1")
+    # Set by `srun`, not by a batch script.
+    in_slurm = os.environ.get(_SLURM_TASKS, "1") != "1"
     place = _place_in_variables(_OURS) or _place_in_variables(_JAX, without_numbers=in_slurm)
     if place is None:
         place = _place_in_slurm() if in_slurm else Place()
@@ -197,9 +203,9 @@ def _place_in_slurm() -> Place:
     wrong = [name for name in _SLURM_NUMBERS if name not in numbers]
     wrong += [] if os.environ.get("SLURM_STEP_NODELIST") else ["SLURM_STEP_NODELIST"]
     if wrong:
-        found = ", ".join(f"{name} is {os.environ.get(name)!r}" for name in wrong)
+        values = ", ".join(f"{name} is {os.environ.get(name)!r}" for name in wrong)
         raise UserError(
-            f"this is a step of Slurm with several tasks, and {found}: start the tasks with srun, "
+            f"this is a step of Slurm with several tasks, and {values}: start the tasks with srun, "
             f"or set {', '.join(_JAX)}"
         )
     tasks, process, of_job = (numbers[name] for name in _SLURM_NUMBERS[:3])
@@ -249,9 +255,13 @@ def _receive_all(place: Place, port: int, deadline: float) -> str:
     with contextlib.ExitStack() as stack:
         try:
             both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            listener = socket.create_server(("", port), family=family, dualstack_ipv6=both)
-            stack.enter_context(listener)
+            listener = stack.enter_context(
+                socket.create_server(
+                    ("", port),
+                    family=socket.AF_INET6 if both else socket.AF_INET,
+                    dualstack_ipv6=both,
+                )
+            )
         except OSError as error:
             return f"port {port} cannot be taken here ({error.strerror})"
         listener.setblocking(False)

@@ -57,13 +57,13 @@ def expanded(path: str, where: str, hub: str = "model") -> str:
             f"{where} is {path!r}, an address: write a path on this machine, such as that under "
             "which the storage is mounted"
         )
-    found = os.path.expanduser(path)
-    if found == path and path.partition("/")[0] == "~":
+    whole = os.path.expanduser(path)
+    if whole == path and path.partition("/")[0] == "~":
         raise UserError(
             f"{where} is {path!r}, and this user has no home directory: write the whole path, or "
             "set HOME"
         )
-    return found
+    return whole
 
 
 def _snapshot(name: str, where: str, kind: str) -> str:

@@ -37,7 +37,9 @@ _HEARTBEAT_SECONDS = 60  # without a heartbeat JAX declares a process dead
 _LOOK_SECONDS = 2.0  # between two checks whether another process has ended
 _SILENT_SECONDS = 30.0  # process 0 counts as ended if its store does not answer for so long
 _GRACE_SECONDS = 15.0  # from another process's failure until this one is ended
-_END, _LEFT = "fp8rl/end", "fp8rl/left"  # keys of the coordinator's store
+# Keys of the coordinator's store.
+_END = "fp8rl/end"
+_LEFT = "fp8rl/left"
 _FOREVER_MS = 10 * 24 * 3600 * 1000  # `_watch` ends a process that waits for one that has ended
 _PART = 1 << 20  # bytes of a value in the store
 
@@ -138,17 +140,18 @@ def _own_standard_output(mine: bool) -> None:
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
-    where = kept if mine else os.devnull
-    stream = open(where, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
-    sys.stdout = stream
+    sys.stdout = open(  # noqa: SIM115
+        kept if mine else os.devnull, "w", encoding="utf-8", errors="replace"
+    )
 
 
 def count() -> int:
     """Returns the number of processes: `jax.process_count()`, always.
 
-    It is read where JAX takes it from when it makes its devices. JAX's function would start them:
-    messages, and the choice whether to join, come earlier; and it waits for a lock that is held
-    while they start, in which a process that must end with another one may not wait.
+    It is read where JAX itself reads it when it makes its devices. JAX's function would start the
+    devices, which must not happen before processes join or messages are printed. It would also wait
+    for a lock that is held while devices start, and a process that has to end because another one
+    ended must not wait.
     """
     return distributed.global_state.num_processes
 
@@ -170,9 +173,9 @@ def traffic() -> Traffic:
 
 def _gather(x: Any, tiled: bool = False) -> np.ndarray:
     global _traffic
-    found = np.asarray(multihost_utils.process_allgather(x, tiled=tiled))
-    _traffic = Traffic(_traffic.gathers + 1, _traffic.bytes + found.nbytes // count())
-    return found
+    gathered = np.asarray(multihost_utils.process_allgather(x, tiled=tiled))
+    _traffic = Traffic(_traffic.gathers + 1, _traffic.bytes + gathered.nbytes // count())
+    return gathered
 
 
 # Arrays.
@@ -271,7 +274,8 @@ def exchange(value: Any) -> list[Any]:
 
 
 def _exchange_by_store(content: bytes) -> list[bytes]:
-    client, thread = _client(), threading.current_thread().name
+    client = _client()
+    thread = threading.current_thread().name
     turn = _exchanges[thread]
     _exchanges[thread] += 1
     parts = [content[i : i + _PART] for i in range(0, len(content), _PART)]
@@ -282,14 +286,14 @@ def _exchange_by_store(content: bytes) -> list[bytes]:
     for index, part in enumerate(parts):
         client.key_value_set_bytes(f"{key(turn, number())}/{index}", part)
     client.key_value_set(f"{key(turn, number())}/parts", str(len(parts)))
-    found = []
+    values = []
     for process in range(count()):
         size = int(client.blocking_key_value_get(f"{key(turn, process)}/parts", _FOREVER_MS))
         names = (f"{key(turn, process)}/{index}" for index in range(size))
-        found.append(b"".join(client.blocking_key_value_get_bytes(n, _FOREVER_MS) for n in names))
+        values.append(b"".join(client.blocking_key_value_get_bytes(n, _FOREVER_MS) for n in names))
     if turn:  # all have sent this turn's values, so all have read those of the turn before
         client.key_value_delete(f"{key(turn - 1, number())}/")
-    return found
+    return values
 
 
 def decided(decide: Callable[[], Any]) -> Any:
@@ -306,10 +310,10 @@ def everywhere(work: Callable[[], Any]) -> list[Any]:
     if count() == 1:
         return [work()]
     try:
-        found: Any = work()
+        outcome: Any = work()
     except UserError as error:
-        found = error
-    results = exchange(found)
+        outcome = error
+    results = exchange(outcome)
     for result in results:
         if isinstance(result, UserError):
             raise result
@@ -328,11 +332,11 @@ def check_equal(values: dict[str, Any], remedy: str) -> None:
     """Raises UserError if a value differs between processes."""
     everyone = exchange((socket.gethostname(), values))
     host, expected = everyone[0]
-    for number, (other, found) in enumerate(everyone[1:], 1):
+    for number, (other, theirs) in enumerate(everyone[1:], 1):
         for name, value in expected.items():
-            if found[name] != value:
+            if theirs[name] != value:
                 raise UserError(
-                    f"{name} is {found[name]!r} in process {number} on {other} and {value!r} in "
+                    f"{name} is {theirs[name]!r} in process {number} on {other} and {value!r} in "
                     f"process 0 on {host}: {remedy}"
                 )
 
@@ -422,11 +426,11 @@ def _watch() -> None:
     heard = time.monotonic()
     while time.monotonic() - heard < _SILENT_SECONDS:
         with contextlib.suppress(ConnectionError):
-            found = _ended(client)
+            ended = _ended(client)
             heard = time.monotonic()
-            if found and found["process"] == number():
+            if ended and ended["process"] == number():
                 return
-            if found:
+            if ended:
                 time.sleep(_GRACE_SECONDS)
                 break
         time.sleep(_LOOK_SECONDS)

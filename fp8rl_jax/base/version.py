@@ -18,12 +18,13 @@ def installed(name: str) -> str | None:
 
 
 def commit() -> str:
-    """Returns the commit of the checkout that this package is imported from. Where git does not
-    tell it is what FP8RL_COMMIT says, which who copies the files elsewhere can set; else ''."""
+    """Returns the commit of the checkout that this package is imported from. Where git knows none,
+    returns the variable FP8RL_COMMIT, which can be set for a copy of the files; else ''."""
     root = pathlib.Path(__file__).resolve().parents[2]
-    command, found = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], ""
     if (root / ".git").exists():
+        command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-            found = done.stdout.strip()
-    return found or os.environ.get("FP8RL_COMMIT", "")
+            if name := done.stdout.strip():
+                return name
+    return os.environ.get("FP8RL_COMMIT", "")
