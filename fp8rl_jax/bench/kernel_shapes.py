@@ -92,8 +92,10 @@ class Product:
 
     def __str__(self) -> str:
         experts = f", {self.experts} experts, top {self.top_k}" if self.experts else ""
-        shape = f"{self.rows} x {self.depth} x {self.columns}{experts}"
-        return f"{self.name} {self.gemm} {self.kind} {shape}"
+        return (
+            f"{self.name} {self.gemm} {self.kind} {self.rows} x {self.depth} x "
+            f"{self.columns}{experts}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,16 +225,16 @@ def cases(
     Raises:
       UserError: there is no such model.
     """
-    found = target_cases()
+    products = target_cases()
     for model in models:
         largest = matrices(model)
         heavy = [product for product in largest if product.kind == "fp8"][: 1 if quick else 2]
         for count in rows or (_QUICK_ROWS if quick else ROWS):
             for product in largest if count == _ALL_MATRICES_AT and not quick else heavy:
                 case = dataclasses.replace(product, rows=count)
-                found += _train_step(case) if count >= TRAINING else [case]
+                products += _train_step(case) if count >= TRAINING else [case]
     seen: dict[tuple, Product] = {}
-    for case in found:
+    for case in products:
         # fprop and dgrad are one kernel: equal shapes are one product, whatever they are called.
         seen.setdefault((case.gemm == "wgrad", *dataclasses.astuple(case)[2:]), case)
     return list(seen.values())

@@ -117,8 +117,8 @@ def ceilings(source: Source) -> dict[str, float]:
     # A pass that computes next to nothing: XLA would hand an unchanged argument through.
     copy, _ = seconds_per_call(lambda x: -x, data, 4)
     square = Product("ceiling", "fprop", "bf16", 8192, 8192, 8192)
-    operands = [_pair(square, source, jnp.bfloat16) for _ in range(2)]
-    best, _ = seconds_per_call(_xla, operands, 2, _CUBLAS)
+    pairs = [_pair(square, source, jnp.bfloat16) for _ in range(2)]
+    best, _ = seconds_per_call(_xla, pairs, 2, _CUBLAS)
     return {"copy_gbps": 2 * _COPIED / copy / 1e9, "bf16_tflops": square.flops / best / 1e12}
 
 
@@ -150,28 +150,34 @@ def versions(case: Product | Attention, source: Source) -> dict[str, Version]:
         if case.gemm == "wgrad":  # the tokens of all experts are what one product contracts over
             dense = dataclasses.replace(dense, rows=case.depth, depth=case.multiplied)
     make = (_experts_wgrad if case.gemm == "wgrad" else _experts) if case.experts else _dense
-    found = {"ours": make(case, source)}
-    found["bf16"] = _xla, lambda: _pair(dense, source, jnp.bfloat16)
+    timed = {"ours": make(case, source)}
+    timed["bf16"] = _xla, lambda: _pair(dense, source, jnp.bfloat16)
     if case.experts:
-        found["dense"] = _dense(dense, source)
+        timed["dense"] = _dense(dense, source)
     elif case.kind == "fp8" and case.gemm == "fprop":
         scales = lambda: source.scales(2).astype(jnp.bfloat16)
-        found["fp8"] = _xla_fp8, lambda: (*_pair(case, source, E4M3), scales())
-    return found
+        timed["fp8"] = _xla_fp8, lambda: (*_pair(case, source, E4M3), scales())
+    return timed
 
 
 def _dense(case: Product, source: Source) -> Version:
     by_column = case.gemm == "wgrad"
     out = jnp.float32 if by_column or case.kind == "float32" else jnp.bfloat16
     if case.kind != "fp8":
-        pair = lambda: _pair(case, source, DTYPES[case.kind])
-        return lambda x, w: matmul(x, w.T, dtype=out), pair
+        return (
+            lambda x, w: matmul(x, w.T, dtype=out),
+            lambda: _pair(case, source, DTYPES[case.kind]),
+        )
     deep = blocks(case.depth)
     # Scales have the kernel's layout, so that only the kernel is timed.
-    wide = (deep, case.columns) if by_column else (blocks(case.columns), deep)
+    w_rows, w_columns = (deep, case.columns) if by_column else (blocks(case.columns), deep)
 
     def operands() -> Operands:
-        return *_pair(case, source, E4M3), source.scales(deep, case.rows), source.scales(*wide)
+        return (
+            *_pair(case, source, E4M3),
+            source.scales(deep, case.rows),
+            source.scales(w_rows, w_columns),
+        )
 
     def product(x, w, x_scale, w_scale):
         return block_matmul(
@@ -263,8 +269,8 @@ def _attention(case: Attention, source: Source) -> dict[str, Version]:
 
     last = case.length - case.queries + np.arange(case.queries, dtype=np.int32)
     positions = jnp.asarray(np.broadcast_to(last, (case.batch, case.queries)))
-    order = np.random.default_rng(0).permutation(count * case.pages).astype(np.int32)
-    tables = itertools.cycle(order.reshape(count, case.batch, -1))
+    pages = np.random.default_rng(0).permutation(count * case.pages).astype(np.int32)
+    tables = itertools.cycle(pages.reshape(count, case.batch, -1))
 
     def operands() -> Operands:
         table = jnp.asarray(next(tables)) if case.use == "decode" else None
@@ -272,8 +278,9 @@ def _attention(case: Attention, source: Source) -> dict[str, Version]:
         return q, table, positions, cached()
 
     def run(one_split, q, table, positions, cached):
-        settings = {"scale": WIDTH**-0.5, "one_split": one_split}
-        return attention(q, positions=positions, table=table, **cached, **settings)
+        return attention(
+            q, positions=positions, table=table, scale=WIDTH**-0.5, one_split=one_split, **cached
+        )
 
     taken = takes_one_split(case.batch, case.queries, HEADS, KV_HEADS, case.length)
     forms = {"ours": taken, "other": not taken} if case.use == "decode" else {"ours": taken}
@@ -282,7 +289,7 @@ def _attention(case: Attention, source: Source) -> dict[str, Version]:
 
 def time_case(case: Product | Attention, source: Source) -> dict[str, Any]:
     """Times a case: {version: {'us', 'spread'} or {'error': text}}."""
-    found: dict[str, Any] = {}
+    times: dict[str, Any] = {}
     count, programs = calls(case)
     for version, (function, make) in versions(case, source).items():
         options = _CUBLAS if function in (_xla, _xla_fp8) else None
@@ -290,8 +297,8 @@ def time_case(case: Product | Attention, source: Source) -> dict[str, Any]:
         try:
             operands += [make() for _ in range(count)]
             seconds, spread = seconds_per_call(function, operands, programs, options)
-            found[version] = {"us": seconds * 1e6, "spread": spread}
+            times[version] = {"us": seconds * 1e6, "spread": spread}
         except Exception as error:  # one version that a device refuses does not end the others
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            found[version] = {"error": text[:300]}
-    return found
+            times[version] = {"error": text[:300]}
+    return times

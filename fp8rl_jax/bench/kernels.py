@@ -49,7 +49,8 @@ def require_gpu(command: str) -> None:
 
 def environment() -> dict[str, Any]:
     """Returns device, driver, versions (None: not installed), date and commit."""
-    device, driver = jax.devices()[0], None
+    device = jax.devices()[0]
+    driver = None
     if device.platform == "gpu":
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -92,18 +93,18 @@ def bench(
 
     source = kernel_times.Source()
     ceilings = kernel_times.ceilings(source)
-    found: list[dict[str, Any]] = []
+    timed: list[dict[str, Any]] = []
     for case in cases:
-        found.append(row(case, kernel_times.time_case(case, source), ceilings))
-        note(line(found[-1]))
-    _compare_caches(found)
+        timed.append(row(case, kernel_times.time_case(case, source), ceilings))
+        note(line(timed[-1]))
+    _compare_caches(timed)
     return {
         "environment": environment(),
         "quick": quick,
         "ceilings": ceilings,
-        "rows": found,
-        "ok": not any("error" in r["times"]["ours"] for r in found),
-        "targets": targets(found),
+        "rows": timed,
+        "ok": not any("error" in r["times"]["ours"] for r in timed),
+        "targets": targets(timed),
     }
 
 
@@ -111,21 +112,32 @@ def row(
     case: Product | Attention, times: dict[str, Any], ceilings: dict[str, float]
 ) -> dict[str, Any]:
     """Returns a row: case, times and derived figures; 'over_X' is X's time divided by ours."""
-    found = {"case": str(case), **dataclasses.asdict(case), "times": times}
-    found |= dict(zip(("calls", "programs"), shapes.calls(case), strict=True))
+    calls, programs = shapes.calls(case)
+    figures = {
+        "case": str(case),
+        **dataclasses.asdict(case),
+        "times": times,
+        "calls": calls,
+        "programs": programs,
+    }
     if "error" in times["ours"]:
-        return found
+        return figures
     seconds = times["ours"]["us"] / 1e6
-    found["tflops"], found["gbps"] = case.flops / seconds / 1e12, case.bytes / seconds / 1e9
-    # The larger share names what bounds the call; FP8's matrix ceiling is above the bf16 one.
-    found["of_copy"] = found["gbps"] / ceilings["copy_gbps"]
-    found["of_bf16"] = found["tflops"] / ceilings["bf16_tflops"]
+    tflops = case.flops / seconds / 1e12
+    gbps = case.bytes / seconds / 1e9
+    figures |= {
+        "tflops": tflops,
+        "gbps": gbps,
+        # The larger share names what bounds the call; FP8's matrix ceiling is above the bf16 one.
+        "of_copy": gbps / ceilings["copy_gbps"],
+        "of_bf16": tflops / ceilings["bf16_tflops"],
+    }
     if isinstance(case, Product):
-        found["weight_gbps"] = case.weight_bytes / seconds / 1e9
+        figures["weight_gbps"] = case.weight_bytes / seconds / 1e9
     for version, time in times.items():
         if version != "ours" and "us" in time:
-            found[f"over_{version}"] = time["us"] / times["ours"]["us"]
-    return found
+            figures[f"over_{version}"] = time["us"] / times["ours"]["us"]
+    return figures
 
 
 def _compare_caches(rows: list[dict[str, Any]]) -> None:
@@ -133,9 +145,10 @@ def _compare_caches(rows: list[dict[str, Any]]) -> None:
     times = {row["case"]: row["times"]["ours"].get("us") for row in rows}
     for row in rows:
         if "use" in row and row["kind"] in ("fp8", "int8"):
-            ours, other = times[row["case"]], times.get(row["case"].replace(row["kind"], "bf16"))
-            if ours and other:
-                row["over_bf16"] = other / ours
+            ours = times[row["case"]]
+            of_bf16 = times.get(row["case"].replace(row["kind"], "bf16"))
+            if ours and of_bf16:
+                row["over_bf16"] = of_bf16 / ours
 
 
 def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
@@ -150,11 +163,13 @@ def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
     fp8, bf16 = (
         [r for r in rows if r.get("experts") == 0 and r["kind"] == kind] for kind in ("fp8", "bf16")
     )
-    decode = [r for r in rows if r.get("use") == "decode" and r["batch"] >= 32]
-    decode = [r for r in decode if r["length"] == 8192]
-    many, few = [r for r in fp8 if r["rows"] >= 64], [r for r in fp8 if r["rows"] <= 64]
+    decode = [
+        r for r in rows if r.get("use") == "decode" and r["batch"] >= 32 and r["length"] == 8192
+    ]
+    many = [r for r in fp8 if r["rows"] >= 64]
+    few = [r for r in fp8 if r["rows"] <= 64]
     eight_bits = [r for r in decode if r["kind"] != "bf16"]
-    found = []
+    judged = []
     for target, wanted, key, mine in (
         ("FP8 at 4096^3 and 8192^3 over bf16", 1.4, "over_bf16", square),
         ("FP8 at 4096^3 and 8192^3, TFLOPS", 1100, "tflops", square),
@@ -174,9 +189,15 @@ def targets(rows: Sequence[dict]) -> list[dict[str, Any]]:
             verdict = f"missed by {1 - worst[key] / wanted:.0%} at {worst['case']}"
         if failed := [r["case"] for r in mine if key not in r]:
             verdict += f"; failed at {', '.join(failed)}"
-        least = None if worst is None else worst[key]
-        found.append({"target": target, "wanted": wanted, "found": least, "verdict": verdict})
-    return found
+        judged.append(
+            {
+                "target": target,
+                "wanted": wanted,
+                "found": None if worst is None else worst[key],
+                "verdict": verdict,
+            }
+        )
+    return judged
 
 
 _WIDTH = 72
@@ -192,7 +213,8 @@ causal, half of the square."""
 
 def line(found: dict[str, Any]) -> str:
     """Returns a row of the table."""
-    name, ours = found["case"], found["times"]["ours"]
+    name = found["case"]
+    ours = found["times"]["ours"]
     text = f"{name if len(name) <= _WIDTH else name[: _WIDTH - 3] + '...':<{_WIDTH}}"
     if "error" in ours:
         return f"{text} {ours['error']}"
@@ -212,7 +234,8 @@ def line(found: dict[str, Any]) -> str:
 
 def format_table(result: dict) -> str:
     """Returns the result of `bench` as text."""
-    env, ceilings = result["environment"], result["ceilings"]
+    env = result["environment"]
+    ceilings = result["ceilings"]
     versions = [f"{name} {version}" for name, version in env["versions"].items() if version]
     lines = [
         f"{env['device']}, {env['date']}, {', '.join(versions)}",
@@ -225,6 +248,8 @@ def format_table(result: dict) -> str:
     ]
     for target in result["targets"]:
         found = "-" if target["found"] is None else f"{target['found']:.4g}"
-        wanted = f"wanted {target['wanted']:>6g}, found {found:>6}"
-        lines.append(f"  {target['target']:<46} {wanted}: {target['verdict']}")
+        lines.append(
+            f"  {target['target']:<46} wanted {target['wanted']:>6g}, found {found:>6}: "
+            f"{target['verdict']}"
+        )
     return "\n".join(lines)

@@ -164,25 +164,27 @@ def arguments(
 
 def random_prompts(model: ModelConfig, cell: Cell, count: int) -> np.ndarray:
     """Draws the prompts of `count` sequences: tokens (count / group, prompt) int32."""
-    shape = (count // cell.group, cell.prompt)
-    return np.random.default_rng(0).integers(0, model.vocab_size, shape).astype(np.int32)
+    drawn = np.random.default_rng(0).integers(
+        0, model.vocab_size, size=(count // cell.group, cell.prompt)
+    )
+    return drawn.astype(np.int32)
 
 
 def _timed(
     subjects: Mapping[tuple[str, str], Callable[[], int]], repeats: int
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Times calls in turns; returns {name: {tokens, seconds of each repetition, first_s}}."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    timed: dict[tuple[str, str], dict[str, Any]] = {}
     for turn in range(1 + repeats):
         for name, call in subjects.items():
             start = time.perf_counter()
             tokens = call()
             seconds = time.perf_counter() - start
             if turn == 0:
-                found[name] = {"tokens": tokens, "seconds": [], "first_s": seconds}
+                timed[name] = {"tokens": tokens, "seconds": [], "first_s": seconds}
             else:
-                found[name]["seconds"].append(seconds)
-    return found
+                timed[name]["seconds"].append(seconds)
+    return timed
 
 
 def _faster(one: dict, other: dict) -> float:
@@ -226,20 +228,30 @@ def _rows(
         subjects[theirs] = lambda: peer.generate(dtype, prompts, cell.new, cell.group).size
     measured = _timed(subjects, repeats)
     rows = []
-    for (case, way), found in measured.items():
-        median = float(np.median(found["seconds"]))
-        row = {"model": name, **dataclasses.asdict(cell), "case": case, **found}
-        row["tokens_per_s"] = found["tokens"] / median
+    for (case, way), timed in measured.items():
+        median = float(np.median(timed["seconds"]))
+        row = {
+            "model": name,
+            **dataclasses.asdict(cell),
+            "case": case,
+            **timed,
+            "tokens_per_s": timed["tokens"] / median,
+        }
         if not full:
-            first = measured[case, next(iter(WAYS))]
-            row |= {"way": way, "samples": count, "over_first_way": _faster(found, first)}
+            row |= {
+                "way": way,
+                "samples": count,
+                "over_first_way": _faster(timed, measured[case, next(iter(WAYS))]),
+            }
         else:
-            row["step_ms"] = 1e3 * median / cell.new
-            row["over_first"] = _faster(found, next(iter(measured.values())))
+            row |= {
+                "step_ms": 1e3 * median / cell.new,
+                "over_first": _faster(timed, next(iter(measured.values()))),
+            }
             if case == "transformers":
                 row |= {"dtype": dtype, "tried_s": tried}
             elif tried:
-                row["over_transformers"] = _faster(found, measured[theirs])
+                row["over_transformers"] = _faster(timed, measured[theirs])
                 wanted = name in SMALL and cell == _TARGET_CELL and backend() == "cpu"
                 row["target"] = TARGETS.get(case) if wanted else None
         rows.append(row)
@@ -317,7 +329,7 @@ def format_table(result: dict) -> str:
     for kind, explanation in _EXPLANATIONS.items():
         cells: dict[tuple[str, Cell], list[dict]] = {}
         for row in result[kind]:
-            cell = Cell(*(row[field.name] for field in dataclasses.fields(Cell)))
+            cell = Cell(row["batch"], row["prompt"], row["new"], row["group"])
             cells.setdefault((row["model"], cell), []).append(row)
         lines += [explanation] if cells else []
         for (model, cell), rows in cells.items():
@@ -336,8 +348,10 @@ def format_table(result: dict) -> str:
 
 
 def _cells(row: dict) -> list[str]:
-    case = " ".join(row[key] for key in ("case", "dtype", "way") if key in row)
-    cells = [case, f"{row['tokens_per_s']:.0f}"]
+    cells = [
+        " ".join(row[key] for key in ("case", "dtype", "way") if key in row),
+        f"{row['tokens_per_s']:.0f}",
+    ]
     if "way" in row:
         return [*cells, f"{row['over_first_way']:.2f}"]
     peer = f"{row['over_transformers']:.2f}" if "over_transformers" in row else ""

@@ -64,7 +64,7 @@ def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
 
     It calls one compiled program several times; `cell.batch` must divide the number of samples.
     """
-    program, prompts_each = HalvedSampler(model, recipe, cell.settings), cell.batch // cell.group
+    program = HalvedSampler(model, recipe, cell.settings)
 
     def sample(weights, prompts, requests: Requests) -> Rollout:
         count = len(requests.sample_ids)
@@ -72,7 +72,7 @@ def make_static(model: ModelConfig, recipe: Recipe, cell: Cell) -> Sample:
         batches = []
         for start in range(0, count, cell.batch):
             rows = slice(start, start + cell.batch)
-            asked = slice(start // cell.group, start // cell.group + prompts_each)
+            asked = slice(start // cell.group, (start + cell.batch) // cell.group)
             part = dataclasses.replace(
                 requests,
                 lengths=requests.lengths[asked],

@@ -68,7 +68,8 @@ class Peer:
 
     def generate(self, dtype: str, prompts: np.ndarray, new: int, group: int) -> np.ndarray:
         """Samples `group` responses of `new` tokens to each of prompts (P, Tp): (P*group, new)."""
-        torch, model = self._torch, self.models[dtype]
+        torch = self._torch
+        model = self.models[dtype]
         tokens = torch.tensor(prompts, dtype=torch.long, device=model.device)
         with torch.inference_mode():
             out = model.generate(
