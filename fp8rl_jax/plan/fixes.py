@@ -41,8 +41,7 @@ def find_fixes(planned: Planned) -> list[tuple[str, int]]:
         smallest = {_CAPACITY: slots_of(work.prompt + work.response)}
     cheaper: Change = {**smallest, "learner.remat": "full", "learner.offload": "moments"}
     for kind in _kinds(_changed(config, cheaper))[3:]:
-        both = [cheaper | change for change in kind]
-        fixes += _first_that_fits(planned, config, both)
+        fixes += _first_that_fits(planned, config, [cheaper | change for change in kind])
     return fixes
 
 

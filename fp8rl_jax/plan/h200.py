@@ -8,6 +8,7 @@ from the ones on a real GPU; this library's kernels are the same.
 
 from __future__ import annotations
 
+import collections
 import re
 
 import jax
@@ -103,8 +104,8 @@ def _plain(program: str) -> str:
 def collectives(program: str) -> dict[str, int]:
     """Counts the collectives in the text of a compiled program, such as {'all-gather u8': 3}."""
     calls = re.findall(rf" = \W*(\w+)\[[^=]*? ({_COLLECTIVES})(?:-start)?\(", _plain(program))
-    found = [f"{kind} {dtype}" for dtype, kind in calls]
-    return {name: found.count(name) for name in sorted(set(found))}
+    counts = collections.Counter(f"{kind} {dtype}" for dtype, kind in calls)
+    return dict(sorted(counts.items()))
 
 
 def products(program: str) -> dict[str, list[str]]:
@@ -113,7 +114,7 @@ def products(program: str) -> dict[str, list[str]]:
     'ours' are this library's, by Triton or Mosaic; 'dot', 'gemm fusion' and custom calls that begin
     with '__' are XLA's.
     """
-    found: dict[str, list[str]] = {}
+    operations: dict[str, list[str]] = {}
     called = re.compile(r'custom_call_target="([\w$.]+)"')
     for line in program.splitlines():
         kind = None
@@ -126,8 +127,8 @@ def products(program: str) -> dict[str, list[str]]:
             kind = "gemm fusion"
         if kind:
             name = re.search(r'op_name="([^"]*)"', line)
-            found.setdefault(kind, []).append(name.group(1) if name else "")
-    return found
+            operations.setdefault(kind, []).append(name.group(1) if name else "")
+    return operations
 
 
 # Instructions of a compiled program that start nothing on the GPU.
@@ -147,8 +148,7 @@ def _instructions(text: str) -> list[tuple[str, str, str]]:
     """Returns (name, kind, line) of the instructions in the text of a program or computation."""
     # The type, in parentheses if there are several results, then the kind.
     form = r"^\s+(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(.*"
-    found = re.finditer(form, _plain(text), re.M)
-    return [(match[1], match[2], match[0]) for match in found]
+    return [(match[1], match[2], match[0]) for match in re.finditer(form, _plain(text), re.M)]
 
 
 def launches(program: str, turns: int) -> list[tuple[str, str]]:
@@ -162,7 +162,7 @@ def launches(program: str, turns: int) -> list[tuple[str, str]]:
     Returns:
       [(name of the instruction, JAX operation that it computes)], in order.
     """
-    found = []
+    started = []
     loop = rf'body=%?([\w.\-]+).*?"known_trip_count":{{"n":"{turns}"}}'
     for body in re.findall(loop, program):
         start = re.search(rf"^(?:ENTRY )?%?{re.escape(body)} \(.*\n", program, re.M)
@@ -170,8 +170,8 @@ def launches(program: str, turns: int) -> list[tuple[str, str]]:
         for name, kind, line in _instructions(inside):
             if kind not in _FREE and not kind.endswith("-done"):  # what was started is counted
                 operation = re.search(r'op_name="([^"]*)"', line)
-                found.append((name, operation.group(1) if operation else ""))
-    return found
+                started.append((name, operation.group(1) if operation else ""))
+    return started
 
 
 def unknown_loops(program: str) -> int:

@@ -160,8 +160,10 @@ class LearnerPlan:
     @property
     def needed(self) -> int:
         """Bytes at the peak."""
-        update = self.gradients + self.optimizer
-        return self.state + max(self._temporary + self.fragments, update)
+        return self.state + max(
+            self._temporary + self.fragments,
+            self.gradients + self.optimizer,  # the update
+        )
 
 
 def attention_widths(model: ModelConfig) -> tuple[int, int]:
@@ -210,8 +212,10 @@ def _kept_bytes(model: ModelConfig, recipe: Recipe, work: Workload) -> int:
     mlp = 3 * model.intermediate_size
     if model.num_experts:
         inner = model.num_experts_per_tok + model.n_shared_experts
-        mlp = inner * 3 * model.moe_intermediate_size
-        mlp += 2 * model.num_experts_per_tok * model.hidden_size
+        mlp = (
+            inner * 3 * model.moe_intermediate_size
+            + 2 * model.num_experts_per_tok * model.hidden_size
+        )
     each = 6 * model.hidden_size + attention + mlp
     return model.num_hidden_layers * work.tokens * each * size
 
@@ -245,7 +249,7 @@ def plan_learner(
     work = work or workload(resolved, mesh)
     model = resolved.model
     recipe = resolved.learner_recipe
-    masters, own = learner_weight_bytes(model, recipe, mesh)
+    masters, weights = learner_weight_bytes(model, recipe, mesh)
     state = state_bytes(resolved, mesh)
     fields = _BATCH_FIELDS + resolved.recorded_numbers
     batch = 4 * work.micro_batches * (work.tokens + fields * work.response_tokens)
@@ -266,18 +270,19 @@ def plan_learner(
     if resolved.config.rollout.ahead and not resolved.config.mesh.rollout:
         shapes = weight_shapes(model, resolved.rollout_recipe, recipe)
         batch += resolved.config.rollout.ahead * served_bytes(shapes, mesh)
-    activations = _layer_bytes(model, work.tokens, mesh.shape["expert"])
     return LearnerPlan(
-        work,
+        work=work,
         masters=state.masters,
         moments=state.moments,
         others=state.reference + state.scaling + batch,
         gradients=(1 + (work.micro_batches > 1 or work.capacity > 0)) * state.trained,
-        own_weights=own.stored,
+        own_weights=weights.stored,
         layer_inputs=_kept_bytes(model, recipe, work),
-        tables=masters.tables + own.tables,
+        tables=masters.tables + weights.tables,
         head=head,
-        layer=2 * masters.layer + 2 * own.layer + activations,
+        layer=2 * masters.layer
+        + 2 * weights.layer
+        + _layer_bytes(model, work.tokens, mesh.shape["expert"]),
         # The update; with adapters also the largest array when they are merged into it.
         optimizer=3 * masters.largest
         if state.host_moments

@@ -113,5 +113,11 @@ def read_planned(
             f"fp8rl plan: --hosts is {hosts}, which does not divide the {mesh.size} devices of the "
             f"mesh{both}: write a number that does"
         )
-    memory = int((memory_gb or gpu.memory) * 2**30)
-    return Planned(resolved, mesh, gpu, hosts, memory, rollout_mesh)
+    return Planned(
+        resolved=resolved,
+        mesh=mesh,
+        gpu=gpu,
+        hosts=hosts,
+        memory=int((memory_gb or gpu.memory) * 2**30),
+        rollout_mesh=rollout_mesh,
+    )

@@ -34,12 +34,11 @@ def check_train_memory(resolved: Resolved, mesh: Mesh, rollout_mesh: Mesh | None
     larger = "raise mesh.fsdp" + (" or mesh.expert" if experts else "")
     if experts and experts % (mesh.shape["fsdp"] * mesh.shape["expert"]):
         larger = f"let mesh.fsdp x mesh.expert divide model.num_experts = {experts}"
-    stored = resolved.config.learner.offload == "none"
-    away = ", or set learner.offload='moments'" if stored else ""
+    on_device = resolved.config.learner.offload == "none"
     _check(
         state,
         "the train state (parameters and optimiser moments in float32)",
-        f"take a smaller model, or {larger}{away}",
+        f"take a smaller model, or {larger}" + ", or set learner.offload='moments'" * on_device,
     )
     check_eval_memory(resolved, rollout_mesh or mesh, 0 if rollout_mesh else state)
 
@@ -85,8 +84,11 @@ def check_sampling_memory(
         cache = tokens * page // PAGE
         fields = f"{product} = {rows:,} and rollout.max_new_tokens = {rollout.max_new_tokens:,}"
     logits = 4 * (slots or rows) * resolved.model.vocab_size
-    needed = (cache + logits) // mesh.size + beside
-    _check(needed, f"the KV cache and the logits of {fields}", "lower these")
+    _check(
+        (cache + logits) // mesh.size + beside,
+        f"the KV cache and the logits of {fields}",
+        "lower these",
+    )
 
 
 def _check(needed: int, arrays: str, remedy: str) -> None:

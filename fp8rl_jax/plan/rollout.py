@@ -156,8 +156,11 @@ def plan_rollout(
       alone: whether the devices do nothing but sample.
     """
     rollout = resolved.config.rollout
-    settings = SamplerConfig(rollout.max_new_tokens, rollout.group_size, (), 0)
-    loop = Loop(resolved.model, resolved.rollout_recipe, settings)
+    loop = Loop(
+        resolved.model,
+        resolved.rollout_recipe,
+        SamplerConfig(rollout.max_new_tokens, rollout.group_size, eos_ids=(), pad_id=0),
+    )
     drawn = resolved.step_samples * rollout.max_new_tokens * rollout.most_versions
     recorded = 4 * drawn // mesh.size * resolved.recorded_numbers
     slots = (rollout.slots or resolved.step_samples) // mesh.size
@@ -193,8 +196,11 @@ def plan_rollouts(planned: Planned) -> tuple[RolloutPlan, dict[str, RolloutPlan]
         raise UserError(f"fp8rl plan --rollout cannot plan that: {problem}: leave {path} out")
 
     def plan(recipe: Recipe, learner: Recipe) -> RolloutPlan:
-        on_gpu = dataclasses.replace(recipe, kernels="gpu")
-        changed = dataclasses.replace(resolved, rollout_recipe=on_gpu, learner_recipe=learner)
+        changed = dataclasses.replace(
+            resolved,
+            rollout_recipe=dataclasses.replace(recipe, kernels="gpu"),
+            learner_recipe=learner,
+        )
         return plan_rollout(changed, planned.mesh, int(planned.usable), planned.alone)
 
     recipes = {name: make() for name, make in CASES.items()}

@@ -231,14 +231,14 @@ def step_transfers(
     Of n devices along an axis m are on one host: n - m of n - 1 shares come from other hosts.
     `trained` are the bytes of the trained arrays, None for those of all parameters.
     """
-    masters, own = learner_weight_bytes(model, recipe, mesh)
+    masters, weights = learner_weight_bytes(model, recipe, mesh)
     times = work.micro_batches
     reads = 2 + work.counts  # forward, and backward with what it recomputes
     trained = trained or masters
     gradients = trained.dense + trained.experts + trained.tables
     arrays = [  # of which a device receives all but its own part
-        ("fsdp", "quantised weights, gathered", times * reads * (own.dense + own.experts)),
-        ("fsdp", "embedding and head, gathered", own.tables + masters.tables),
+        ("fsdp", "quantised weights, gathered", times * reads * (weights.dense + weights.experts)),
+        ("fsdp", "embedding and head, gathered", weights.tables + masters.tables),
         ("fsdp", "gradients, reduce-scattered", times * gradients),
         ("data", "gradients, all-reduced", times * 2 * gradients),
         (
@@ -247,11 +247,10 @@ def step_transfers(
             times * 2 * (gradients - trained.experts),
         ),
     ]
-    columns = _columns(model, work, mesh.shape["tensor"])
     received = [
         *((a, name, size * (mesh.shape[a] - 1) / mesh.shape[a]) for a, name, size in arrays),
         *_exchanged(model, work, mesh.shape["expert"]),
-        ("tensor", "activations and their gradients", columns),
+        ("tensor", "activations and their gradients", _columns(model, work, mesh.shape["tensor"])),
     ]
     transfers = {}
     for axis, name, size in received:
@@ -303,7 +302,7 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     mesh = planned.mesh
     gpu = planned.gpu
     work = plan.work
-    masters, own = learner_weight_bytes(model, recipe, mesh)
+    masters, weights = learner_weight_bytes(model, recipe, mesh)
     adapters = bool(planned.config.lora.rank)
     trained = masters
     if adapters:
@@ -313,17 +312,16 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     fp8 = recipe.quantized and not recipe.fake
     # fprop and remat in FP8; dgrad and wgrad too, if gradients are quantised.
     share = fp8 * (1.0 if recipe.backward == "fp8" else 0.5)
-    slow = EFFICIENCY["bf16 products"] * gpu.bf16
-    linear = flops["linear layers"] * (share / _rate(gpu, fp8) + (1 - share) / slow)
+    per_flop = share / _rate(gpu, fp8) + (1 - share) / _rate(gpu, False)
     layers = work.micro_batches * model.num_hidden_layers
     features = BETWEEN * layer_features(model) / mesh.shape["tensor"]
-    reads = (2 + work.counts) * (own.dense + own.experts)  # in a micro-batch
+    reads = (2 + work.counts) * (weights.dense + weights.experts)  # in a micro-batch
     reads += trained.dense + trained.experts
     moved = _ADAM_BYTES // 4 * trained.stored + work.micro_batches * (2 * reads + trained.stored)
     inside, between = map(sum, zip((0, 0), *transfers.values(), strict=True))
     memory = EFFICIENCY["memory"] * gpu.hbm
     seconds = {
-        "linear layers": linear,
+        "linear layers": flops["linear layers"] * per_flop,
         "attention": flops["attention"] / (EFFICIENCY["attention"] * gpu.bf16),
         "output head": flops["output head"] / _head_rate(gpu, recipe),
         "weights and state in memory": moved / memory,
@@ -335,10 +333,15 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
         "network between hosts": between / (EFFICIENCY["links"] * NETWORK),
     }
     if plan.host_moments:  # they come and go array by array: neither way overlaps with the other
-        away = 2 * plan.host_moments / (EFFICIENCY["links"] * HOST_LINK)
-        moving["moments from the host and back"] = away
-    tokens = work.tokens * work.micro_batches * mesh.size // mesh.shape["tensor"]
-    return StepCost(flops, transfers, seconds, moving, tokens)
+        links = EFFICIENCY["links"] * HOST_LINK
+        moving["moments from the host and back"] = 2 * plan.host_moments / links
+    return StepCost(
+        flops=flops,
+        transfers=transfers,
+        seconds=seconds,
+        moving=moving,
+        tokens=work.tokens * work.micro_batches * mesh.size // mesh.shape["tensor"],
+    )
 
 
 def decode_seconds(
@@ -358,13 +361,13 @@ def decode_seconds(
       length: mean number of a sequence's tokens in the cache.
       gpu: one of GPUS.
     """
-    own = weight_bytes(weight_shapes(model, recipe, recipe), mesh)
+    weights = weight_bytes(weight_shapes(model, recipe, recipe), mesh)
     counts = parameter_counts(model)
     experts = 0.0
     if model.num_experts:
         missed = 1 - model.num_experts_per_tok / model.num_experts
-        experts = own.experts * (1 - missed ** (sequences * mesh.shape["expert"]))
-    layers = own.dense + experts
+        experts = weights.experts * (1 - missed ** (sequences * mesh.shape["expert"]))
+    layers = weights.dense + experts
     seen = float(keys_seen(model, np.asarray(length, np.float64)))
     cache = sequences * seen * page_bytes(model, recipe) / PAGE
     pairs = sequences * seen * model.num_hidden_layers  # of a query and a key

@@ -161,6 +161,10 @@ def _copy_tokenizer(tokenizer: str, data, directory: pathlib.Path) -> None:
             single=[data.bos_token, "$A"], special_tokens=[begin]
         )
     reader.save(str(directory / "tokenizer.json"))
-    names = {kind: data[kind] for kind in ("bos_token", "eos_token", "pad_token")}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": data.bos_token,
+        "eos_token": data.eos_token,
+        "pad_token": data.pad_token,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")

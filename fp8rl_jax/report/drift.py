@@ -42,8 +42,9 @@ def drift_section(directory: pathlib.Path) -> Markup:
 
 def write_drift_page(directory: pathlib.Path) -> pathlib.Path:
     """Writes directory/drift.html from its drift.json, atomically, and returns the path."""
-    title = f"Drift of {directory.resolve().name}"
-    return write_page(directory / "drift.html", title, drift_section(directory))
+    return write_page(
+        directory / "drift.html", f"Drift of {directory.resolve().name}", drift_section(directory)
+    )
 
 
 def _section(result: dict) -> Markup:
@@ -163,13 +164,19 @@ def _of_values(operations: list[dict]) -> Panel:
     def draw(ax: Axes) -> None:
         from matplotlib.colors import LogNorm
 
-        norm = LogNorm(min(ends), max(ends))
-        image = ax.imshow(grid, aspect="auto", cmap="viridis_r", norm=norm, interpolation="none")
+        image = ax.imshow(
+            grid,
+            aspect="auto",
+            cmap="viridis_r",
+            norm=LogNorm(min(ends), max(ends)),
+            interpolation="none",
+        )
         ax.set_yticks(range(len(names)), map(label_text, names))
         whole_ticks(ax)
         ax.set_xlabel("layer")
         ax.grid(False)
         ax.figure.colorbar(image, ax=ax)
 
-    title = "Relative difference (blank: equal bits)"
-    return draw_panel(title, draw, height=0.17 * len(names) + 0.8)
+    return draw_panel(
+        "Relative difference (blank: equal bits)", draw, height=0.17 * len(names) + 0.8
+    )

@@ -84,8 +84,11 @@ def whole_ticks(ax: Axes, most: int = 10) -> None:
 
 def mark(index: int, label: str = "") -> Mark:
     """Returns the legend's row for the `index`-th line."""
-    dash = _DASHES[index // len(COLOURS) % len(_DASHES)]
-    return Mark(COLOURS[index % len(COLOURS)], dash, label[:_LONGEST_LABEL])
+    return Mark(
+        colour=COLOURS[index % len(COLOURS)],
+        dash=_DASHES[index // len(COLOURS) % len(_DASHES)],
+        label=label[:_LONGEST_LABEL],
+    )
 
 
 def lines_panel(
@@ -111,10 +114,10 @@ def lines_panel(
     if not shown:
         return None
     drawn = [thinned(values) for _, _, values in shown]
-    legend = []
-    for (row, _, values), kept in zip(shown, drawn, strict=True):
-        more = _zeros(values) * symlog + left_out(values, kept)
-        legend.append(row._replace(label=row.label + more))
+    legend = [
+        row._replace(label=row.label + _zeros(values) * symlog + left_out(values, kept))
+        for (row, _, values), kept in zip(shown, drawn, strict=True)
+    ]
 
     def draw(ax: Axes) -> None:
         for i, ((row, steps, values), kept) in enumerate(zip(shown, drawn, strict=True)):
@@ -130,7 +133,7 @@ def lines_panel(
             )
         ax.set_xlabel(x)
         whole_ticks(ax, 6)
-        ax.set_ylim(limits)
+        ax.set_ylim(limits[0], limits[1])
         if symlog:
             values = np.concatenate([line[2] for line in shown])
             positive = values[np.isfinite(values) & (values > 0)]

@@ -180,16 +180,19 @@ def _time_panels(rows: list[dict]) -> list[Panel | None]:
 
     def draw(ax: Axes) -> None:
         x = np.repeat(steps[kept], 2) + np.tile((-0.5, 0.5), len(kept))  # two edges per step
-        colours = [row.colour for row in legend]
-        ax.stackplot(x, np.repeat(stack[:, kept], 2, axis=1), colors=colours, lw=0)
+        ax.stackplot(
+            x, np.repeat(stack[:, kept], 2, axis=1), colors=[row.colour for row in legend], lw=0
+        )
         ax.set_ylim(0, 1.05 * max(stack.sum(0).max(), 1e-9))
         ax.set_xlabel("step")
 
     title = "Seconds per step, by phase" + ", without the first" * (len(rows) > 1)
     title += left_out(steps, kept)
     rates = [(side, *series(rows, f"tokens_per_s_{side}")) for side in ("rollout", "learner")]
-    rate = lines_panel("Tokens per second", rates, limits=(0, None))
-    return [draw_panel(title, draw, legend), rate]
+    return [
+        draw_panel(title, draw, legend),
+        lines_panel("Tokens per second", rates, limits=(0, None)),
+    ]
 
 
 def _times(rows: list[dict]) -> list[tuple[str, str, str]]:
@@ -233,8 +236,10 @@ def _samples(run: RunFiles) -> dict[str, Any]:
     """Returns the samples of the last step that has any, and a sentence that names the step."""
     where = [(row.get("phase", "rl"), row.get("step")) for row in run.samples]
     rows = [row for row, w in zip(run.samples, where, strict=True) if w == where[-1]]
-    keys = ("prompt", "response", "answer", "reward")
-    shown = [[row.get(key, "") for key in keys] for row in rows[:_SAMPLES_SHOWN]]
+    shown = [
+        [row.get(key, "") for key in ("prompt", "response", "answer", "reward")]
+        for row in rows[:_SAMPLES_SHOWN]
+    ]
     step = f"{_NAMES.get(where[-1][0], where[-1][0])} step {where[-1][1]}" if rows else ""
     return {"samples": shown, "samples_of": f"{len(shown)} of the {len(rows)} samples of {step}."}
 
@@ -248,10 +253,16 @@ def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
     rows = []
     for run, name in zip(runs, names, strict=True):
         s = summarise_files(run)
-        accuracy = [run.held_out(s[kind]["last"]) for kind in ("greedy", "sampled")]
-        drift = (drift_text(s), near_one(s["token_mult_prob_error"]))
-        times = [number(s[key]) for key in TYPICAL[1:]]
-        rows.append((f"{run.label} ({name})", *times, *accuracy, *drift))
+        rows.append(
+            (
+                f"{run.label} ({name})",
+                *(number(s[key]) for key in TYPICAL[1:]),
+                run.held_out(s["greedy"]["last"]),
+                run.held_out(s["sampled"]["last"]),
+                drift_text(s),
+                near_one(s["token_mult_prob_error"]),
+            )
+        )
     drawn = [*zip(names, runs, strict=True)][:MOST_LINES]
     panels = (
         lines_panel(title, [(name, *line(run)) for name, run in drawn], symlog="|Δlogp|" in title)
@@ -321,9 +332,15 @@ def _sections(run: RunFiles, s: dict) -> Iterator[tuple]:
     for title, caption in _CAPTIONS.items():
         panels = [panel for panel in _panels(run, title) if panel]
         if title == "Held-out accuracy" and (s["questions"] or 0) > 0 and not run.graded:
-            error = f"{50 / math.sqrt(s['questions']):.1f} points"
-            caption += f" With {s['questions']:,} questions one standard error is at most {error}."
+            caption += (
+                f" With {s['questions']:,} questions one standard error is at most "
+                f"{50 / math.sqrt(s['questions']):.1f} points."
+            )
         if panels or title not in _OPTIONAL:
-            analysis = drift_section(run.path) if title == _DRIFT else ""
-            times = _times(run.metrics) if title == "Time" else None
-            yield title, panels, caption, times, analysis
+            yield (
+                title,
+                panels,
+                caption,
+                _times(run.metrics) if title == "Time" else None,
+                drift_section(run.path) if title == _DRIFT else "",
+            )

@@ -363,8 +363,8 @@ def _drift_note(run: RunFiles, s: dict) -> str:
 
 def _advice(run: RunFiles, s: dict) -> str | None:
     """Returns a sentence on what to do about drift in a run that must have none, or None."""
-    setting = run.field("precision", "zero_drift")
-    if not s["steps_with_drift"] or setting == "report" or not _same_recipes(run):
+    reports = run.field("precision", "zero_drift") == "report"
+    if not s["steps_with_drift"] or reports or not _same_recipes(run):
         return None
     verdicts = step_verdicts(run.path)
     verdict = max(verdicts, key=lambda row: row["drift"], default=None)
@@ -450,7 +450,11 @@ def _sentence(run: RunFiles, s: dict) -> str:
     if s["drift_steps"]:
         equal = share(s["logprob_equal_frac"])
         equal = "" if equal == MISSING else f", {equal} of log-probs bit-equal"
-        over = f"{number(s['drift_tokens'])} tokens of {steps_text(s['drift_steps'])}"
-        parts.append(f"drift over {over}: max |Δlogp| = {drift_text(s)}{equal}")
-    start = f"{s['task'] or 'unnamed task'}, seed {s['seed'] or MISSING}, {run.label}, "
-    return f"{start}{steps_text(s['rl_steps'])} of RL: {'; '.join(parts)}."
+        parts.append(
+            f"drift over {number(s['drift_tokens'])} tokens of {steps_text(s['drift_steps'])}: "
+            f"max |Δlogp| = {drift_text(s)}{equal}"
+        )
+    return (
+        f"{s['task'] or 'unnamed task'}, seed {s['seed'] or MISSING}, {run.label}, "
+        f"{steps_text(s['rl_steps'])} of RL: {'; '.join(parts)}."
+    )

@@ -15,15 +15,15 @@ def step_verdicts(directory: pathlib.Path) -> list[dict]:
     advice; [] if no drift.json can be read."""
     try:
         result = read_json(directory / NAME, LONGEST)
-        found = list(result.get("earlier", []))
-        if "step" in result:
-            verdict = {name: result["verdict"][name] for name in ("sentence", "advice", "culprit")}
-            found.append({"step": result["step"], "drift": result["drift"], **verdict})
         texts = ("culprit", "sentence", "advice")
-        if not all(isinstance(row[name], str) for row in found for name in texts):
+        rows = list(result.get("earlier", []))
+        if "step" in result:
+            verdict = {name: result["verdict"][name] for name in texts}
+            rows.append({"step": result["step"], "drift": result["drift"], **verdict})
+        if not all(isinstance(row[name], str) for row in rows for name in texts):
             return []
-        numbers = [{"step": int(row["step"]), "drift": float(row["drift"])} for row in found]
-        rows = [row | number for row, number in zip(found, numbers, strict=True)]
+        numbers = ({"step": int(row["step"]), "drift": float(row["drift"])} for row in rows)
+        rows = [row | number for row, number in zip(rows, numbers, strict=True)]
         return sorted(rows, key=lambda row: row["step"])
     except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return []

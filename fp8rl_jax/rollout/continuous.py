@@ -131,8 +131,7 @@ def _functions(loop: ContinuousLoop, mesh: Mesh | None) -> tuple[Callable, Calla
         return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
 
     def advance_all(weights, requests, iterations, state):
-        of_weights = rollout_specs(weights)
-        run = by_device(advance, of_weights, of_requests, replicated, rows)
+        run = by_device(advance, rollout_specs(weights), of_requests, replicated, rows)
         return run(weights, requests, iterations, state)
 
     return (
@@ -216,9 +215,9 @@ class ContinuousSampler:
           watch: function called on the host with a `Progress` after every `part` iterations, while
             the device runs the next ones, and at the end.
           answer: function that gives paused responses more tokens, called like `watch`, and at the
-            end; it may see a response paused that it has answered, and waits if no other can go
-            on. Results do not depend on when it answers. Without it a response ends with its first
-            reply.
+            end. It may see a response as paused that it has answered already. If no other response
+            can go on, it waits until it can answer one. Results do not depend on when it answers.
+            Without it a response ends with its first reply.
           earlier: responses that go on; those behind `Earlier.needed` may be returned incomplete.
         """
         weights = self._prepare(weights)
@@ -247,8 +246,9 @@ class ContinuousSampler:
         """Traces the loop's program for the arguments of a call, or for their shapes."""
         state = jax.eval_shape(self._begin, prompts, requests, None)
         iterations = jax.ShapeDtypeStruct((), jnp.int32)
-        prepared = jax.eval_shape(self._prepare, weights)
-        return self._advance.trace(prepared, requests, iterations, state)  # type: ignore[attr-defined]
+        return self._advance.trace(  # type: ignore[attr-defined]
+            jax.eval_shape(self._prepare, weights), requests, iterations, state
+        )
 
     def metrics(self) -> dict[str, float]:
         """Returns how the last call used its slots.

@@ -166,20 +166,20 @@ def family_of(config: ModelConfig) -> Family:
     return family
 
 
-def config_json(config: ModelConfig, dtype: str, others: Mapping[str, Any] | None = None) -> Json:
+def config_json(config: ModelConfig, dtype: str, further: Mapping[str, Any] | None = None) -> Json:
     """Returns the config.json of a model.
 
     Args:
       config: shapes.
       dtype: name of the tensors' type, 'bfloat16' or 'float32'.
-      others: further fields, from a source's config.json; `config` overrides them.
+      further: fields of a source's config.json; those of `config` override them.
 
     Raises:
       UserError: no model type has these rules.
     """
     family = family_of(config)
     activation, value = family.activation
-    own: Json = {
+    described: Json = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **write_names(config, SHARED | same(num_key_value_heads=None)),
@@ -195,11 +195,11 @@ def config_json(config: ModelConfig, dtype: str, others: Mapping[str, Any] | Non
     # ModelConfig has no context limit: this is a default for programs that need one.
     original = int(config.rope_original_max_position_embeddings * config.rope_factor)
     limit = original if config.rope_type in ("llama3", "yarn") else 32_768
-    source = Fields(others or {}, "config.json")
+    source = Fields(further or {}, "config.json")
     if source.values.get("model_type") is not None:
         source = family_of_file(source).normalise(source)
     kept = {name: value for name, value in source.values.items() if name not in _DROPPED}
-    return {"max_position_embeddings": limit} | kept | own
+    return {"max_position_embeddings": limit} | kept | described
 
 
 def _windows_json(config: ModelConfig, family: Family) -> Json:

@@ -50,8 +50,12 @@ def convert(
       UserError: `target` is inside `source`, or as in `load` and `save`.
     """
     path = pathlib.Path(source)
-    check_target(pathlib.Path(target), max_shard_gb)
-    _check_outside(pathlib.Path(target), path)
+    target = pathlib.Path(target)
+    check_target(target, max_shard_gb)
+    if pathlib.Path(os.path.realpath(target)).is_relative_to(os.path.realpath(path)):
+        raise UserError(
+            f"{target} is within {path}, which is only read: name a directory beside it"
+        )
     name = dtype_name(dtype)
     fields = read_fields(path)
     check_type(read_config(fields), name)
@@ -64,15 +68,6 @@ def convert(
         max_shard_gb=max_shard_gb,
         beside=Beside(fields.values, functools.partial(copy_tokenizer, path)),
     )
-
-
-def _check_outside(target: pathlib.Path, source: pathlib.Path) -> None:
-    """Raises UserError if `target` is inside `source`."""
-    inside, outside = (pathlib.Path(os.path.realpath(path)) for path in (target, source))
-    if inside.is_relative_to(outside):
-        raise UserError(
-            f"{target} is within {source}, which is only read: name a directory beside it"
-        )
 
 
 def copy_tokenizer(source: pathlib.Path, directory: pathlib.Path) -> None:

@@ -97,8 +97,9 @@ def load(
     if config.tie_word_embeddings and HEAD in source.entries:
         _check_tied(source, config)
     types = _leaf_types(source, tensors, name)
-    shapes = {path: _abstract(s, types[path]) for path, s in leaf_shapes(config).items()}
-    tree = traverse_util.unflatten_dict(shapes)
+    tree = traverse_util.unflatten_dict(
+        {path: _abstract(shape, types[path]) for path, shape in leaf_shapes(config).items()}
+    )
     leaves = _allocate(tree, shardings(tree) if callable(shardings) else shardings)
     for tensor in tensors:
         scales = _scales(source, tensor, check_finite)
@@ -228,8 +229,12 @@ def _copy(
     """
     if isinstance(leaf, QArray):
         assert scales is not None
-        blocks_of_piece = scales[piece.start // BLOCKS[0] : -(-piece.stop // BLOCKS[0])]
-        leaf.scale.write(piece.index, (0, 0), blocks_of_piece, piece.transposed)  # type: ignore[attr-defined]
+        leaf.scale.write(  # type: ignore[attr-defined]
+            piece.index,
+            (0, 0),
+            scales[piece.start // BLOCKS[0] : -(-piece.stop // BLOCKS[0])],
+            piece.transposed,
+        )
         leaf = leaf.qvalue
         scales = None
     if piece.packed is not None:

@@ -80,8 +80,13 @@ class Unpacked:
                 f"does not fit {list(scales.shape)} of its scales: download all files again"
             )
         experts, outputs, count, _ = blocks.shape
-        shape = experts, count * _BLOCK, outputs
-        return Entry(blocks.file, "BF16", shape, blocks.start, blocks.stop)
+        return Entry(
+            file=blocks.file,
+            dtype="BF16",
+            shape=(experts, count * _BLOCK, outputs),
+            start=blocks.start,
+            stop=blocks.stop,
+        )
 
     def rows(
         self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None

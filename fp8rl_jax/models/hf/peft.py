@@ -160,8 +160,8 @@ def check_adapter(path: str, config: ModelConfig, adapters: Any, rank: int, alph
       UserError: the files are missing or damaged, or are of another adapter; the message names the
         field to change, or the first tensor that has no place.
     """
-    file = AdapterFile(pathlib.Path(path), config)
-    file.check(_layers(traverse_util.flatten_dict(adapters)), rank, alpha)
+    adapted = _layers(traverse_util.flatten_dict(adapters))
+    AdapterFile(pathlib.Path(path), config).check(adapted, rank, alpha)
 
 
 def load_adapter(path: str, config: ModelConfig, adapters: Any) -> Any:
@@ -173,14 +173,14 @@ def load_adapter(path: str, config: ModelConfig, adapters: Any) -> Any:
       adapters: new adapters of the configuration. Where the file has a smaller rank, or nothing,
         their A stays beside a B of zeros.
     """
-    leaves = {}
-    for leaf, x in traverse_util.flatten_dict(adapters).items():
-        start = np.zeros(x.shape) if leaf[-1] == LORA[1] else x
-        leaves[leaf] = np.array(start, np.float32)
+    leaves = {
+        path: np.array(np.zeros(x.shape) if path[-1] == LORA[1] else x, np.float32)
+        for path, x in traverse_util.flatten_dict(adapters).items()
+    }
     file = AdapterFile(pathlib.Path(path), config)
     for pair in file.pairs(_layers(leaves)):
         if file.holds(pair):
-            a = file.read(pair.tensors[0])
-            b = file.read(pair.tensors[1])
-            pair.spread(a, b, leaves, _rank(leaves))
+            pair.spread(
+                file.read(pair.tensors[0]), file.read(pair.tensors[1]), leaves, _rank(leaves)
+            )
     return traverse_util.unflatten_dict(leaves)

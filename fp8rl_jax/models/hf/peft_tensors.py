@@ -248,8 +248,8 @@ def _packed(
     packed: Collection[str],
 ) -> Iterator[Pair]:
     """Yields the pairs of a layer's experts where these are one matrix for each parameter."""
-    parameters = [parameter for parameter in PACKED if parameter in packed]
-    for outer, parameter in enumerate(reversed(parameters)):
+    outer_first = [parameter for parameter in reversed(PACKED) if parameter in packed]
+    for outer, parameter in enumerate(outer_first):
         layers = PACKED[parameter]
         inputs, outputs = leaf_shapes(config)[*experts[layers[0]], "kernel"][-2:]
         parts = []

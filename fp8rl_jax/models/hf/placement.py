@@ -42,8 +42,9 @@ class Filling:
             assert slices is not None
             spans = tuple(s.indices(n)[:2] for s, n in zip(slices, shape, strict=True))
             self._spans[device] = spans
-            shard_shape = tuple(stop - start for start, stop in spans)
-            self._shards[device] = _zeros(shard_shape, self.dtype, device)
+            self._shards[device] = _zeros(
+                tuple(stop - start for start, stop in spans), self.dtype, device
+            )
 
     def held(
         self, index: tuple[int, ...], shape: tuple[int, ...], transposed: bool
@@ -91,8 +92,8 @@ class Filling:
                 continue
             cut = tuple(slice(a - i, b - i) for (a, b), i in zip(overlap, start, strict=True))
             corner = [a for a, _ in (overlap[::-1] if transposed else overlap)]
-            lows = [low for low, _ in spans]
-            place = np.array([*index, *corner], np.int32) - np.array(lows, np.int32)
+            place = np.array([*index, *corner], np.int32)
+            place -= np.array([low for low, _ in spans], np.int32)
             first, last = overlap[-1]
             of_blocks = None if scales is None else scales[cut[0], first // 128 : -(-last // 128)]
             piece, of_blocks, place = jax.device_put(
@@ -105,8 +106,9 @@ class Filling:
 
     def finish(self) -> jax.Array:
         """Returns the filled array."""
-        shards = list(self._shards.values())
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+        return jax.make_array_from_single_device_arrays(
+            self.shape, self.sharding, list(self._shards.values())
+        )
 
 
 def _overlap(

@@ -34,8 +34,8 @@ class Piece:
       index: index into the leaf's leading axes: layer, expert or head.
       start, stop: range of rows in the checkpoint's tensor.
       transposed: whether the leaf holds these rows as columns.
-      packed: of packed experts the columns that the piece takes from its one row, an expert; else
-        None.
+      packed: for packed experts, whose rows are experts: the columns of the row that are the
+        piece's; else None.
     """
 
     path: Path

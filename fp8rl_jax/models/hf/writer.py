@@ -294,8 +294,7 @@ def _joined(tensor: Tensor, take: Callable[[Piece], np.ndarray]) -> np.ndarray:
 def _take(leaf: Any, index: tuple[int, ...], dtype: np.dtype | None) -> np.ndarray:
     """Returns a matrix of a stack in `dtype`; shards are joined on the host."""
     if isinstance(leaf, QArray):
-        matrix = jax.tree.map(lambda x: _take(x, index, None), leaf)
-        return np.asarray(_program(dtype)(matrix, ()))
+        return np.asarray(_program(dtype)(jax.tree.map(lambda x: _take(x, index, None), leaf), ()))
     if isinstance(leaf, np.ndarray):
         return np.asarray(_program(dtype)(leaf[index], ()))
     if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
@@ -357,6 +356,8 @@ def _write_shards(directory: pathlib.Path, outputs: list[Output], limit: float) 
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         write_file(directory / file, shard)
         places |= {name: file for output in shard for name in output.parts}
-    total = sum(output.nbytes for output in outputs)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {
+        "metadata": {"total_size": sum(output.nbytes for output in outputs)},
+        "weight_map": places,
+    }
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
