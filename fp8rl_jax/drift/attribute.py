@@ -111,8 +111,6 @@ def analyse(
         note("sampling, and one train step on the samples")
         ran = run_both(programs, budget)
     rollout, batch, logp, _ = ran
-    mask = np.asarray(rollout.mask)
-    left_out: list[str] = []
     result: dict[str, Any] = compare_sides(programs, rollout, batch, logp)
     if runtime.mesh.shape["tensor"] > 1:
         note("mesh.tensor is above 1, where intermediate values are sharded: comparing the rest")
@@ -129,8 +127,7 @@ def analyse(
         "tapped_programs": seen.pieces,
         "weights": compare_weights(programs.weights, programs.learner_weights()),
     }
-    if seen.left_out:
-        left_out.append(f"{len(seen.left_out)} intermediate values")
+    left_out = [f"{len(seen.left_out)} intermediate values"] * bool(seen.left_out)
     result["products"] = {"sentence": "not tried", "wrong": []}
     if budget.allows(0.0):
         note("multiplying at every size of product that the run's programs have")
@@ -138,7 +135,7 @@ def analyse(
         result["products"] = {"sentence": products.sentence, "wrong": list(products.wrong)}
     else:
         left_out.append("the products by themselves")
-    drifts = bool(compare.bits_differ(logp, rollout.logprobs)[mask].any())
+    drifts = bool(compare.bits_differ(logp, rollout.logprobs)[np.asarray(rollout.mask)].any())
     if drifts and seen.rollout:
         if swaps := budget.allows(ran.seconds):
             note("swapping the rollout's values into the learner, one operation at a time")

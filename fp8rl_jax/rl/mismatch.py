@@ -57,7 +57,11 @@ def mismatch_metrics(
     rollout = np.asarray(rollout_logp)[mask].astype(np.float64)
     if learner.size == 0:
         raise ValueError("there is no response token to compare")
-    difference = learner - rollout
+    return _of_differences(learner - rollout, tis_cap)
+
+
+def _of_differences(difference: np.ndarray, tis_cap: float) -> dict[str, float]:
+    """Returns the metrics of D, (N,) float64."""
     d = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     w = np.exp(d)
     truncated = np.clip(w, 0.0, tis_cap)
