@@ -361,9 +361,9 @@ def train_step(
 ) -> tuple[Policy, dict[str, Any]]:
     """Runs one update of GRPO, or of the algorithm in section `algo`. Provisional.
 
-    The update has the bits of an RL step of the main job with the same fields (`grpo` begins with
-    those of `fp8rl init`) and number of prompt slots, if the number of prompts is a power of two:
-    blocks of a weight's gradient span all tokens of a batch, padding included.
+    If the number of prompts is a power of two, the update has the bits of the main job's RL step
+    with equal fields (`grpo` begins with those of `fp8rl init`) and prompt slots. Other numbers are
+    padded, and blocks of a weight's gradient span all tokens of a batch, padding included.
 
     Args:
       policy: the policy before the update; it stays usable and unchanged.

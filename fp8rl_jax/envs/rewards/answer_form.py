@@ -103,8 +103,8 @@ def _balanced(text: str) -> bool:
 
 
 def sides(text: str, is_number: Callable[[str], bool], right: bool = False) -> Sides | None:
-    r"""Returns name and value of an equation, or of a chain of them: of `AB = \sqrt{25} = 5` AB and
-    5. None if the text is no equation, or one that names no value (`2x = 8`, `x^2 + y^2 = 25`).
+    r"""Returns name and value of an equation or a chain of them: those of `AB = \sqrt{25} = 5` are
+    AB and 5. None if the text is no equation, or names no value (`2x = 8`, `x^2 + y^2 = 25`).
 
     The value is the last side that is a number; without one, what the name on the other side is
     equal to. What follows an approximation sign counts only if a name stands before it. Of several

@@ -3,8 +3,8 @@ r"""Finds the part of a response that is its answer, as it is written.
 In the text behind the reasoning (`envs.reasoning`) these are looked for, in this order: the last
 closed <answer>, the last box, the line after the last '####', the sentence after the last "answer
 is", the bold number of the last line, the time of day at the end, the last formula between LaTeX's
-marks. Boxes and formulas with nothing but separators between
-them (`\boxed{1} and \boxed{2}`) are one answer.
+marks. Boxes, or formulas, with nothing but separators between them (`\boxed{1} and \boxed{2}`) are
+one answer.
 """
 
 from __future__ import annotations

@@ -150,10 +150,12 @@ class Number(NamedTuple):
 
 
 def whole_number(text: str, right: bool = False) -> Number | None:
-    """Returns the number of a text that holds nothing else but a name, a sign, a currency, a unit
-    and punctuation ('x = 72', 'The answer is $72.', '72 km/h'), or is an equation with this value
-    ('6 * 12 = 72'; `right`: see `sides`); None for any other text, such as a list, a calculation,
-    or a sentence with several numbers."""
+    """Returns the number that a text is; None for a list, a calculation, or other text.
+
+    Beside the number the text may hold a name, a sign, a currency, a unit and punctuation: 'x =
+    72', 'The answer is $72.', '72 km/h'. An equation is its value, 72 of '6 * 12 = 72'; `right` is
+    as for `sides`.
+    """
     if len(text) > _LONGEST:
         return None
     if (number := _alone(text)) is not None:
