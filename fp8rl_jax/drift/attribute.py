@@ -127,7 +127,9 @@ def analyse(
         "tapped_programs": seen.pieces,
         "weights": compare_weights(programs.weights, programs.learner_weights()),
     }
-    left_out = [f"{len(seen.left_out)} intermediate values"] * bool(seen.left_out)
+    left_out = []
+    if seen.left_out:
+        left_out.append(f"{len(seen.left_out)} intermediate values")
     result["products"] = {"sentence": "not tried", "wrong": []}
     if budget.allows(0.0):
         note("multiplying at every size of product that the run's programs have")

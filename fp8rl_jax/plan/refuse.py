@@ -34,12 +34,10 @@ def check_train_memory(resolved: Resolved, mesh: Mesh, rollout_mesh: Mesh | None
     larger = "raise mesh.fsdp" + (" or mesh.expert" if experts else "")
     if experts and experts % (mesh.shape["fsdp"] * mesh.shape["expert"]):
         larger = f"let mesh.fsdp x mesh.expert divide model.num_experts = {experts}"
-    on_device = resolved.config.learner.offload == "none"
-    _check(
-        state,
-        "the train state (parameters and optimiser moments in float32)",
-        f"take a smaller model, or {larger}" + ", or set learner.offload='moments'" * on_device,
-    )
+    remedy = f"take a smaller model, or {larger}"
+    if resolved.config.learner.offload == "none":
+        remedy += ", or set learner.offload='moments'"
+    _check(state, "the train state (parameters and optimiser moments in float32)", remedy)
     check_eval_memory(resolved, rollout_mesh or mesh, 0 if rollout_mesh else state)
 
 
