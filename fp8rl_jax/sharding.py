@@ -169,6 +169,21 @@ def batch_divisor(mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
+def together(batches: np.ndarray, devices: int) -> np.ndarray:
+    """Returns the rows of `batches` (V, N, ...), of V batches, as (V * N, ...) with an equal part
+    of each batch, in their order, on each device: a device's rows follow each other."""
+    most, rows, *rest = batches.shape
+    parts = batches.reshape(most, devices, rows // devices, *rest)
+    return np.ascontiguousarray(parts.swapaxes(0, 1).reshape(most * rows, *rest))
+
+
+def apart(rows: np.ndarray, most: int, devices: int) -> np.ndarray:
+    """Returns the batches of which `together` returned the rows; `most` is V."""
+    size = len(rows) // most
+    parts = rows.reshape(devices, most, size // devices, *rows.shape[1:])
+    return parts.swapaxes(0, 1).reshape(most, size, *rows.shape[1:])
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())

@@ -26,6 +26,7 @@ import ml_collections
 import numpy as np
 
 from fp8rl_jax import learner
+from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.config import default_config
@@ -150,12 +151,10 @@ def _backward(subject: Subject, batches: int, note: Note) -> Numbers:
     for number in range(_TRIES * batches):
         sampled = sample_step(runtime, version, stream, number, lambda progress: None)
         batch = engine.batch(sampled.samples.rollout, sampled.samples.prompts)
-        batch, _ = weighed(
-            runtime.resolved.algorithm, sampled.samples, batch, config.algo.num_minibatches
-        )
+        batch, _ = weighed(runtime.resolved.algorithm, sampled.samples, batch)
         if not np.any(batch.advantages):
             continue
-        given = runtime.layout.by_rows(batch)
+        given = processes.place(batch, runtime.layout.rows)
         reference = None
         for name, program in programs.items():
             gradients, _, metrics = program(state, given, engine.rope)

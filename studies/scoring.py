@@ -231,7 +231,9 @@ class Scorer:
                 count = ("experts", "weights").index(view.replay) + 1
                 taps = found[view.of][2]
                 routing = {n: jnp.moveaxis(taps[n], 0, 1) for n in ROUTING[:count]}
-            given = self._runtime.layout.by_rows(dataclasses.replace(batch, routing=routing))
+            given = processes.place(
+                dataclasses.replace(batch, routing=routing), self._runtime.layout.rows
+            )
             found[name] = self._score[view.recipe, view.head](
                 weights[view.recipe], given, self._runtime.engine.rope
             )

@@ -15,6 +15,7 @@ import time
 import jax
 import numpy as np
 
+from fp8rl_jax.base import processes
 from fp8rl_jax.config import load_config
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -59,7 +60,7 @@ class _Side:
     def batch(self, sampled):
         advantages = np.linspace(-1, 1, _ROWS, dtype=np.float32)
         batch = self.rt.engine.batch(sampled, self.prompts, advantages)
-        return self.rt.layout.by_rows(batch)
+        return processes.place(batch, self.rt.layout.rows)
 
 
 def _seconds(run) -> float:

@@ -394,10 +394,10 @@ def train_step(
     batch, metrics = _weighed(
         sized, state, None if reference is None else reference.state, samples, values
     )
-    one_update = functools.partial(engine.update, step=policy.programs.update(sized))
+    program = policy.programs.update(sized)
     begin = time.perf_counter()
     try:
-        state, update = learn(one_update, engine.rl_optimizer.schedule, state, batch)
+        state, update = learn(engine, sized.resolved.algorithm, state, batch, program)
     except NonFiniteUpdate as error:
         raise NonFiniteError(
             f"train_step: loss {float(error.metrics['loss'])}, gradient norm "
@@ -415,7 +415,7 @@ def train_step(
         "reward_mean": float(np.nanmean(values)),
     }
     state = engine.calibrate(state, batch)
-    state = engine.advance(state, policy.step + 1, int(state.data_state))
+    state = engine.advance(state, int(state.data_state))
     return dataclasses.replace(policy, state=state), record
 
 
@@ -460,7 +460,7 @@ def _weighed(
     recomputes = not sized.resolved.takes_rollout_logprobs(False)
     batch = scored(sized.engine, state, reference, batch, recomputes)
     of_samples = jax.tree.map(lambda x: x[: len(samples.texts)], batch)
-    of_samples, metrics = weighed(sized.resolved.algorithm, groups, of_samples, 1)
+    of_samples, metrics = weighed(sized.resolved.algorithm, groups, of_samples)
     return _with_rows(sized, of_samples, group_size), metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import ml_collections
@@ -18,6 +19,8 @@ from fp8rl_jax.rl import Algorithm
 @dataclasses.dataclass(frozen=True)
 class Resolved:
     """A checked configuration, and the model, recipes and functions that it names.
+
+    What follows from them is computed once, when it is first read.
 
     Attributes:
       config: every field; frozen.
@@ -45,33 +48,33 @@ class Resolved:
     frozen_model: ModelConfig | None
     positions: int | None
 
-    @property
+    @functools.cached_property
     def same_forward(self) -> bool:
         """Whether both sides compute the same forward pass."""
         return same_forward(self.rollout_recipe, self.learner_recipe)
 
-    @property
+    @functools.cached_property
     def frozen_recipe(self) -> Recipe:
         """Numerics of the frozen model: those of the reference, without scales of a rollout."""
         return without_calibration(self.reference_recipe)
 
-    @property
+    @functools.cached_property
     def frozen_kl_coef(self) -> float:
         """Weight of the divergence from the frozen model; 0 without one."""
         return self.config.algo.teacher_coef if self.frozen_model else 0.0
 
-    @property
+    @functools.cached_property
     def zero_drift(self) -> bool:
         """Whether settings that cannot give zero drift are refused (`precision.zero_drift`)."""
         setting = self.config.precision.zero_drift
         return self.same_forward if setting == "auto" else setting == "required"
 
-    @property
+    @functools.cached_property
     def stale(self) -> bool:
         """Whether steps learn from what older versions of the policy drew."""
         return self.config.rollout.ahead > 0 or self.config.rollout.most_versions > 1
 
-    @property
+    @functools.cached_property
     def truncation(self) -> Truncation | None:
         """The truncation over whose tokens log-probabilities of responses are; None for all."""
         rollout = self.config.rollout
@@ -80,7 +83,7 @@ class Resolved:
             return None
         return Truncation(rollout.top_k, rollout.top_p)
 
-    @property
+    @functools.cached_property
     def recorded_numbers(self) -> int:
         """int32 numbers by which a rollout records the tokens that were kept for each draw; 0 where
         only the weights and the recipe that drew them score the responses, with the same bits."""
@@ -92,17 +95,17 @@ class Resolved:
             return 0
         return self.truncation.recorded_numbers(self.model.vocab_size)
 
-    @property
+    @functools.cached_property
     def step_samples(self) -> int:
         """Responses of an RL step."""
         return self.config.rollout.prompts_per_step * self.config.rollout.group_size
 
-    @property
+    @functools.cached_property
     def minibatch_samples(self) -> int:
         """Responses of an optimiser update."""
         return self.step_samples // self.config.algo.num_minibatches
 
-    @property
+    @functools.cached_property
     def sequence_tokens(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.config.rollout.max_prompt_tokens + self.config.rollout.max_new_tokens

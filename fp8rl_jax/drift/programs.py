@@ -123,7 +123,9 @@ class Programs:
         )
         if not taps:
             return rt.engine.update(state, batch, step, distil=False)[1], {}
-        _, logp, metrics = step(*step_arguments(state, rt.layout.by_rows(batch), rt.engine.rope))
+        _, logp, metrics = step(
+            *step_arguments(state, processes.place(batch, rt.layout.rows), rt.engine.rope)
+        )
         return processes.fetch((logp, metrics["taps"]))
 
     def learner_weights(self) -> dict:
@@ -149,7 +151,7 @@ class Programs:
         recipe, layers = rt.resolved.learner_recipe, rt.resolved.model.num_hidden_layers
         names, nowhere = tuple(taps), np.zeros(layers, bool)
         values = {name: jnp.asarray(value) for name, value in taps.items()}
-        batch = rt.layout.by_rows(batch)
+        batch = processes.place(batch, rt.layout.rows)
         forward_pass = rt.engine.forward_pass(recipe, rt.config.learner.remat)
 
         def objective(params, weights, state, batch, rope, swaps):

@@ -36,6 +36,8 @@ class Algorithm:
       mask_truncated: leave out responses whose end was cut at a length limit.
       dynamic_sampling: sample more questions instead of groups with equal rewards.
       credit_by_turn: count for a token the rewards from its reply on, not those of the response.
+      minibatches: number of equal parts of a step's batch that get an update each.
+      epochs: passes over the batch.
     """
 
     baseline: Baseline
@@ -53,16 +55,13 @@ class Algorithm:
     mask_truncated: bool
     dynamic_sampling: bool
     credit_by_turn: bool = False
+    minibatches: int = 1
+    epochs: int = 1
 
     @property
     def needs_reference(self) -> bool:
         """Whether a reference policy scores the responses."""
         return self.kl_coef > 0
-
-    def token_weights(self, keep: np.ndarray) -> np.ndarray:
-        """Weighs each token of an update in the loss, as the aggregation says: (B, R) float32.
-        `keep` (B, R) bool marks the tokens that count."""
-        return self.aggregation(keep, self.loss_length).astype(np.float32)
 
 
 def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
@@ -101,6 +100,8 @@ def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
         mask_truncated=algo.mask_truncated,
         dynamic_sampling=algo.dynamic_sampling,
         credit_by_turn=algo.credit == "turn",
+        minibatches=algo.num_minibatches,
+        epochs=algo.epochs,
     )
 
 
@@ -147,22 +148,22 @@ class Outcomes:
     turns: np.ndarray | None = None
     lengths: np.ndarray | None = None
 
-    @property
-    def scored(self) -> np.ndarray:
-        """(B, 1) bool, responses with a reward."""
-        return ~np.isnan(self.rewards).reshape(-1, 1)
-
 
 def prepare(algorithm: Algorithm, outcomes: Outcomes) -> Prepared:
     """Computes advantages and weights of a step's responses."""
-    lengths = outcomes.mask.sum(1) if outcomes.lengths is None else outcomes.lengths
-    penalty = overlong_penalty(
-        lengths, algorithm.length, algorithm.overlong_buffer, algorithm.overlong_factor
-    )
-    mask = outcomes.mask & outcomes.scored
     shaped = np.asarray(outcomes.rewards, np.float64)
-    shaped = shaped + penalty.reshape(shaped.shape)
-    advantages = _advantages(algorithm, outcomes, shaped)
+    scored = ~np.isnan(shaped).reshape(-1, 1)
+    mask = outcomes.mask & scored
+    penalty: np.ndarray | float = 0.0
+    if algorithm.overlong_buffer:
+        penalty = overlong_penalty(
+            outcomes.mask.sum(1) if outcomes.lengths is None else outcomes.lengths,
+            algorithm.length,
+            algorithm.overlong_buffer,
+            algorithm.overlong_factor,
+        ).reshape(shaped.shape)
+    shaped = shaped + penalty
+    advantages = _advantages(algorithm, outcomes, shaped, scored)
 
     keep = mask.copy()
     if algorithm.mask_truncated:
@@ -188,20 +189,23 @@ def prepare(algorithm: Algorithm, outcomes: Outcomes) -> Prepared:
         "kept_sequences_frac": float(keep.any(axis=1).sum() / max(mask.any(axis=1).sum(), 1)),
     }
     if algorithm.overlong_buffer:
-        metrics["overlong_penalty_mean"] = float(penalty.mean())
+        metrics["overlong_penalty_mean"] = float(np.mean(penalty))
     return Prepared(advantages.astype(np.float32), weights.astype(np.float32), keep, metrics)
 
 
-def _advantages(algorithm: Algorithm, outcomes: Outcomes, rewards: np.ndarray) -> np.ndarray:
-    """Returns advantages (B, R) of tokens; `rewards` (P, G) are those with the penalty."""
-    mask = outcomes.mask & outcomes.scored
+def _advantages(
+    algorithm: Algorithm, outcomes: Outcomes, rewards: np.ndarray, scored: np.ndarray
+) -> np.ndarray:
+    """Returns advantages (B, R) of tokens; `rewards` (P, G) are those with the penalty, `scored`
+    (B, 1) bool marks the responses that have one."""
+    mask = outcomes.mask & scored
     scale = algorithm.scale
     if algorithm.credit_by_turn and outcomes.turns is not None:
         of_turn, scale = (no_scale, scale) if scale is token_std else (scale, no_scale)
         advantages = _from_turn_on(algorithm.baseline, of_turn, rewards, mask, outcomes.turns)
     else:
         advantages = algorithm.baseline(rewards).reshape(-1, 1) * np.ones(mask.shape)
-    advantages = np.where(outcomes.scored, advantages, 0.0)
+    advantages = np.where(scored, advantages, 0.0)
     divergence = np.zeros(mask.shape)
     if algorithm.kl_in_reward and algorithm.kl_coef:
         old = outcomes.old_logprobs.astype(np.float64)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,12 +35,14 @@ import numpy as np
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.data import Stream
+from fp8rl_jax.learner import TrainState
 from fp8rl_jax.rollout import Progress, Rollout
 from fp8rl_jax.training.checkpoint import Beside
 from fp8rl_jax.training.engine import Prompts, Served
 from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Drawn, Samples, Version, sample_step
+from fp8rl_jax.training.step_metrics import Times
 
 Weights = Any  # what the sampler takes
 
@@ -62,12 +65,14 @@ class Rollouts:
 
     Attributes:
       questions: the stream of questions.
+      share_weights: whether rollouts sample with the arrays of `Served` during an update.
     """
 
     def __init__(self, runtime: Runtime, questions: Stream, show: Show):
         self.questions = questions
         self._runtime, self._show = runtime, show
         self._ahead = runtime.config.rollout.ahead
+        self.share_weights = self._ahead > 0 and runtime.rollout_mesh is None
         self._begun: collections.deque[concurrent.futures.Future[Drawn]] = collections.deque()
         self._first = 0  # step of the oldest
         self._learnt: list[Responses] = []  # `later` of the rollout before the oldest
@@ -79,17 +84,32 @@ class Rollouts:
         if self._ahead and (runtime.mesh.size == 1 or runtime.rollout_mesh is not None):
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts")
 
-    def begin(self, step: int, served: Served, rng: np.ndarray) -> None:
-        """Begins the rollouts up to that of `step + ahead` that were not begun, with the weights
-        `served` and the keys of `rng`."""
+    def next(self, state: TrainState, served: Served, times: Times) -> Drawn:
+        """Begins the rollouts up to that of `state.step + ahead` which were not begun, and returns
+        the oldest, which stays until `learnt`.
+
+        Args:
+          state: the state before the step, whose random numbers draw.
+          served: its weights.
+          times: times of the step.
+        """
+        step = int(state.step)
+        rng = np.asarray(state.rng)  # on the host: the update gives away the state's arrays
         if not self._begun:
             self._first = step
         last = min(step + self._ahead, self._runtime.config.run.steps - 1)
         wanted = range(self._first + len(self._begun), last + 1)
         weights = self._runtime.for_sampling(served.weights) if wanted else None
         for number in wanted:
-            # Numbers of the host: the update gives away the state's arrays.
             self._begin(number, Version(weights, int(served.version), rng))
+        with times.of("wait") if self._ahead else contextlib.nullcontext():
+            drawn = self._begun[0].result()
+        # Newer versions draw behind a rollout that failed, or the end of a run that was extended.
+        most_versions = self._runtime.config.rollout.most_versions
+        oldest = max(0, step - self._ahead - (most_versions - 1))
+        versions = drawn.samples.versions[drawn.samples.rollout.mask]
+        assert ((versions >= oldest) & (versions <= step)).all()
+        return drawn
 
     def _begin(self, step: int, version: Version) -> None:
         self._versions[step] = version
@@ -97,10 +117,6 @@ class Rollouts:
             self._begun.append(self._thread.submit(self._draw, step))
         else:
             self._begun.append(_done(self._draw(step)))
-
-    def oldest(self) -> Drawn:
-        """Waits for the oldest rollout; it stays until `learnt`."""
-        return self._begun[0].result()
 
     def drawn_by(self, step: int) -> Drawn | None:
         """Waits for the newest rollout; returns it if the state of `step` draws it."""

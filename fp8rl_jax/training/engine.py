@@ -129,7 +129,7 @@ class JaxEngine:
     pad_id: int
     cache_slots: int = 0
 
-    @property
+    @functools.cached_property
     def config(self) -> ml_collections.ConfigDict:
         return self.resolved.config
 
@@ -177,12 +177,11 @@ class JaxEngine:
         opt_state = init_on_host(layout.state_shapes(optimizer).opt_state)
         return dataclasses.replace(state, opt_state=opt_state)
 
-    def advance(self, state: TrainState, step: int, position: int) -> TrainState:
-        """Returns `state` with the numbers of finished steps and batches taken from the stream."""
-        step, position = processes.place(
-            (np.int32(step), np.int32(position)), self.layout.replicated
-        )
-        return dataclasses.replace(state, step=step, data_state=position)
+    def advance(self, state: TrainState, position: int) -> TrainState:
+        """Returns `state` after one more step; `position`: batches taken from the stream."""
+        counts = np.int32(int(state.step) + 1), np.int32(position)
+        step, data_state = processes.place(counts, self.layout.replicated)
+        return dataclasses.replace(state, step=step, data_state=data_state)
 
     @functools.cached_property
     def compiled_calibrate(self):
@@ -231,7 +230,8 @@ class JaxEngine:
     ):
         """Returns a jitted sampler with the run's prompt and response slots; `records_kept` as in
         `SamplerConfig`."""
-        resolved, rollout = self.resolved, self.config.rollout
+        rollout = self.config.rollout
+        model, recipe = self.resolved.model, self.resolved.rollout_recipe
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens,
             group_size=group_size,
@@ -246,12 +246,13 @@ class JaxEngine:
             max_turn_tokens=rollout.max_turn_tokens,
             taps=taps,
         )
-        what, mesh = (resolved.model, resolved.rollout_recipe, settings), self.layout.mesh
         if rollout.slots and not taps:
-            return ContinuousSampler(*what, self._batching(), mesh=mesh, part=rollout.part)
-        if Loop(*what).on_cpu and mesh.size == 1 and not taps:
-            return HalvedSampler(*what)
-        return make_sampler(*what, self.layout.parallel)
+            return ContinuousSampler(
+                model, recipe, settings, self._batching(), mesh=self.layout.mesh, part=rollout.part
+            )
+        if Loop(model, recipe, settings).on_cpu and self.layout.mesh.size == 1 and not taps:
+            return HalvedSampler(model, recipe, settings)
+        return make_sampler(model, recipe, settings, self.layout.parallel)
 
     def _batching(self) -> Batching:
         """Returns the sizes of continuous batching; pages default to those of the memory plan."""
@@ -263,7 +264,7 @@ class JaxEngine:
         pages = processes.decided(lambda: plan.pages)  # free memory may differ
         return dataclasses.replace(sizes, pages=pages * mesh.size)
 
-    @property
+    @functools.cached_property
     def replayed_taps(self) -> tuple[str, ...]:
         """Names of the routers' results that the sampler records (`algo.routing_replay`)."""
         count = {"none": 0, "experts": 1, "weights": 2}[self.config.algo.routing_replay]
@@ -309,8 +310,9 @@ class JaxEngine:
         sampler = sampler or self.sampler
         sample_ids = prompts.sample_ids
         limits = np.full_like(sample_ids, self.config.rollout.max_new_tokens)
-        tokens, lengths, sample_ids, temperature, limits = self.layout.by_rows(
-            (prompts.tokens, prompts.lengths, sample_ids, prompts.temperature, limits)
+        tokens, lengths, sample_ids, temperature, limits = processes.place(
+            (prompts.tokens, prompts.lengths, sample_ids, prompts.temperature, limits),
+            self.layout.rows,
         )
         requests = Requests(lengths, prompts.key, sample_ids, temperature, limits, self.rope)
         seen = {}
@@ -363,14 +365,18 @@ class JaxEngine:
         capacity = self.config.learner.tokens_per_batch
         if not capacity:
             return batch, None
-        devices = batch_divisor(self.layout.mesh)
-        longest, share = self.resolved.sequence_tokens, self.config.learner.share_prompts
-        return pack(batch, longest, capacity, devices, share)
+        return pack(
+            batch,
+            self.resolved.sequence_tokens,
+            capacity,
+            batch_divisor(self.layout.mesh),
+            self.config.learner.share_prompts,
+        )
 
     def on_devices(self, batch: Batch) -> tuple[Batch, Slots | None]:
         """Returns the result of `packed` with the batch on the devices."""
         batch, slots = self.packed(batch)
-        return self.layout.by_rows(batch), slots
+        return processes.place(batch, self.layout.rows), slots
 
     def _scored(self, score, params, scaling_state: dict, batch: Batch) -> np.ndarray:
         placed, slots = self.on_devices(batch)
@@ -389,7 +395,7 @@ class JaxEngine:
         scaling = init_scaling(state.params, self.resolved.reference_recipe)
         return self._scored(self.compiled_reference_score, state.params, scaling, batch)
 
-    @property
+    @functools.cached_property
     def loss(self) -> learner.LossConfig:
         """The loss of the RL phase."""
         algorithm = self.resolved.algorithm
@@ -470,15 +476,19 @@ class JaxEngine:
         arguments = learner.step_arguments(state, placed, self.rope)
         new, logp, metrics = (step or self.compiled_update)(*arguments)
         state = with_base(new, base_of(state.params))
-        logp, metrics = processes.fetch(logp), jax.device_get(metrics)
-        metrics["computed"], metrics["shared"] = batch.tokens.size, 0 * batch.lengths
+        logp = processes.fetch(logp)
+        metrics = jax.device_get(metrics) | {
+            "computed": batch.tokens.size,
+            "shared": 0 * batch.lengths,
+        }
         if slots:
             size = batch.targets.shape[1]
             logp = slots.unpack(logp, size)
-            found = metrics["tokens"].items()
-            metrics["tokens"] = {name: slots.unpack(values, size) for name, values in found}
-            shards = batch_divisor(self.layout.mesh)
-            metrics["computed"] = slots.micro_batches * shards * placed.tokens.shape[1]
-            metrics["shared"] = slots.shared
+            rows = slots.micro_batches * batch_divisor(self.layout.mesh)
+            metrics |= {
+                "tokens": {n: slots.unpack(x, size) for n, x in metrics["tokens"].items()},
+                "computed": rows * placed.tokens.shape[1],
+                "shared": slots.shared,
+            }
         metrics["padding"] = metrics["computed"] - int(np.sum(batch.lengths - metrics["shared"]))
         return state, logp, metrics

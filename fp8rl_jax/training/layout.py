@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from fp8rl_jax import learner, sharding
-from fp8rl_jax.base import processes
 from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.kernels import resolve
@@ -41,25 +40,21 @@ class Layout:
     mesh: Mesh
     alone: bool = False
 
-    @property
+    @functools.cached_property
     def parallel(self) -> Parallel:
         return Parallel.on(self.mesh)
 
-    @property
+    @functools.cached_property
     def rows(self) -> NamedSharding:
-        """Sharding of a batch: its rows are divided over the devices."""
+        """Sharding of a batch, whose rows are divided over the devices."""
         return sharding.batch_sharding(self.mesh)
 
-    @property
+    @functools.cached_property
     def replicated(self) -> NamedSharding:
         """Sharding of arrays that every device holds in full."""
         return sharding.replicated(self.mesh)
 
-    def by_rows(self, batch):
-        """Places a tree of host arrays on the devices, divided by rows."""
-        return processes.place(batch, self.rows)
-
-    @property
+    @functools.cached_property
     def calibrates(self) -> bool:
         """Whether scales of the KV cache are measured before they are used."""
         return self.resolved.rollout_recipe.calibrates or self.resolved.learner_recipe.calibrates
@@ -70,7 +65,7 @@ class Layout:
         layers = self.resolved.model.num_hidden_layers
         return with_scales(scaling, missing_scales(layers) if self.calibrates else None)
 
-    @property
+    @functools.cached_property
     def offloads(self) -> bool:
         """Whether the optimiser's moments are in host memory."""
         return self.resolved.config.learner.offload == "moments"

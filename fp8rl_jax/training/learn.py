@@ -7,12 +7,10 @@ its files or its clock.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.learner import TrainState
@@ -72,16 +70,13 @@ def scored(
     return batch
 
 
-def weighed(
-    algorithm: Algorithm, samples: Samples, batch: Batch, minibatches: int
-) -> tuple[Batch, dict[str, float]]:
+def weighed(algorithm: Algorithm, samples: Samples, batch: Batch) -> tuple[Batch, dict[str, float]]:
     """Returns the batch with advantages and weights of its tokens, and their metrics.
 
     Args:
       algorithm: gives them.
       samples: the samples of the batch, with their rewards.
       batch: result of `scored`.
-      minibatches: number of equal parts of the batch that get an update each.
     """
     rollout = samples.rollout
     outcomes = Outcomes(
@@ -96,44 +91,41 @@ def weighed(
         lengths=rollout.lengths,
     )
     prepared = prepare(algorithm, outcomes)
-    parts = np.split(prepared.keep, minibatches)
+    token_weights = [
+        algorithm.aggregation(keep, algorithm.loss_length)
+        for keep in np.split(prepared.keep, algorithm.minibatches)
+    ]
     batch = dataclasses.replace(
         batch,
         advantages=prepared.advantages,
         rollout_weights=prepared.rollout_weights,
-        weights=np.concatenate([algorithm.token_weights(keep) for keep in parts]),
+        weights=np.concatenate(token_weights).astype(np.float32),
     )
     return batch, prepared.metrics
 
 
 def learn(
-    update: Callable[[TrainState, Batch], tuple[TrainState, np.ndarray, dict]],
-    schedule: optax.Schedule,
-    state: TrainState,
-    batch: Batch,
-    minibatches: int = 1,
-    epochs: int = 1,
+    engine: JaxEngine, algorithm: Algorithm, state: TrainState, batch: Batch, train_step: Any = None
 ) -> tuple[TrainState, Update]:
     """Makes all optimiser updates of a step, and returns the state after them.
 
     Args:
-      update: `JaxEngine.update`, which may donate the state.
-      schedule: learning rate by number of updates made.
-      state: state before the updates.
+      engine: engine that updates.
+      algorithm: numbers of mini-batches and epochs.
+      state: state before the updates, which the train step may donate.
       batch: result of `weighed`.
-      minibatches: number of equal parts of the batch that get an update each.
-      epochs: passes over the batch.
+      train_step: result of `JaxEngine.train_step`, by default that of RL.
 
     Raises:
       NonFiniteUpdate: loss or gradients are not finite.
     """
-    learning_rate = float(schedule(updates_made(state.opt_state)))
-    rows = len(batch.mask) // minibatches
+    learning_rate = float(engine.rl_optimizer.schedule(updates_made(state.opt_state)))
+    rows = len(batch.mask) // algorithm.minibatches
     logps, updates = list[np.ndarray](), list[dict]()
-    for index in range(epochs * minibatches):
-        begin = index % minibatches * rows
+    for index in range(algorithm.epochs * algorithm.minibatches):
+        begin = index % algorithm.minibatches * rows
         part = jax.tree.map(lambda x, begin=begin: x[begin : begin + rows], batch)
-        state, logp, metrics = update(state, part)
+        state, logp, metrics = engine.update(state, part, train_step)
         if not metrics["good"]:
             raise NonFiniteUpdate(metrics, None if updates else state)
         logps.append(logp)

@@ -23,10 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from fp8rl_jax.base import processes
+from fp8rl_jax import sharding
 from fp8rl_jax.envs import Question
 from fp8rl_jax.rollout import Earlier, Progress, Rollout, Watch
-from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime
 
@@ -54,12 +53,11 @@ class Responses:
         """Returns questions without any token of a response. `key`: random key of their step;
         `first`: number of their first sample in it."""
         rollout = runtime.config.rollout
-        rows, most = len(questions) * rollout.group_size, rollout.max_new_tokens
+        rows = len(questions) * rollout.group_size
+        none = np.zeros((rows, rollout.max_new_tokens), np.int32)
+        numbers = runtime.resolved.recorded_numbers
+        tokens, lengths = runtime.prompts(questions)
         temperature = np.full(rows, rollout.temperature, np.float32)
-        none = np.zeros((rows, most), np.int32)
-        kept = None
-        if runtime.resolved.recorded_numbers:
-            kept = np.zeros((rows, most, runtime.resolved.recorded_numbers), np.int32)
         return cls(
             questions,
             Rollout(
@@ -68,11 +66,11 @@ class Responses:
                 logprobs=none.astype(np.float32),
                 finished=np.zeros(rows, bool),
                 taps={},
-                kept=kept,
+                kept=np.zeros((*none.shape, numbers), np.int32) if numbers else None,
                 truncation=runtime.resolved.truncation,
             ),
             none - 1,
-            Prompts.numbered(*runtime.prompts(questions), key, temperature, first),
+            Prompts.numbered(tokens, lengths, key, temperature, first),
         )
 
     @property
@@ -82,8 +80,7 @@ class Responses:
 
     def goes_on(self, rollout: Rollout, version: int) -> Responses:
         """Returns the responses with what `version` has drawn: `rollout` has all tokens."""
-        new = rollout.mask & ~self.rollout.mask
-        versions = np.where(new, np.int32(version), self.versions)
+        versions = np.where(rollout.mask & ~self.rollout.mask, np.int32(version), self.versions)
         return dataclasses.replace(self, rollout=rollout, versions=versions)
 
 
@@ -99,19 +96,24 @@ def complete(
       watch: function called during the rollout with the progress of the first batch's responses;
         counts are of all.
     """
-    shape = runtime.config.rollout.most_versions, batch_divisor(runtime.mesh)
-    missing = [_ended(begun[0])] * (shape[0] - len(begun))
+    versions = runtime.config.rollout.most_versions
+    devices = sharding.batch_divisor(runtime.mesh)
+    missing = [_ended(begun[0])] * (versions - len(begun))
     everything = [*begun, *missing]
 
     def joined(values) -> np.ndarray:
-        return _together(np.stack([*values]), shape[1])
+        return sharding.together(np.stack([*values]), devices)
 
     def of_rollouts(rollout: Rollout) -> list[Rollout]:
-        arrays = {name: _apart(np.asarray(x), *shape) for name, x in rollout.rows.items()}
-        of_batch = ({name: x[i] for name, x in arrays.items()} for i in range(shape[0]))
+        arrays = {
+            name: sharding.apart(np.asarray(x), versions, devices)
+            for name, x in rollout.rows.items()
+        }
+        of_batch = ({name: x[i] for name, x in arrays.items()} for i in range(versions))
         return [dataclasses.replace(rollout, taps={}, **rows) for rows in of_batch]
 
-    asked, rollouts = [b.prompts for b in everything], [b.rollout for b in everything]
+    asked = [b.prompts for b in everything]
+    rollouts = [b.rollout for b in everything]
     prompts = Prompts(
         joined(p.tokens for p in asked),
         joined(p.lengths for p in asked),
@@ -126,24 +128,18 @@ def complete(
         counts=joined(r.mask.sum(1, dtype=np.int32) for r in rollouts),
         finished=joined(r.finished for r in rollouts),
         keys=joined(np.tile(jax.random.key_data(p.key), (rows, 1)) for p in asked),
-        needed=np.full(shape[1], rows // shape[1], np.int32),
+        needed=np.full(devices, rows // devices, np.int32),
         kept=None if rollouts[0].kept is None else joined(r.kept for r in rollouts),
     )
 
     def watch_first(progress: Progress) -> None:
-        done = _apart(np.asarray(progress.done), *shape)[0]
+        done = sharding.apart(np.asarray(progress.done), versions, devices)[0]
         first = of_rollouts(progress.rollout)[0]
         watch(dataclasses.replace(progress, rollout=first, done=done))
 
     rollout = runtime.engine.sample(weights, prompts, watch_first, earlier=earlier)
     drawn = zip(begun, of_rollouts(rollout), strict=False)  # without those that were missing
     return [one.goes_on(rollout, version) for one, rollout in drawn]
-
-
-def own_rows(runtime: Runtime, rows: int) -> np.ndarray:
-    """Returns (rows,) bool, which responses of the first batch are on this process's devices."""
-    shape = runtime.config.rollout.most_versions, batch_divisor(runtime.mesh)
-    return _apart(processes.own_rows(runtime.layout.rows, shape[0] * rows), *shape)[0]
 
 
 def _ended(like: Responses) -> Responses:
@@ -153,21 +149,3 @@ def _ended(like: Responses) -> Responses:
         rollout, mask=np.zeros_like(rollout.mask), finished=np.ones_like(rollout.finished)
     )
     return dataclasses.replace(like, rollout=nothing)
-
-
-# Each device has rows that follow each other, and among them an equal part of every batch.
-
-
-def _together(batches: np.ndarray, devices: int) -> np.ndarray:
-    """Returns the rows of `batches` (V, N, ...) as (V * N, ...) with an equal part of each batch,
-    in their order, on each device."""
-    most, rows, *rest = batches.shape
-    parts = batches.reshape(most, devices, rows // devices, *rest)
-    return np.ascontiguousarray(parts.swapaxes(0, 1).reshape(most * rows, *rest))
-
-
-def _apart(rows: np.ndarray, most: int, devices: int) -> np.ndarray:
-    """Returns the inverse of `_together`."""
-    size = len(rows) // most
-    parts = rows.reshape(devices, most, size // devices, *rows.shape[1:])
-    return parts.swapaxes(0, 1).reshape(most, size, *rows.shape[1:])

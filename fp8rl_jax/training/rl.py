@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from fp8rl_jax.base import processes
+from fp8rl_jax.base.compiling import compile_seconds
 from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
 from fp8rl_jax.batch import Batch, of_sequences
 from fp8rl_jax.data import Stream
@@ -47,8 +48,7 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
     """Returns the state at the start of the phase; saves it, and the reference policy if needed."""
     rt = run.runtime
     run.phase = "rl"
-    optimizer = rt.engine.rl_optimizer
-    state = rt.engine.new_state(params, optimizer, scaling_state)
+    state = rt.engine.new_state(params, rt.engine.rl_optimizer, scaling_state)
     if rt.layout.calibrates:
         state = rt.engine.calibrate(state, _first_prompts(rt, state))
     if rt.resolved.algorithm.needs_reference:
@@ -72,8 +72,7 @@ def _first_prompts(rt: Runtime, state: TrainState) -> Batch:
 
 def _stream(rt: Runtime, state: TrainState) -> Stream:
     """Returns the stream of the phase's questions, at the position of `state`."""
-    config = rt.config
-    stream = Stream(rt.questions["train"], config.rollout.prompts_per_step, config.run.seed)
+    stream = Stream(rt.questions["train"], rt.config.rollout.prompts_per_step, rt.config.run.seed)
     stream.position = int(state.data_state)
     return stream
 
@@ -130,9 +129,10 @@ def _steps(
         run.evaluate(state, served.weights)
     for step in range(int(state.step) + 1, config.run.steps + 1):
         monitor.keep(state, run.drifted)
-        doubted = run.doubted or run.drifted
+        rescore = not rt.resolved.takes_rollout_logprobs(run.doubted or run.drifted)
+        compiled = compile_seconds()
         try:
-            result = rl_step(rt, state, served, reference, rollouts, doubted)
+            result = rl_step(rt, state, served, reference, rollouts, rescore)
         except RewardError:
             run.save_for_reward(state, rollouts.beside())
             raise
@@ -141,6 +141,7 @@ def _steps(
             if error.unchanged is not None:
                 run.save(error.unchanged, rollouts.beside())
             raise NonFiniteError(non_finite_message("RL", step, error.metrics, saved)) from None
+        result.times["time_compile"] = compile_seconds() - compiled
         state, served, record = result.state, result.served, metrics_of(rt, result)
         drift = _forbidden_drift(run, record)
         if drift:

@@ -76,7 +76,7 @@ class Runtime:
     data_note: str = ""
     data_digest: str = ""
 
-    @property
+    @functools.cached_property
     def config(self) -> ml_collections.FrozenConfigDict:
         return self.resolved.config
 
@@ -101,6 +101,13 @@ class Runtime:
         if self.rollout_mesh is None:
             return self
         return dataclasses.replace(self, mesh=self.rollout_mesh, rollout_mesh=None)
+
+    @functools.cached_property
+    def own_rows(self) -> np.ndarray:
+        """(B,) bool, which responses of an RL step are on this process's devices."""
+        versions = self.config.rollout.most_versions
+        rows = processes.own_rows(self.layout.rows, versions * self.resolved.step_samples)
+        return sharding.apart(rows, versions, sharding.batch_divisor(self.mesh))[0]
 
     def for_sampling(self, weights: Any) -> Any:
         """Returns rollout weights of this runtime's `refit` on the devices that sample."""
@@ -140,8 +147,10 @@ class Runtime:
 
     def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
         """Returns the texts of responses: tokens (B, R) where the mask (B, R) is True."""
-        rows = zip(tokens, mask, strict=True)
-        return [self.tokenizer.decode(row[keep].tolist()) for row, keep in rows]
+        return [
+            self.tokenizer.decode(row[keep].tolist())
+            for row, keep in zip(tokens, mask, strict=True)
+        ]
 
     def conversations(
         self, questions: Sequence[Question], own_rows: np.ndarray, tally: Tally

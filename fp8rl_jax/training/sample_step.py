@@ -197,7 +197,7 @@ def _round(
     config, first = runtime.config, begun[0]
     group = config.rollout.group_size
     rows = len(first.versions)
-    own = partial.own_rows(runtime, rows)
+    own = runtime.own_rows
     of_rows = [q for q in first.questions for _ in range(group)]
     rewards = Rewards(runtime.decode, of_rows, runtime.resolved.rewards, own)
     conversations = runtime.conversations(of_rows, own, tally)

@@ -210,7 +210,7 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
         if not metrics["good"]:
             run.save(state)
             raise NonFiniteError(non_finite_message("SFT", step + 1, metrics))
-        state = engine.advance(state, step + 1, stream.position)
+        state = engine.advance(state, stream.position)
         record = {
             "step": step + 1,
             "loss": float(metrics["loss"]),

@@ -24,19 +24,15 @@ draws for later steps too, and several versions draw one response (partial.py).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import jax
 import numpy as np
 
-from fp8rl_jax.base.compiling import compile_seconds
-from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.batch import Batch
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.plan import gpus
 from fp8rl_jax.plan.times import useful_flops
-from fp8rl_jax.quant.kv import is_fresh
 from fp8rl_jax.report.metrics import DRIFT_MAX, DRIFT_MEAN
 from fp8rl_jax.rl import mismatch_metrics
 from fp8rl_jax.rollout import changed_bytes
@@ -70,7 +66,6 @@ class StepResult:
     """The result of an RL step.
 
     Attributes:
-      step: number of the step, from 1 on.
       state, served: state after the step, and the weights that the next step samples with.
       before: the weights that the step began with; given up, but for their checksum and sample.
       drawn: the rollout that the step learnt from.
@@ -81,7 +76,6 @@ class StepResult:
       times: seconds of the parts.
     """
 
-    step: int
     state: TrainState
     served: Served
     before: Served
@@ -98,80 +92,62 @@ def rl_step(
     served: Served,
     reference: TrainState | None,
     rollouts: Rollouts,
-    doubted: bool = False,
+    rescore: bool = False,
 ) -> StepResult:
     """Runs one step.
 
     Args:
       runtime: result of `make_runtime`.
-      state: state after the previous step; donated.
-      served: result of `refit` on `state`.
+      state, served: those of the previous step's result; `state` is donated.
       reference: a state with the reference policy; None if the algorithm needs none.
       rollouts: rollouts that were begun; the oldest is this step's.
-      doubted: whether the self-check or an earlier update showed drift though there must be none.
+      rescore: whether the learner's log-probabilities before the update replace the recorded ones.
 
     Raises:
       RewardError: every call of a reward failed; `state` is unchanged.
       NonFiniteUpdate: loss or gradients are not finite.
     """
-    engine, algo, step = runtime.engine, runtime.config.algo, int(state.step)
-    ahead, times, compiled = runtime.config.rollout.ahead, Times(), compile_seconds()
-    with times.of("step"):
+    engine = runtime.engine
+    with Times().of("step") as times:
         # 1. Sample a group of responses for each question, and reward them.
-        hold_settings()  # before every part, because a user's code may have changed them
-        assert is_fresh(state.scaling_state, step)
-        early: Metrics = age_metrics(state.scaling_state, step)
-        # Keys are on the host: the engine may sample on other devices.
-        rollouts.begin(step, served, np.asarray(state.rng))
-        if runtime.rollout_mesh is not None:  # its devices have a copy
-            served.release()
-        with times.of("wait") if ahead else contextlib.nullcontext():
-            drawn = rollouts.oldest()
-        if ahead and step % runtime.config.run.check_every == 0:
-            state, drift = _drift_ahead(runtime, state, rollouts.drawn_by(step))
-            early |= drift
+        drawn = rollouts.next(state, served, times)
+        state, early = _measured(runtime, state, rollouts)
 
         # 2. Log-probabilities before the update, and under the reference policy.
-        hold_settings()
-        samples = drawn.samples
-        _check_versions(runtime, samples, step)
-        batch = engine.batch(samples.rollout, samples.prompts)
         with times.of("old_logprobs"):
-            own = not runtime.resolved.takes_rollout_logprobs(doubted)
-            batch = scored(engine, state, reference, batch, own)
+            batch = engine.batch(drawn.samples.rollout, drawn.samples.prompts)
+            batch = scored(engine, state, reference, batch, rescore)
 
         # 3. Advantages and weights.
-        hold_settings()
-        batch, weights = weighed(runtime.resolved.algorithm, samples, batch, algo.num_minibatches)
+        batch, weights = weighed(runtime.resolved.algorithm, drawn.samples, batch)
 
         # 4. Update; the sampler's weights are freed before it.
-        hold_settings()
-        if not ahead:
+        if not rollouts.share_weights:
             served.release()
-        schedule = engine.rl_optimizer.schedule
         with times.of("learner"):
-            state, update = learn(
-                engine.update, schedule, state, batch, algo.num_minibatches, algo.epochs
-            )
+            state, update = learn(engine, runtime.resolved.algorithm, state, batch)
 
         # 5. Refit.
-        hold_settings()
-        state = engine.advance(state, step + 1, drawn.position)
-        rollouts.learnt()
+        state = engine.advance(state, drawn.position)
         state = engine.calibrate(state, batch, times.of)
         with times.of("refit"):
             after = jax.block_until_ready(engine.refit(state))
-    times["time_compile"] = compile_seconds() - compiled
-    return StepResult(step + 1, state, after, served, drawn, batch, update, early | weights, times)
+        rollouts.learnt()
+    return StepResult(state, after, served, drawn, batch, update, early | weights, times)
 
 
-def _check_versions(runtime: Runtime, samples: Samples, step: int) -> None:
-    """Asserts that no version older than the configuration allows drew a token. Newer ones draw
-    behind a rollout that failed, or the end of a run that was extended."""
-    rollout = runtime.config.rollout
-    oldest = max(0, step - rollout.ahead - (rollout.most_versions - 1))
-    versions = samples.versions[samples.rollout.mask]
-    assert ((versions >= oldest) & (versions <= step)).all()
+def _measured(
+    runtime: Runtime, state: TrainState, rollouts: Rollouts
+) -> tuple[TrainState, Metrics]:
+    """Returns what is measured between rollout and update, the ages of scales and the drift of a
+    rollout ahead, and the state, which is donated."""
+    config, step = runtime.config, int(state.step)
+    ages: Metrics = age_metrics(state.scaling_state, step) if state.scaling_state else {}
+    assert not ages.get("scale_age/kv"), "scales of keys and values are of other weights"
+    if not config.rollout.ahead or step % config.run.check_every:
+        return state, ages
+    state, drift = _drift_ahead(runtime, state, rollouts.drawn_by(step))
+    return state, ages | drift
 
 
 def _drift_ahead(
@@ -193,7 +169,7 @@ def _drift_ahead(
         return state, {}
     rows = slice(None)
     if runtime.resolved.same_forward:
-        parts = np.split(own, runtime.config.algo.num_minibatches)
+        parts = np.split(own, runtime.resolved.algorithm.minibatches)
         first = int(np.argmax([part.any() for part in parts]))
         rows = slice(first * len(parts[0]), (first + 1) * len(parts[0]))
         nothing = dataclasses.replace(batch, weights=np.zeros_like(batch.weights))
@@ -208,28 +184,31 @@ def _drift_ahead(
 def _comparable(batch: Batch, samples: Samples, step: int) -> np.ndarray:
     """Returns (B, R) bool, the tokens that the loss takes without those that other versions than
     `step` drew. One that no version drew is left in: that the loss takes it shows as drift."""
-    older = samples.rollout.mask & (samples.versions != step)
-    return (batch.mask > 0) & ~older
+    return (batch.mask > 0) & ~(samples.rollout.mask & (samples.versions != step))
 
 
 def metrics_of(runtime: Runtime, result: StepResult) -> Metrics:
     """Returns the metrics of a step, a line of metrics.jsonl."""
-    updates, algo = result.update.updates, runtime.config.algo
+    resolved = runtime.resolved
+    updates = result.update.updates
     tokens = float(result.batch.mask.sum())
-    record: Metrics = {"step": result.step} | result.drawn.metrics | result.times | result.early
+    record: Metrics = {"step": int(result.state.step)}
+    record |= result.drawn.metrics | result.times | result.early
     record["lr"] = result.update.learning_rate
-    record |= update_metrics(updates, runtime.resolved.model, runtime.resolved.learner_recipe)
+    record |= update_metrics(updates, resolved.model, resolved.learner_recipe)
     record["tokens_per_s_learner"] = tokens / record["time_learner"]
     record |= learner_token_metrics(updates)
-    shared = np.concatenate([update["shared"] for update in updates[: algo.num_minibatches]])
-    flops = algo.epochs * useful_flops(runtime.resolved.model, result.batch.lengths, tokens, shared)
+    first_epoch = updates[: resolved.algorithm.minibatches]
+    shared = np.concatenate([update["shared"] for update in first_epoch])
+    flops = useful_flops(resolved.model, result.batch.lengths, tokens, shared)
+    flops *= resolved.algorithm.epochs
     mesh = runtime.layout.mesh
     gpu = gpus.of_kind(mesh.devices.flat[0].device_kind)
     peak = None if gpu is None else gpu.bf16
     record |= rate_metrics(record, flops, mesh.size, runtime.sampling.mesh.size, peak)
     record |= _compared(runtime, result, record.get(DRIFT_MAX, 0.0))
     if lost := result.before.health:
-        first = first_layers(runtime.resolved.model, runtime.resolved.rollout_recipe)
+        first = first_layers(resolved.model, resolved.rollout_recipe)
         record |= loss_metrics({"weights": jax.device_get(lost)}, first)
     if result.before.sample:
         changed = changed_bytes(result.before.sample, result.served.sample)
@@ -253,7 +232,7 @@ def _compared(runtime: Runtime, result: StepResult, of_later: float) -> Metrics:
         if not runtime.resolved.same_forward and samples.learner_logprobs is not None:
             changed = mismatch_metrics(logp, samples.learner_logprobs[first], mask)
             metrics |= {changed_name: changed[name] for name, changed_name in _CHANGED.items()}
-    own = _comparable(result.batch, samples, result.step - 1)[first]
+    own = _comparable(result.batch, samples, int(result.state.step) - 1)[first]
     if own.any():
         compared = mismatch_metrics(logp, recorded, own)
         if not (np.isnan(of_later) or of_later > compared[DRIFT_MAX]):

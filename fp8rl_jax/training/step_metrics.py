@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.models import ModelConfig
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rl import informative_groups
@@ -38,10 +39,12 @@ class Times(dict[str, float]):
     """{'time_PART': seconds} of the parts of a step."""
 
     @contextlib.contextmanager
-    def of(self, part: str) -> Iterator[None]:
-        """Adds the seconds spent in the block to those of a part."""
+    def of(self, part: str) -> Iterator[Times]:
+        """Adds the seconds spent in the block to those of a part, which begins with JAX's settings
+        as runs rely on them: a user's code may have changed them in the part before."""
+        hold_settings()
         begin = time.perf_counter()
-        yield
+        yield self
         name = f"time_{part}"
         self[name] = self.get(name, 0.0) + time.perf_counter() - begin
 

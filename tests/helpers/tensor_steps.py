@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 from random_model import initial_params
 
 from fp8rl_jax import sharding
+from fp8rl_jax.base import processes
 from fp8rl_jax.batch import of_sequences
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import dispatch
@@ -59,7 +60,12 @@ def _flat(tree) -> np.ndarray:
 
 def _collectives(rt: Runtime, state, batch) -> list[str]:
     """What a forward pass sends between devices: 'all-gather u8' and the like, without repeats."""
-    arguments = (state.params, state.scaling_state, rt.layout.by_rows(batch), rt.engine.rope)
+    arguments = (
+        state.params,
+        state.scaling_state,
+        processes.place(batch, rt.layout.rows),
+        rt.engine.rope,
+    )
     program = rt.engine.compiled_score.lower(*arguments).compile().as_text()
     return list(h200.collectives(program))
 
@@ -92,7 +98,9 @@ def _step(rt: Runtime, params, temperature, advantages, case: dict, rollout=None
     loss = LossConfig(router_aux_coef=rt.config.algo.router_aux_loss_coef)
     step = rt.engine.train_step(optimizer, loss, case.get("micro_batches", 1))
     scales = jax.device_get(scales_in(state.scaling_state))
-    state, logp, metrics = jax.device_get(step(state, rt.layout.by_rows(batch), rt.engine.rope))
+    state, logp, metrics = jax.device_get(
+        step(state, processes.place(batch, rt.layout.rows), rt.engine.rope)
+    )
     assert bool(metrics["checksum"] == jax.device_get(checksum))
     return {
         "cut": int(cut),

@@ -201,7 +201,7 @@ def _ours(case: Case, batch: dict, wanted: set[str]) -> dict:
     )
     drift = mismatch_metrics(batch["old"], batch["rollout"], mask)
     factor = case.factor(batch, prepared.keep)
-    weights = algorithm.token_weights(prepared.keep)
+    weights = algorithm.aggregation(prepared.keep, algorithm.loss_length)
     found = {
         "advantages": prepared.advantages * factor,
         "weights": prepared.rollout_weights * mask,

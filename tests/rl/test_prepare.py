@@ -56,10 +56,11 @@ def test_length_penalty_comes_before_the_baseline():
 
 def test_advantages_come_before_anything_is_dropped():
     """A response that is cut off still counts in its group's mean; its tokens leave the loss."""
-    out = _prepare(_algorithm(mask_truncated=True), [[1.0, 0.0], [1.0, 0.0]], _step())
+    algorithm = _algorithm(mask_truncated=True)
+    out = _prepare(algorithm, [[1.0, 0.0], [1.0, 0.0]], _step())
     assert out.advantages[1, 0] < 0 and not out.keep[0].any() and out.keep[1:].any(axis=1).all()
-    weights = _algorithm(mask_truncated=True).token_weights(out.keep)
-    assert weights.sum() == pytest.approx(1) and weights[1, 0] == np.float32(1 / 6)
+    weights = algorithm.aggregation(out.keep, algorithm.loss_length)
+    assert weights.sum() == pytest.approx(1) and weights[1, 0] == 1 / 6
     assert out.metrics["kept_sequences_frac"] == 0.75 and out.metrics["kept_tokens_frac"] == 0.6
 
 

@@ -89,14 +89,16 @@ def test_the_logged_rate_is_that_of_the_update(skipped):
     state = types.SimpleNamespace(opt_state=optimizer.init({}))
     counts, rates = [True] + skipped * [False] + [True], []
 
-    def update(state, part):
+    def update(state, part, train_step):
         if counts[len(rates)]:
             state = types.SimpleNamespace(opt_state=optimizer.update({}, state.opt_state, {})[1])
         return state, part.mask, {"good": True}
 
     ones = np.ones((2, 3), np.int32)
     batch = make_batch(ones, ones[:, 0], ones[:, :2], ones[:, :2], np.ones(2, np.float32))
+    engine = types.SimpleNamespace(update=update, rl_optimizer=optimizer)
+    algorithm = types.SimpleNamespace(minibatches=1, epochs=1)
     for _ in counts:
-        state, made = learn(update, optimizer.schedule, state, batch)
+        state, made = learn(engine, algorithm, state, batch)
         rates.append(made.learning_rate)
     np.testing.assert_allclose(rates, [0.1 / 8] + (1 + skipped) * [0.2 / 8], rtol=1e-6)

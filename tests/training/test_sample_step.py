@@ -11,7 +11,7 @@ from fp8rl_jax.config import default_config
 from fp8rl_jax.data import Stream
 from fp8rl_jax.envs import Question, load_rewards
 from fp8rl_jax.rollout import Rollout
-from fp8rl_jax.sharding import MESH_AXES, batch_sharding, make_mesh
+from fp8rl_jax.sharding import MESH_AXES, make_mesh
 from fp8rl_jax.training.sample_step import Version, sample_step
 
 
@@ -54,7 +54,7 @@ def test_terms_over_all_rounds():
         decode=_decode,
         conversations=lambda *of_rows: None,
         mesh=mesh,
-        layout=types.SimpleNamespace(rows=batch_sharding(mesh)),
+        own_rows=np.ones(4, bool),
     )
     stream = Stream([Question(str(i), "1") for i in range(4)], 2, 0)
     version = Version(None, 7, np.zeros(2, np.uint32))
