@@ -145,12 +145,11 @@ class Conversations:
         return self._episodes[row].call if row in self._episodes else None
 
     def _answer(self, row: int, rollout: Rollout) -> _Answer:
-        step, length = self._result(row), int(rollout.lengths[row])
+        step = self._result(row)
+        if step is None or step.done:
+            return _Answer(row, [])
         episode = self._episodes[row]
-        if step is None:
-            return _Answer(row, [])
-        if step.done:
-            return _Answer(row, [])
+        length = int(rollout.lengths[row])
         last = int(rollout.tokens[row, length - 1])
         tokens, texts = self._turns.encode(step.texts, last, step.called)
         if length + len(tokens) >= self._most:  # no room for a reply
@@ -189,9 +188,11 @@ class Conversations:
         for row, end in ends.items():
             rewards[row, : len(end.rewards)] = end.rewards
             finished[row] &= not end.full
-        cut, errors = (sum(getattr(end, n) for end in ends.values()) for n in ("cut", "errors"))
         return dataclasses.replace(rollout, finished=finished), Conversed(
-            said, rewards, cut, errors
+            said,
+            rewards,
+            cut=sum(end.cut for end in ends.values()),
+            errors=sum(end.errors for end in ends.values()),
         )
 
     def _own_result(self) -> dict[int, _End]:
@@ -220,7 +221,7 @@ class Conversed:
     cut: int
     errors: int
 
-    def scored(self, rewards: Rewards, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def scored(self, rewards: Rewards) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Adds the rewards of the conversations, whose responses are the last replies, to what the
         environment gave. Returns the sums (B,), nan where a call failed, and each by its name."""
         by_name = {"env": self.rewards.sum(axis=1)}
@@ -228,5 +229,5 @@ class Conversed:
             return by_name["env"], by_name
         replies = [[m["content"] for m in said if m["role"] == "assistant"] for said in self.said]
         rewards.add_conversations([own[-1] if own else "" for own in replies], self.said)
-        values, found = rewards.result(tally)
+        values, found = rewards.result()
         return values + by_name["env"], found | by_name

@@ -48,7 +48,9 @@ def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluatio
     tally = Tally(f"evaluation after {phase} step {step}")
     when = {"phase": phase, "step": step}
     sets = itertools.groupby(runtime.questions["eval"], key=lambda question: question.set)
-    weights, runtime, found = runtime.for_sampling(weights), runtime.sampling, []
+    weights = runtime.for_sampling(weights)
+    runtime = runtime.sampling
+    found = []
     for index, (name, questions) in enumerate(sets):
         # Numbers below 1 << 31 are steps. The first set's key does not depend on further sets.
         key = runtime.engine.keys["eval"]
@@ -69,67 +71,40 @@ def _evaluate(
     tally: Tally,
 ) -> Evaluation:
     """Measures accuracy on a set; every record begins with `head`."""
-    config, engine = runtime.config, runtime.engine
     start = time.perf_counter()
-    size = config.eval.batch_size
-    rewards, errors = runtime.resolved.rewards[:1], tally.errors
-    group = 1 + config.eval.samples
-    temperature = np.full((size, group), config.eval.temperature, np.float32)
-    temperature[:, 0] = 0.0
-    temperature = temperature.reshape(-1)
-    values, texts, rates, length = [], [], [], 0
-    for index, first in enumerate(range(0, len(questions), size)):
-        part = questions[first : first + size]
-        rows = group * len(part)  # the remaining rows are padding
-        padded = part + [part[-1]] * (size - len(part))
-        begin = time.perf_counter()
-        prompts = Prompts.numbered(
-            *runtime.prompts(padded), jax.random.fold_in(key, index), temperature
-        )
-        of_rows = [q for q in part for _ in range(group)]
-        own = processes.own_rows(runtime.layout.rows, size * group)
-        conversations = runtime.conversations(of_rows, own, tally)
-        rollout = engine.sample(weights, prompts, answer=conversations, sampler=engine.eval_sampler)
-        rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
-        scoring = Rewards(runtime.decode, of_rows, rewards, own)
-        if conversations is None:
-            scoring.add(rollout, np.ones(size * group, bool))
-            values.append(scoring.result(tally)[1][rewards[0].name])
-            texts += runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
-        else:
-            _, conversed = conversations.result(rollout)
-            values.append(conversed.scored(scoring, tally)[0])
-            texts += [transcript(said) for said in conversed.said]
-        length += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
-    found = np.concatenate(values).reshape(-1, group)
-    scored = ~np.isnan(found).any(axis=1)
+    errors = tally.errors
+    answers = _sampled(runtime, weights, questions, key, tally)
+    group = answers.rewards.shape[1]
+    scored = ~np.isnan(answers.rewards).any(axis=1)
     if not scored.any():
         tally.check()
         raise tally.nothing_scored(f"no question{(head.get('set') and ' of ' + head['set']) or ''}")
-    greedy, sampled = found[scored, 0], found[scored, 1:]
-    answers = None
+    greedy = answers.rewards[scored, 0]
+    sampled = answers.rewards[scored, 1:]
+    votes = None
     if group > 2 and runtime.resolved.step is None:  # several samples may have a majority
-        sampled_texts = [
-            text for index, text in enumerate(texts) if index % group and scored[index // group]
+        texts = [
+            text
+            for index, text in enumerate(answers.texts)
+            if index % group and scored[index // group]
         ]
-        answers = _answers(rewards[0], sampled_texts, Tally(f"evaluation after {head['phase']}"))
-    # The first batch compiles, so it is left out if there are several.
-    tokens, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
+        again = Tally(f"evaluation after {head['phase']}")
+        votes = _votes(runtime.resolved.rewards[0], texts, again)
     record = {
         **head,
         "accuracy_greedy": float(greedy.mean()),
         "accuracy_greedy_se": standard_error(greedy),
         "accuracy_sampled": float(sampled.mean()),
         "accuracy_sampled_se": standard_error(sampled.mean(1)),
-        **sample_metrics(sampled, answers),
+        **sample_metrics(sampled, votes),
         "questions": int(scored.sum()),
-        "response_len_mean": length / sampled.size,
+        "response_len_mean": answers.sampled_tokens / sampled.size,
         "reward_errors": tally.errors - errors,
         **({} if scored.all() else {"questions_unscored": int((~scored).sum())}),
         "time_eval": time.perf_counter() - start,
-        "tokens_per_s_eval": tokens / seconds,
+        "tokens_per_s_eval": answers.tokens_per_s,
     }
-    answered = zip(questions, texts[1::group], found[:, 1], strict=True)
+    of_questions = zip(questions, answers.texts[1::group], answers.rewards[:, 1], strict=True)
     samples = [
         {
             **head,
@@ -138,12 +113,68 @@ def _evaluate(
             "answer": question.answer,
             "reward": None if np.isnan(value) else float(value),
         }
-        for question, response, value in itertools.islice(answered, config.run.samples)
+        for question, response, value in itertools.islice(of_questions, runtime.config.run.samples)
     ]
     return Evaluation(record, samples)
 
 
-def _answers(reward: Term, texts: list[str], tally: Tally) -> list | None:
+class _Sampled(NamedTuple):
+    """The answers to Q questions: a greedy one, then `eval.samples` sampled ones.
+
+    Attributes:
+      rewards: (Q, 1 + samples), nan where an answer was not scored.
+      texts: Q * (1 + samples) answers, or transcripts of conversations.
+      sampled_tokens: number of tokens of the sampled answers.
+      tokens_per_s: rate of sampling.
+    """
+
+    rewards: np.ndarray
+    texts: list[str]
+    sampled_tokens: int
+    tokens_per_s: float
+
+
+def _sampled(
+    runtime: Runtime, weights, questions: list[Question], key: jax.Array, tally: Tally
+) -> _Sampled:
+    """Answers questions, and rewards the answers, in batches of one size."""
+    config = runtime.config.eval
+    size, group = config.batch_size, 1 + config.samples
+    temperature = np.full((size, group), config.temperature, np.float32)
+    temperature[:, 0] = 0.0
+    rewards, texts, rates, sampled_tokens = [], [], [], 0
+    for index, first in enumerate(range(0, len(questions), size)):
+        part = questions[first : first + size]
+        rows = group * len(part)  # the remaining rows are padding
+        begin = time.perf_counter()
+        tokens, lengths = runtime.prompts(part + [part[-1]] * (size - len(part)))
+        of_batch = jax.random.fold_in(key, index)
+        prompts = Prompts.numbered(tokens, lengths, of_batch, temperature.reshape(-1))
+        of_rows = [question for question in part for _ in range(group)]
+        own = processes.own_rows(runtime.layout.rows, size * group)
+        conversations = runtime.conversations(of_rows, own, tally)
+        rollout = runtime.engine.sample(
+            weights, prompts, answer=conversations, sampler=runtime.engine.eval_sampler
+        )
+        rates.append((int(rollout.mask[:rows].sum()), time.perf_counter() - begin))
+        scoring = Rewards(runtime.decode, of_rows, runtime.resolved.rewards[:1], own, tally)
+        if conversations is None:
+            scoring.add(rollout, np.ones(size * group, bool))
+            rewards.append(scoring.result()[1][scoring.names[0]])
+            texts += runtime.decode(rollout.tokens[:rows], rollout.mask[:rows])
+        else:
+            _, conversed = conversations.result(rollout)
+            rewards.append(conversed.scored(scoring)[0])
+            texts += [transcript(said) for said in conversed.said]
+        sampled_tokens += int(rollout.mask[:rows].sum() - rollout.mask[:rows:group].sum())
+    # The first batch compiles, so it is left out if there are several.
+    drawn, seconds = map(sum, zip(*(rates[1:] or rates), strict=True))
+    return _Sampled(
+        np.concatenate(rewards).reshape(-1, group), texts, sampled_tokens, drawn / seconds
+    )
+
+
+def _votes(reward: Term, texts: list[str], tally: Tally) -> list | None:
     """Runs `extract_answers`, with the texts divided among all processes."""
     count = processes.count()
     own = texts[processes.number() :: count]

@@ -20,6 +20,7 @@ class Rewards:
         questions: list[Question],
         rewards: Sequence[Term],
         own_rows: np.ndarray,
+        tally: Tally,
     ):
         """
         Args:
@@ -28,8 +29,12 @@ class Rewards:
           rewards: the reward terms that score them.
           own_rows: (B,) bool, which rows of the sampled batch are this process's; responses of
             `questions` are its first rows.
+          tally: tally that counts the calls.
         """
-        self._decode, self._questions, self._rewards = decode, questions, rewards
+        self._decode = decode
+        self._questions = questions
+        self._rewards = rewards
+        self._tally = tally
         self.names = [term.name for term in rewards]
         self._left = own_rows[: len(questions)].copy()  # rows not yet submitted
         self._scorings: list[tuple[np.ndarray, Scoring]] = []
@@ -51,25 +56,25 @@ class Rewards:
         self._scorings.append((rows, Scoring(self._rewards, questions, texts, said)))
         self._left[rows] = False
 
-    def result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def result(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Waits for all rewards; returns (B,) rewards, and {name: (B,) reward without its weight},
         with nan for responses that were not scored.
 
         Raises:
           RewardError: the first calls of a reward all time out, or no worker can call it.
         """
-        parts = tally.everywhere(lambda: self._own_result(tally))
+        parts = self._tally.everywhere(self._own_result)
         values, by_name = parts[0]
         for others, others_by_name in parts[1:]:  # 0 in rows of other processes
             values = values + others
             by_name = {name: rows + others_by_name[name] for name, rows in by_name.items()}
         return values, by_name
 
-    def _own_result(self, tally: Tally) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def _own_result(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         values = np.zeros(len(self._questions))
         by_name = {term.name: np.zeros(len(self._questions)) for term in self._rewards}
         for rows, scoring in self._scorings:
-            values[rows], found = scoring.result(tally)
+            values[rows], found = scoring.result(self._tally)
             for name, terms in found.items():
                 by_name[name][rows] = terms
         return values, by_name

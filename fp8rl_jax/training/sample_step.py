@@ -10,7 +10,7 @@ across rounds, so that no two samples of a step share a random key.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.rewards import Rewards
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.step_metrics import Times, rollout_metrics, version_metrics
+from fp8rl_jax.training.step_metrics import Metrics, Times, rollout_metrics, version_metrics
 
 
 @dataclasses.dataclass
@@ -56,20 +56,20 @@ class Samples(Responses):
         rows = (chosen[:, None] * size + np.arange(size)).reshape(-1)
         prompts = self.prompts
         return Samples(
-            [self.questions[i] for i in chosen],
-            _take(self.rollout, rows),
-            self.versions[rows],
-            Prompts(
+            questions=[self.questions[i] for i in chosen],
+            rollout=_take(self.rollout, rows),
+            versions=self.versions[rows],
+            prompts=Prompts(
                 prompts.tokens[chosen],
                 prompts.lengths[chosen],
                 prompts.key,
                 prompts.temperature[rows],
                 prompts.first_ids[chosen],
             ),
-            self.rewards[chosen],
-            {name: values[chosen] for name, values in self.by_name.items()},
-            self.counts[chosen],
-            None if self.turns is None else self.turns[rows],
+            rewards=self.rewards[chosen],
+            by_name={name: values[chosen] for name, values in self.by_name.items()},
+            counts=self.counts[chosen],
+            turns=None if self.turns is None else self.turns[rows],
         )
 
 
@@ -132,7 +132,6 @@ def sample_step(
       RewardError: every call of a reward failed, or no response was scored.
     """
     config = runtime.config
-    several = config.rollout.most_versions > 1
     wanted = config.rollout.prompts_per_step
     limit = config.algo.dynamic_sampling_rounds if config.algo.dynamic_sampling else 1
     last = max(step + 1, min(step + config.rollout.most_versions, config.run.steps))
@@ -150,33 +149,36 @@ def sample_step(
         another = Responses.new(runtime, stream.next(), keys[0], first)
         rounds.append(_round(runtime, version, [another], times, show, tally))
     tally.check()
-    samples = _joined([r.samples for r in rounds])
+    samples = rounds[0].samples if len(rounds) == 1 else _joined([r.samples for r in rounds])
     if np.isnan(samples.rewards).all():
         raise tally.nothing_scored("no response")
     later = rounds[0].later
-    metrics = times | {"reward_errors": tally.errors}
-    metrics |= rollout_metrics(
-        samples.rollout.mask, samples.rollout.finished, samples.rewards, samples.by_name
-    )
-    drawn = samples.drawn
-    if several:
-        metrics |= version_metrics(samples.versions)
-        drawn += sum(responses.drawn for responses in later) - drawn_before
+    drawn = samples.drawn - drawn_before + sum(responses.drawn for responses in later)
+    metrics = times | _metrics(runtime, samples, rounds)
+    metrics["reward_errors"] = tally.errors
     metrics["tokens_per_s_rollout"] = drawn / times["time_rollout"]
+    if config.algo.dynamic_sampling:
+        # Groups that count come first, each kind in the order of sampling.
+        samples = samples.groups(np.argsort(~samples.counts, kind="stable")[:wanted])
+        metrics["dynamic_filled_groups"] = int(wanted - samples.counts.sum())
+    return Drawn(samples, later, metrics, stream.position)
+
+
+def _metrics(runtime: Runtime, samples: Samples, rounds: list[_Round]) -> Metrics:
+    """Returns metrics of the responses of all rounds, and how the last used its slots."""
+    config = runtime.config
+    mask = samples.rollout.mask
+    metrics = rollout_metrics(mask, samples.rollout.finished, samples.rewards, samples.by_name)
+    if config.rollout.most_versions > 1:
+        metrics |= version_metrics(samples.versions)
     if runtime.resolved.step is not None:
-        replies = reply_numbers(samples.rollout.mask)
-        metrics["turns_mean"] = float(replies[:, -1].mean() + 1)
+        metrics["turns_mean"] = float(reply_numbers(mask)[:, -1].mean() + 1)
         metrics["env_errors"] = sum(r.conversed.errors for r in rounds if r.conversed)
         metrics["observations_cut"] = sum(r.conversed.cut for r in rounds if r.conversed)
     if config.algo.dynamic_sampling:
-        # Groups that count come first, each kind in the order of sampling.
-        order = np.argsort(~samples.counts, kind="stable")[:wanted]
         metrics["dynamic_rounds"] = len(rounds)
-        metrics["dynamic_discarded_groups"] = len(samples.counts) - wanted
-        samples = samples.groups(order)
-        metrics["dynamic_filled_groups"] = int(wanted - samples.counts.sum())
-    metrics |= runtime.engine.metrics()
-    return Drawn(samples, later, metrics, stream.position)
+        metrics["dynamic_discarded_groups"] = len(samples.counts) - config.rollout.prompts_per_step
+    return metrics | runtime.engine.metrics()
 
 
 class _Round(NamedTuple):
@@ -194,13 +196,13 @@ def _round(
     tally: Tally,
 ) -> _Round:
     """Completes and rewards the first of `begun`; the others go on."""
-    config, first = runtime.config, begun[0]
+    config = runtime.config
+    first = begun[0]
     group = config.rollout.group_size
-    rows = len(first.versions)
-    own = runtime.own_rows
-    of_rows = [q for q in first.questions for _ in range(group)]
-    rewards = Rewards(runtime.decode, of_rows, runtime.resolved.rewards, own)
-    conversations = runtime.conversations(of_rows, own, tally)
+    questions = [question for question in first.questions for _ in range(group)]
+    terms = runtime.resolved.rewards
+    rewards = Rewards(runtime.decode, questions, terms, runtime.own_rows, tally)
+    conversations = runtime.conversations(questions, runtime.own_rows, tally)
 
     def watch(progress: Progress) -> None:
         if conversations is None:
@@ -217,12 +219,12 @@ def _round(
     conversed = None
     with times.of("reward"):
         if conversations is None:
-            rewards.add(first.rollout, np.ones(rows, bool))
-            scores, by_name = rewards.result(tally)
+            rewards.add(first.rollout, np.ones(len(questions), bool))
+            scores, by_name = rewards.result()
         else:
             rollout, conversed = conversations.result(first.rollout)
             first = dataclasses.replace(first, rollout=rollout)
-            scores, by_name = conversed.scored(rewards, tally)
+            scores, by_name = conversed.scored(rewards)
     values = scores.reshape(-1, group)
     counts = np.ones(len(first.questions), bool)
     if config.algo.dynamic_sampling:
@@ -241,30 +243,37 @@ def _round(
 
 
 def _joined(rounds: list[Samples]) -> Samples:
-    if len(rounds) == 1:
-        return rounds[0]
+    """Returns the samples of several rounds as those of one."""
 
-    def join(values, names) -> dict[str, np.ndarray]:
-        return {name: np.concatenate([getattr(v, name) for v in values]) for name in names}
+    def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate([*arrays])
 
-    arrays: dict[str, Any] = join(rounds, ("versions", "rewards", "counts"))
-    if turns := [r.turns for r in rounds if r.turns is not None]:
-        most = max(x.shape[1] for x in turns)
-        padded = (np.pad(x, ((0, 0), (0, most - x.shape[1]))) for x in turns)
-        arrays["turns"] = np.concatenate([*padded])
-    asked = join([r.prompts for r in rounds], ("tokens", "lengths", "temperature", "first_ids"))
-    prompts = Prompts(key=rounds[0].prompts.key, **asked)
+    asked = [r.prompts for r in rounds]
     rollouts = [r.rollout for r in rounds]
+    rows: dict[str, Any] = {n: joined(r.rows[n] for r in rollouts) for n in rollouts[0].rows}
     taps = {n: jnp.concatenate([r.taps[n] for r in rollouts], 1) for n in rollouts[0].taps}
-    rows: dict[str, Any] = join(rollouts, rollouts[0].rows)
-    rollout = dataclasses.replace(rollouts[0], taps=taps, **rows)
-    by_name = {n: np.concatenate([r.by_name[n] for r in rounds]) for n in rounds[0].by_name}
-    questions = [q for r in rounds for q in r.questions]
-    return Samples(questions, rollout, prompts=prompts, by_name=by_name, **arrays)
+    turns = [r.turns for r in rounds if r.turns is not None]
+    most = max((x.shape[1] for x in turns), default=0)
+    return Samples(
+        questions=[question for r in rounds for question in r.questions],
+        rollout=dataclasses.replace(rollouts[0], taps=taps, **rows),
+        versions=joined(r.versions for r in rounds),
+        prompts=Prompts(
+            tokens=joined(p.tokens for p in asked),
+            lengths=joined(p.lengths for p in asked),
+            key=asked[0].key,
+            temperature=joined(p.temperature for p in asked),
+            first_ids=joined(p.first_ids for p in asked),
+        ),
+        rewards=joined(r.rewards for r in rounds),
+        by_name={n: joined(r.by_name[n] for r in rounds) for n in rounds[0].by_name},
+        counts=joined(r.counts for r in rounds),
+        turns=joined(np.pad(x, ((0, 0), (0, most - x.shape[1]))) for x in turns) if turns else None,
+    )
 
 
 def _take(rollout: Rollout, rows: np.ndarray) -> Rollout:
     """Returns rows of a rollout whose taps are all (L, B, ...)."""
-    fields = {name: array[rows] for name, array in rollout.rows.items()}
     taps = {name: x[:, rows] for name, x in rollout.taps.items()}
+    fields = {name: array[rows] for name, array in rollout.rows.items()}
     return dataclasses.replace(rollout, taps=taps, **fields)
