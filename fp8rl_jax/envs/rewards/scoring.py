@@ -177,28 +177,24 @@ def begin_calls(term: Term, calls: Sequence[tuple], extract: bool = False) -> li
     function: Any = term.function
     if term.name in PLAIN:
         function = function.extract if extract else function
-        return [_done(_call_here(function, *call[:3])) for call in calls]
-    sent = [_call_here(pickle.dumps, call) for call in calls]
-    futures = iter(shared_pool().submit(term, extract, [c for c in sent if isinstance(c, bytes)]))
-    return [
-        _done(call._replace(text=f"its row cannot be sent to a process: {call.text}"))
-        if isinstance(call, Failure)
-        else next(futures)
-        for call in sent
-    ]
+        return [_call_here(function, call[:3]) for call in calls]
+    unsent = "its row cannot be sent to a process: "
+    pickled = [_call_here(pickle.dumps, (call,), unsent) for call in calls]
+    sent = [call.result() for call in pickled if isinstance(call.result(), bytes)]
+    futures = iter(shared_pool().submit(term, extract, sent))
+    return [next(futures) if isinstance(call.result(), bytes) else call for call in pickled]
 
 
-def _done(value: Any) -> Future:
+def _call_here(function: Callable, arguments: tuple, failing: str = "") -> Future:
+    """Calls a function in this process; returns its result, or a Failure whose text begins with
+    `failing`, as a future that is done."""
     future: Future = Future()
-    future.set_result(value)
-    return future
-
-
-def _call_here(function: Callable, *arguments: Any) -> Any:
     try:
-        return function(*arguments)
+        future.set_result(function(*arguments))
     except Exception as error:  # wrong data for this reward
-        return failure_of(error, "")
+        failure = failure_of(error, "")
+        future.set_result(failure._replace(text=failing + failure.text))
+    return future
 
 
 @contextlib.contextmanager
