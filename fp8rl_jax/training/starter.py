@@ -80,11 +80,7 @@ def starter(
     if not given:
         sections["eval"]["questions"] = min(_HELD_OUT, max(1, len(found["eval"])))
     if found["sft"]:
-        batch = _batch(32, found["sft"])
-        steps = max(20, min(400, _EPOCHS * len(found["sft"]) // batch))
-        usual("sft", steps=steps, batch_size=batch)
-        if steps // 10 < FIELDS["sft"]["warmup_steps"].default:
-            usual("sft", warmup_steps=steps // 10)
+        usual("sft", **_fine_tuning(found["sft"]))
     usual("rollout", **_lengths(found, make_runtime(made(), with_questions=False)))
     runtime = make_runtime(made())
     return {section: values for section, values in sections.items() if values}, runtime
@@ -106,13 +102,29 @@ def paid(runtime: Runtime, where: str) -> str:
     )
 
 
+def _fine_tuning(questions: list[Question]) -> dict[str, int]:
+    """Returns the fields of section `sft` that fit the questions."""
+    batch = _batch(32, questions)
+    steps = max(20, min(400, _EPOCHS * len(questions) // batch))
+    fields = {"steps": steps, "batch_size": batch}
+    if steps // 10 < FIELDS["sft"]["warmup_steps"].default:
+        fields["warmup_steps"] = steps // 10
+    return fields
+
+
 def _lengths(found: dict[str, list[Question]], runtime: Runtime) -> dict[str, int]:
     """Returns the fields `max_prompt_tokens` and `max_new_tokens` that fit the questions."""
-    text, questions = (runtime.tokenizer, runtime.chat), [*found["train"], *found["sft"]]
-    prompts, new = [len(encode_prompt(q.prompt, *text)) for q in questions], _NEW_TOKENS
+    tokenizer, chat = runtime.tokenizer, runtime.chat
+    prompts = [
+        len(encode_prompt(question.prompt, tokenizer, chat))
+        for question in [*found["train"], *found["sft"]]
+    ]
+    new = _NEW_TOKENS
     if found["sft"]:
-        form = *text, runtime.turns
-        answers = (encode_conversation(q.prompt, q.demonstration, *form)[1] for q in found["sft"])
+        answers = [
+            encode_conversation(q.prompt, q.demonstration, tokenizer, chat, runtime.turns)[1]
+            for q in found["sft"]
+        ]
         new = _rounded([len(answer) for answer in answers], 4)
     return {"max_prompt_tokens": _rounded(prompts, 16), "max_new_tokens": new}
 
