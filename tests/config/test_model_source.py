@@ -290,7 +290,7 @@ def test_a_run_becomes_a_checkpoint_again(checkpoint, tmp_path, dtype, capsys):
     """`fp8rl convert RUN DST`: the run's weights, and all else of the checkpoint it began with."""
     config = _pretrained(checkpoint, tmp_path)
     runtime = make_runtime(config)
-    open_run(runtime, "", environment(runtime.config))
+    open_run(runtime.resolved, "", environment(runtime.config))
     params = jax.tree.map(lambda x: x * 1.5, runtime.engine.initial_params())
     state = runtime.engine.new_state(params, optimizer_of_phase(config, "rl"))
     if dtype == "fp8":

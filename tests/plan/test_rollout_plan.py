@@ -180,19 +180,19 @@ def tiny():
 
 def test_a_run_allocates_the_plan(tiny, monkeypatch):
     """`rollout.pages` 0 gives the sampler the plan's pages, a share to every device."""
-    made = []
+    made, resolved = [], tiny.resolved
     monkeypatch.setattr(engine, "ContinuousSampler", lambda *a, **_: made.append(a[3]))
     for spare in (100, 5):
-        bare = plan_rollout(tiny, tiny.mesh)
+        bare = plan_rollout(resolved, tiny.mesh)
         used = bare.weights + bare.train_state + bare.workspace
         memory = used + spare * bare.page + 10
         monkeypatch.setattr(engine, "device_memory", lambda memory=memory: memory)
         tiny.engine.make_sampler(8, 0, 1.0)
-        assert made[-1].pages == plan_rollout(tiny, tiny.mesh, memory).pages == min(spare, 8)
+        assert made[-1].pages == plan_rollout(resolved, tiny.mesh, memory).pages == min(spare, 8)
     many = mesh_of(data=2, fsdp=2)
     spread = dataclasses.replace(tiny, mesh=many)
     monkeypatch.setattr(engine, "device_memory", lambda: _GIB)
-    assert spread.engine._batching().pages == 4 * plan_rollout(tiny, many, _GIB).pages == 4 * 5
+    assert spread.engine._batching().pages == 4 * plan_rollout(resolved, many, _GIB).pages == 4 * 5
     monkeypatch.setattr(engine, "device_memory", lambda: 2**20)
     with pytest.raises(UserError, match="a device, of which a run may fill"):
         tiny.engine.make_sampler(8, 0, 1.0)

@@ -115,7 +115,7 @@ def test_a_kept_step_has_its_base(tmp_path):
     optimizer = optimizer_of_phase(config, "rl")
     state = new.engine.new_state(new.engine.initial_params(), optimizer)
     count, slots = config.rollout.prompts_per_step, config.rollout.max_new_tokens
-    rows = np.zeros((new.step_samples, slots), np.float32)
+    rows = np.zeros((new.resolved.step_samples, slots), np.float32)
     step = KeptStep(
         step=1,
         policy=jax.device_get(policy_of(without_base(state))),
