@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -45,17 +44,21 @@ Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}, of all tokens (`layer_sc
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OfLayer:
-    """What attention reads in a layer besides queries, keys and values.
+    """What attention reads in a layer besides projections of its input.
 
     Attributes:
       scales: {'q' | 'k' | 'v': ()} float32, of all tokens; None where each token has its own.
       window: () int32, the most tokens that a query sees, or None.
       sinks: (H,) float32, as for `kernels.attention`, or None.
+      biases: of the three projections, if they are still to be added; or None.
+      gains: of the norms of q and k by head, if these are still to be normed; or None.
     """
 
-    scales: Scales | None
-    window: jax.Array | None
-    sinks: jax.Array | None
+    scales: Scales | None = None
+    window: jax.Array | None = None
+    sinks: jax.Array | None = None
+    biases: tuple[StackedLayer, ...] | None = None
+    gains: tuple[StackedLayer, ...] | None = None
 
 
 def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
@@ -187,7 +190,7 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
         implementation=recipe.kernels,
     )
     dqkv = (g.astype(like.dtype) for g in (dq, dk, dv))
-    return *dqkv, None, OfLayer(None, None, dsinks[0] if dsinks else None)
+    return *dqkv, None, OfLayer(sinks=dsinks[0] if dsinks else None)
 
 
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
@@ -205,43 +208,30 @@ def _add_by_head(recipe: Recipe, y: jax.Array, bias: StackedLayer) -> jax.Array:
     return add_bias(recipe, ONE_DEVICE, y.reshape(*y.shape[:2], -1), bias).reshape(y.shape)
 
 
-class Projected(NamedTuple):
-    """The projections of a layer's input, and what a kernel has yet to do to them.
-
-    Attributes:
-      qkv: each (B, T, heads, Dh), in the compute dtype, or with biases float32.
-      biases: of the three, to be added; or None.
-      gains: of the norms of q and k by head; or None.
-    """
-
-    qkv: tuple[jax.Array, ...]
-    biases: tuple[StackedLayer, ...] | None = None
-    gains: tuple[StackedLayer, ...] | None = None
-
-
 def _inputs_by_kernel(
     config: ModelConfig,
     recipe: Recipe,
-    projected: Projected,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    layer: OfLayer,
     rope: tuple[jax.Array, jax.Array],
-    scales: Scales | None,
     cache: LayerCache,
     positions: jax.Array,
 ):
     """Adds biases, applies QK-norm and RoPE, quantises, and writes keys and values to the cache.
 
+    With biases the projections `qkv` are float32.
+
     Returns (q, k, `_query` of q, cache): q and k after RoPE and before quantisation.
     """
 
-    def kernel(projected, rope, scales, cache, positions):
+    def kernel(qkv, layer, rope, cache, positions):
         unit, stored = kernels.gpu_kernels().attention_inputs, cache.merged
-        qkv, biases, gains = projected
         q, k, q_stored, q_scale, *arrays = unit.attention_inputs(
             *qkv,
             rope,
-            gains and tuple(gain.stack for gain in gains),
+            layer.gains and tuple(gain.stack for gain in layer.gains),
             unit.Kept(**(kept_by_kernel(recipe) or {})),
-            tuple((scales or {}).get(name) for name in "qkv"),
+            tuple((layer.scales or {}).get(name) for name in "qkv"),
             eps=config.rms_norm_eps,
             interleaved=config.rope_interleave,
             cache=unit.Cache(
@@ -250,29 +240,27 @@ def _inputs_by_kernel(
                 positions,
                 cache.table,
             ),
-            biases=biases and tuple(bias.stack for bias in biases),
+            biases=layer.biases and tuple(bias.stack for bias in layer.biases),
             dtype=recipe.compute_dtype,
         )
         query = q, None
         if recipe.fp8_attention:
-            query = q_stored, q_scale if scales is None else scales["q"]
+            query = q_stored, q_scale if layer.scales is None else layer.scales["q"]
         return q, k, query, cache.with_merged(StoredKV(*arrays))
 
-    def plain(projected, rope, scales, cache, positions):
-        (q, k, v), biases, gains = projected
-        if biases is not None:
-            q, k, v = (
-                _add_by_head(recipe, y, bias) for y, bias in zip((q, k, v), biases, strict=True)
-            )
-        if gains is not None:
+    def plain(qkv, layer, rope, cache, positions):
+        if layer.biases is not None:
+            pairs = zip(qkv, layer.biases, strict=True)
+            qkv = [_add_by_head(recipe, y, bias) for y, bias in pairs]
+        q, k, v = qkv
+        if layer.gains is not None:
             norm = functools.partial(rms_norm, recipe, config.rms_norm_eps, False, ONE_DEVICE)
-            q, k = (norm(x, gain).value for x, gain in zip((q, k), gains, strict=True))
+            q, k = (norm(x, gain).value for x, gain in zip((q, k), layer.gains, strict=True))
         q, k = _rotated(config, recipe, q, k, rope)
-        cache = cache.write(_store(k, v, recipe, scales), positions)
-        return q, k, _query(q, recipe, scales), cache
+        cache = cache.write(_store(k, v, recipe, layer.scales), positions)
+        return q, k, _query(q, recipe, layer.scales), cache
 
-    operands = projected, rope, scales, cache, positions
-    return kernels.by_platform(recipe.kernels, kernel, plain, *operands)
+    return kernels.by_platform(recipe.kernels, kernel, plain, qkv, layer, rope, cache, positions)
 
 
 class Attention(Part):
@@ -298,11 +286,11 @@ class Attention(Part):
             and kernels.resolve(recipe.kernels) != "reference"
             and kept_by_kernel(recipe) is not None
         )
-        projected = self._projected(x, one_kernel)
-        q, k, v = projected.qkv
+        (q, k, v), biases, gains = self._projected(x, one_kernel)
         if one_kernel and cache is not None:
+            inputs = dataclasses.replace(layer, biases=biases, gains=gains)
             q, k, query, cache = _inputs_by_kernel(
-                config, recipe, projected, rope, scales, cache, positions
+                config, recipe, (q, k, v), inputs, rope, cache, positions
             )
             reader = recipe.for_module("o_proj") if self.parallel.tensor == 1 else None
             read = _attend(recipe, scale, query, cache, positions, layer, reader)
@@ -322,23 +310,25 @@ class Attention(Part):
         out = tap(self, "attention", checkpoint_name(out, KEPT))
         return Activation(out.reshape(*x.shape[:-1], -1)), cache, {"q": q, "k": k, "v": v}
 
-    @property
-    def _sharers(self) -> int:
-        """Number of devices that share the heads."""
+    def _share(self, features: int) -> int:
+        """Returns the features of this device's heads, of those of all heads."""
         parts = self.parallel.tensor
-        return parts if splits_heads(self.config, parts) else 1
+        return features // parts if splits_heads(self.config, parts) else features
 
     def _sinks(self) -> jax.Array | None:
         """Returns the sinks (H,) of this device's heads, if the model has any."""
-        config = self.config
-        sinks = vector(self, config, self.parallel, "sinks", nn.initializers.normal(0.02))
-        if sinks is None:
-            return None
-        return gather_or_slice(sinks, config.num_attention_heads // self._sharers)
+        init = nn.initializers.normal(0.02)
+        sinks = vector(self, self.config, self.parallel, "sinks", init)
+        heads = self._share(self.config.num_attention_heads)
+        return None if sinks is None else gather_or_slice(sinks, heads)
 
-    def _projected(self, x: Activation, by_kernel: bool) -> Projected:
+    def _projected(self, x: Activation, by_kernel: bool) -> tuple:
         """Projects x (B, T, D). `by_kernel`: whether one kernel makes attention's inputs; it also
-        adds the biases, unless the sums are normed first, and norms the heads."""
+        adds the biases, unless the sums are normed first, and norms the heads.
+
+        Returns (q, k and v (B, T, heads, Dh), biases, gains): what the kernel has to add and to
+        norm by, or None.
+        """
         config, parallel = self.config, self.parallel
         kv_width = config.num_key_value_heads * config.head_dim
         widths = {
@@ -355,7 +345,7 @@ class Attention(Part):
             q = norm(name="q_norm")(gather_or_slice(q, widths["q_proj"])).value
             k = norm(name="k_norm")(gather_or_slice(k, kv_width)).value
         q, k, v = (
-            gather_or_slice(y, width // self._sharers).reshape(*x.shape[:-1], -1, config.head_dim)
+            gather_or_slice(y, self._share(width)).reshape(*x.shape[:-1], -1, config.head_dim)
             for y, width in zip((q, k, v), widths.values(), strict=True)
         )
         norms_heads = config.qk_norm and config.qk_norm_by_head
@@ -368,4 +358,4 @@ class Attention(Part):
         if norms_heads and by_kernel:
             weights = [params["q_norm"]["weight"], params["k_norm"]["weight"]]
             gains = tuple(gain_of(weight, config.unit_offset_norms) for weight in weights)
-        return Projected((q, k, v), biases, gains)
+        return (q, k, v), biases, gains
