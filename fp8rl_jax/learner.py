@@ -49,7 +49,7 @@ from fp8rl_jax.models import (
     update_scaling,
 )
 from fp8rl_jax.models.logprobs import rows_at
-from fp8rl_jax.models.lora import base_of, merged, trained, with_base, with_trained, without_base
+from fp8rl_jax.models.masters import frozen, merged, trained, with_frozen, with_trained
 from fp8rl_jax.models.router import expert_tokens, load_balance_loss
 from fp8rl_jax.models.taps import LOGITS, NOTHING, ROUTING, Observe, batch_axis
 from fp8rl_jax.quant import Recipe, merge_probes
@@ -386,12 +386,7 @@ class GradientProgram:
 
     def __call__(self, state: TrainState, batch: Batch, rope) -> tuple[Gradients, Array, dict]:
         recipe = self.forward_pass.recipe
-        params = merged(
-            state.params,
-            keep_quantised=True,
-            dtype=recipe.compute_dtype,
-            exact=recipe.kernels == "exact",
-        )
+        params = merged(state.params, recipe, keep_quantised=True)
         weights = quantize_params(params, recipe, state.scaling_state)
         probes = init_probes(params, recipe, self.health)
         sums, rows = self._of_batch(_Shared(state, weights, probes, rope), batch)
@@ -528,7 +523,7 @@ def make_train_step(
     optimizer = optax.with_extra_args_support(optimizer)
 
     def train_step(state: TrainState, batch: Batch, rope, base=None):
-        whole = state if base is None else with_base(state, base)
+        whole = state if base is None else with_frozen(state, base)
         computed, logp, metrics = gradients(whole, batch, rope)
 
         def update(state: TrainState, computed: Gradients) -> TrainState:
@@ -556,4 +551,4 @@ def make_train_step(
 
 def step_arguments(state: TrainState, batch: Batch, rope) -> tuple:
     """Returns the arguments of a train step that does not donate the state's frozen base."""
-    return without_base(state), batch, rope, base_of(state.params)
+    return with_frozen(state, None), batch, rope, frozen(state)

@@ -25,10 +25,9 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.drift import DriftMonitor, SelfCheck, kept_self_check
 from fp8rl_jax.learner import TrainState
-from fp8rl_jax.models.lora import trained
+from fp8rl_jax.models.masters import is_adapted, trained
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.report import write_report
-from fp8rl_jax.training.checkpoint import with_checked_base
 from fp8rl_jax.training.environment import layout
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.preflight import preflight
@@ -145,9 +144,8 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState,
     meta = run.checkpoints.read_meta(number)
     run.phase, run.drifted = meta["phase"], meta.get("drifted", False)
     run.evaluation_failed = meta.get("evaluation_failed", False)
-    like = run.runtime.layout.state_shapes(optimizer_of_phase(config, run.phase))
-    restored, base = run.checkpoints.restore(number, like), engine.frozen_base()
-    state = with_checked_base(restored, base, meta, run.directory)
+    like = engine.like(optimizer_of_phase(config, run.phase))
+    state = run.checkpoints.restore(number, like)
     run.open_logs(meta["offsets"])
     monitor.forget_after(meta["step"] if run.phase == "rl" else 0)
     run.display.note(f"resuming after {run.phase} step {meta['step']}")
@@ -158,9 +156,9 @@ def _describe(run: Run) -> None:
     rt, model = run.runtime, run.runtime.resolved.model
     counts = parameter_counts(model)
     active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
-    if rt.config.lora.rank:
-        own = trained(adapted_shapes(rt.config, model))
-        count = sum(x.size for x in jax.tree.leaves(own))
+    shapes = adapted_shapes(rt.config, model)
+    if is_adapted(shapes):
+        count = sum(x.size for x in jax.tree.leaves(trained(shapes)))
         active += f" and {count / 1e6:.2f}M of adapters, which are trained"
     run.display.note(
         f"{rt.config.env.task}: {counts.total / 1e6:.2f}M parameters{active}, "

@@ -167,7 +167,7 @@ def _of_last_weights(config: ml_collections.ConfigDict, note: Note, after: After
     opened = open_trained(runtime, pathlib.Path(config.run.dir))
 
     def weights_of(number: int) -> Any:
-        read = opened.checkpoints.read_params(number, opened.shapes)
+        read = opened.checkpoints.read_params(number, opened.like)
         return jax.tree_util.tree_map_with_path(lambda keys, _: read(path_of(keys)), state.params)
 
     snapshots = [weights_of(number) for number in opened.checkpoints.newest(after.last)]

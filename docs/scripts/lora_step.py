@@ -18,7 +18,7 @@ import optax
 from fp8rl_jax import learner, models
 from fp8rl_jax.batch import make_batch
 from fp8rl_jax.bench.rollout import SMALL
-from fp8rl_jax.models import lora
+from fp8rl_jax.models import masters
 from fp8rl_jax.models.presets import preset
 from fp8rl_jax.quant import get_recipe
 
@@ -44,7 +44,7 @@ def _cases(model: models.ModelConfig):
     for base in ("", "f32", "bf16", "fp8"):
         own = params
         if base:
-            own = lora.adapted(params, _RANK, 2.0 * _RANK, ("*",), base, key)
+            own = masters.adapted(params, _RANK, 2.0 * _RANK, ("*",), base, key)
         state = learner.new_state(own, optimizer, np.zeros(2, np.uint32), "fp8")
         gradients = learner.GradientProgram(learner.ForwardPass(model, get_recipe("fp8")))
         step = learner.make_train_step(gradients, optimizer, donate=False)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.bench.table import text_table
+from fp8rl_jax.config.adapters import trains_adapters
 from fp8rl_jax.plan.bytes import gib
 from fp8rl_jax.plan.fixes import find_fixes
 from fp8rl_jax.plan.gpus import EFFICIENCY, HOST_LINK, LAUNCH, NETWORK, NVLINK
@@ -26,7 +27,7 @@ def format_learner(planned: Planned, plan: LearnerPlan, cost: StepCost) -> str:
     work = plan.work
     rows = planned.resolved.minibatch_samples
     memory = [
-        (_MASTERS[bool(planned.resolved.config.lora.rank)], plan.masters),
+        (_MASTERS[trains_adapters(planned.config)], plan.masters),
         ("Adam's moments", plan.moments),
         ("reference policy, states, batch", plan.others),
         ("gradients, float32", plan.gradients),

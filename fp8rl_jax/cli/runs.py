@@ -144,7 +144,7 @@ CONVERT = Command(
         argument("--dtype", "number format of the weights", choices=("bf16", "fp8")),
         argument(
             "--adapter",
-            "write the adapter of a run with lora.rank alone, in PEFT's format",
+            "write the adapter alone that a run trained, in PEFT's format",
             action="store_true",
         ),
         argument(

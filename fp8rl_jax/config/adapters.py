@@ -1,9 +1,12 @@
-"""Section `lora` of a configuration: the parameters that a run trains."""
+"""Section `lora` of a configuration: the parameters that a run trains.
+
+What else of a run depends on adapters asks here, or its parameters (models/masters.py).
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -12,16 +15,21 @@ import ml_collections
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import ModelConfig, param_shapes
-from fp8rl_jax.models.hf.peft import check_adapter, load_adapter
-from fp8rl_jax.models.lora import Adapted, adapted
+from fp8rl_jax.models.hf import peft
+from fp8rl_jax.models.masters import Adapted, adapted, is_adapted, trained, with_trained
 
 _FOLDED = 3  # into the run's seed
+
+
+def trains_adapters(config: ml_collections.ConfigDict) -> bool:
+    """Returns whether a run trains adapters on a frozen base."""
+    return config.lora.rank > 0
 
 
 def adapted_shapes(config: ml_collections.ConfigDict, model: ModelConfig) -> Any:
     """Returns the shapes of what a run trains on, see `with_adapters`; runs nothing."""
     shapes = param_shapes(model)
-    if not config.lora.rank:
+    if not trains_adapters(config):
         return shapes
     return jax.eval_shape(lambda params: _adapted(config, params), shapes)
 
@@ -33,7 +41,7 @@ def with_adapters(config: ml_collections.ConfigDict, params: Any) -> Any:
     Raises:
       UserError: `lora.modules` or `lora.rank` does not fit the model.
     """
-    if not config.lora.rank or isinstance(params, Adapted):
+    if not trains_adapters(config) or is_adapted(params):
         return params
     make = functools.partial(_adapted, config)
     return (exact_jit(make) if config.lora.base == "fp8" else make)(params)  # fp8: it quantises
@@ -54,9 +62,8 @@ def check_adapters(config: ml_collections.ConfigDict, model: ModelConfig) -> Non
     """
     lora = config.lora
     if lora.checkpoint:
-        check_adapter(
-            lora.checkpoint, model, adapted_shapes(config, model).adapters, lora.rank, lora.alpha
-        )
+        adapters = trained(adapted_shapes(config, model))
+        peft.check_adapter(lora.checkpoint, model, adapters, lora.rank, lora.alpha)
 
 
 def begun(config: ml_collections.ConfigDict, model: ModelConfig, params: Any) -> Any:
@@ -69,5 +76,24 @@ def begun(config: ml_collections.ConfigDict, model: ModelConfig, params: Any) ->
     if not config.lora.checkpoint or new is params:
         return new
     check_adapters(config, model)
-    adapters = load_adapter(config.lora.checkpoint, model, processes.fetch(new.adapters))
-    return dataclasses.replace(new, adapters=adapters)
+    adapters = processes.fetch(trained(new))
+    return with_trained(new, peft.load_adapter(config.lora.checkpoint, model, adapters))
+
+
+def adapter_files(config: ml_collections.ConfigDict) -> list[pathlib.Path]:
+    """Returns the files of `lora.checkpoint`, if it is set."""
+    names = (peft.CONFIG, peft.WEIGHTS) if config.lora.checkpoint else ()
+    return [pathlib.Path(config.lora.checkpoint) / name for name in names]
+
+
+def save_adapter(
+    config: ml_collections.ConfigDict, model: ModelConfig, params: Any, target: pathlib.Path
+) -> pathlib.Path:
+    """Writes the adapters of a run's parameters as `peft.save_adapter` does."""
+    return peft.save_adapter(
+        target,
+        model,
+        jax.device_get(trained(params)),
+        alpha=config.lora.alpha,
+        base=config.model.checkpoint,
+    )

@@ -104,8 +104,8 @@ def _read_directory(checkpoint: str, field: str = "model.checkpoint") -> dict[st
 
 
 def load_params(config: ml_collections.ConfigDict, shardings=None):
-    """Loads `model.checkpoint`, laid out by `shardings`: as float32 parameters, or under adapters
-    as `lora.base` keeps them.
+    """Loads `model.checkpoint`, laid out by `shardings`: as float32 parameters, or as the base of
+    adapters.
 
     Raises:
       UserError: weights are missing, do not fit config.json, or are not finite.

@@ -31,8 +31,7 @@ from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.drift.programs import Host, Programs, affordable
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import policy_of
-from fp8rl_jax.models.lora import with_base
-from fp8rl_jax.quant.kv import with_scales_of
+from fp8rl_jax.quant.kv import scales_in, with_scales
 from fp8rl_jax.sharding import batch_divisor
 from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
@@ -71,7 +70,7 @@ class KeptStep:
 
     Attributes:
       step: number of the RL step, from 1 on.
-      policy: `policy_of` the state before the update; arrays on the host.
+      policy: `policy_of` the state before the update.
       questions: questions of the rollout.
       first_ids, key: as in the rollout's `training.engine.Prompts`.
       rollout: {tokens, mask, logprobs: (B, R)}, as recorded.
@@ -150,7 +149,7 @@ class KeptStep:
         shape = (runtime.resolved.step_samples, runtime.config.rollout.max_new_tokens)
         types = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "logp": np.float32}
         arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in types.items()}
-        state = runtime.layout.state_shapes(optimizer_of_phase(runtime.config, "rl"))
+        like = policy_of(runtime.engine.like(optimizer_of_phase(runtime.config, "rl")))
         with _opened(directory) as opened:
             if opened is None:
                 return None
@@ -158,10 +157,12 @@ class KeptStep:
             meta = checkpoints.read_meta(number)
             if meta["data"] != runtime.data_digest:
                 return None
-            found = jax.device_get(checkpoints.restore(number, policy_of(state) | arrays))
+            found = checkpoints.restore(number, like | arrays)
+        policy = {name: found.pop(name) for name in like}
+        found = jax.device_get(found)
         return cls(
             meta["step"],
-            {name: found[name] for name in policy_of(state)},
+            policy,
             [runtime.questions["train"][index] for index in meta["questions"]],
             np.asarray(meta["first_ids"]),
             jax.random.wrap_key_data(jnp.asarray(meta["key"], np.uint32), impl="threefry2x32"),
@@ -177,10 +178,11 @@ class KeptStep:
     def programs(self, runtime: Runtime, groups: np.ndarray) -> Programs:
         """Returns sampler and learner before the update, on the questions at indices `groups`."""
         optimizer = optimizer_of_phase(runtime.config, "rl")
-        params = with_base(self.policy["params"], runtime.engine.frozen_base())
-        state = runtime.engine.new_state(params, optimizer, self.policy["scaling_state"])
-        scaling = with_scales_of(state.scaling_state, self.policy["scaling_state"])
-        scaling = processes.place(scaling, state.step.sharding)
+        state = runtime.engine.new_state(
+            self.policy["params"], optimizer, self.policy["scaling_state"]
+        )
+        scales = scales_in(self.policy["scaling_state"])
+        scaling = with_scales(state.scaling_state, processes.place(scales, state.step.sharding))
         state = dataclasses.replace(state, scaling_state=scaling)
         weights = runtime.engine.refit(state).weights
         questions = [self.questions[i] for i in groups]

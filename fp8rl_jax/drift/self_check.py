@@ -174,7 +174,6 @@ def _cut(runtime: Runtime) -> Runtime:
         longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
         config.learner.tokens_per_batch = 2 * slots_of(longest)
     config.precision.health = False
-    config.lora.checkpoint = ""  # of more layers
     model = runtime.resolved.model
     if model.sliding_window:  # keys that it hides, and a layer of each kind
         window, every = min(model.sliding_window, _WINDOW), min(model.sliding_window_pattern, 2)

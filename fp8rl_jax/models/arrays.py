@@ -37,8 +37,8 @@ Shape = tuple[int, ...]
 LINEAR, TABLE, ROUTER, GAIN = "linear", "table", "router", "gain"
 BIAS, CORRECTION = "bias", "correction"
 SCALE = "scale"  # beside the projections of an attention in a sampler's weights (quant/kv.py)
-ADAPTER = "adapter"  # lora_a and lora_b beside the kernel of a linear layer (models/lora.py)
-LORA = ("lora_a", "lora_b")
+ADAPTER = "adapter"  # one of FACTORS, beside the kernel of a linear layer (masters.py)
+FACTORS = ("lora_a", "lora_b")
 SMALL = (ROUTER, GAIN, BIAS, CORRECTION)
 # Logical axes (`sharding.RULES`) of stacked arrays; the matrix of an expert or a head is not split.
 _WIDE, EXPERTS, HEADS = ("layers", "embed", "wide"), ("layers", "experts"), ("layers", "heads")
@@ -264,7 +264,7 @@ def array_of(path: Path) -> Array:
       KeyError: no model has such an array.
     """
     path = _in_layer(path)
-    if path[-1] in LORA:
+    if path[-1] in FACTORS:
         kernel = _BY_PATH[(*path[:-1], "kernel")]
         axes = kernel.axes if kernel.axes == EXPERTS else ()
         return Array(path, "", ADAPTER, axes, "")

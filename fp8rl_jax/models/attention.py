@@ -38,7 +38,7 @@ from fp8rl_jax.quant.kv import kept_by_kernel, layer_scales
 from fp8rl_jax.quant.varying import varying_vjp
 
 KEPT = "attention"  # `checkpoint_name` of the result, which a recomputed layer reads again
-Scales = dict[str, jax.Array]  # {'q' | 'k' | 'v': ()}, of all tokens (`layer_scales`)
+Scales = dict[str, jax.Array]  # `layer_scales`: of all tokens; {} if each token has its own
 
 
 @jax.tree_util.register_dataclass
@@ -47,35 +47,34 @@ class OfLayer:
     """What attention reads in a layer besides projections of its input.
 
     Attributes:
-      scales: {'q' | 'k' | 'v': ()} float32, of all tokens; None where each token has its own.
+      scales: {'q' | 'k' | 'v': ()} float32, of all tokens; {} where each token has its own.
       window: () int32, the most tokens that a query sees, or None.
       sinks: (H,) float32, as for `kernels.attention`, or None.
       biases: of the three projections, if they are still to be added; or None.
       gains: of the norms of q and k by head, if these are still to be normed; or None.
     """
 
-    scales: Scales | None = None
+    scales: Scales = dataclasses.field(default_factory=dict)
     window: jax.Array | None = None
     sinks: jax.Array | None = None
     biases: tuple[StackedLayer, ...] | None = None
     gains: tuple[StackedLayer, ...] | None = None
 
 
-def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales | None) -> StoredKV:
+def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales) -> StoredKV:
     """Quantises the keys and values of one layer for the cache."""
-    given = scales or {}
-    k, k_scale = quantize_kv(k, recipe, "k", given.get("k"))
-    v, v_scale = quantize_kv(v, recipe, "v", given.get("v"))
-    if scales is not None:  # those of the layer stay with its weights; the cache holds only bytes
+    k, k_scale = quantize_kv(k, recipe, "k", scales.get("k"))
+    v, v_scale = quantize_kv(v, recipe, "v", scales.get("v"))
+    if scales:  # those of the layer stay with its weights; the cache holds only bytes
         k_scale = v_scale = None
     return StoredKV(k, v, k_scale, v_scale)
 
 
-def _query(q: jax.Array, recipe: Recipe, scales: Scales | None):
+def _query(q: jax.Array, recipe: Recipe, scales: Scales):
     """Returns (q, its scale): E4M3 under FP8 attention, else unchanged."""
     if not recipe.fp8_attention:
         return q, None
-    return quantize_kv(q, recipe, "q", (scales or {}).get("q"))
+    return quantize_kv(q, recipe, "q", scales.get("q"))
 
 
 def _attend(
@@ -109,8 +108,7 @@ def _attend(
     }
 
     def kernel(arrays, others, dtype, quantisation):
-        settings = {"dtype": dtype, "quantisation": quantisation}
-        return run(*arrays, **others, **settings, implementation="gpu")
+        return run(*arrays, **others, dtype=dtype, quantisation=quantisation, implementation="gpu")
 
     def plain(arrays, others):
         way = "exact" if recipe.kernels == "exact" else "reference"
@@ -123,15 +121,15 @@ def _attend(
     return by_kernel_or_jnp(reader or recipe, quantise, kernel, plain, shape, arrays, others)
 
 
-def _scales(kv: StoredKV, scales: Scales | None):
-    return (kv.k_scale, kv.v_scale) if scales is None else (scales["k"], scales["v"])
+def _scales(kv: StoredKV, scales: Scales):
+    return scales.get("k", kv.k_scale), scales.get("v", kv.v_scale)
 
 
-def _as_read(recipe: Recipe, name: str, scales: Scales | None, x: jax.Array) -> jax.Array:
+def _as_read(recipe: Recipe, name: str, scales: Scales, x: jax.Array) -> jax.Array:
     """Returns q, k or v (B, T, H, Dh) as attention reads it, after quantisation, in float32."""
     if name == "q" and not recipe.fp8_attention:
         return x.astype(jnp.float32)
-    return dequantize_kv(*quantize_kv(x, recipe, name, (scales or {}).get(name)))
+    return dequantize_kv(*quantize_kv(x, recipe, name, scales.get(name)))
 
 
 @functools.partial(varying_vjp, static=2)
@@ -190,7 +188,7 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
         implementation=recipe.kernels,
     )
     dqkv = (g.astype(like.dtype) for g in (dq, dk, dv))
-    return *dqkv, None, OfLayer(sinks=dsinks[0] if dsinks else None)
+    return *dqkv, None, OfLayer(None, None, dsinks[0] if dsinks else None)
 
 
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
@@ -231,7 +229,7 @@ def _inputs_by_kernel(
             rope,
             layer.gains and tuple(gain.stack for gain in layer.gains),
             unit.Kept(**(kept_by_kernel(recipe) or {})),
-            tuple((layer.scales or {}).get(name) for name in "qkv"),
+            tuple(layer.scales.get(name) for name in "qkv"),
             eps=config.rms_norm_eps,
             interleaved=config.rope_interleave,
             cache=unit.Cache(
@@ -245,7 +243,7 @@ def _inputs_by_kernel(
         )
         query = q, None
         if recipe.fp8_attention:
-            query = q_stored, q_scale if layer.scales is None else layer.scales["q"]
+            query = q_stored, layer.scales.get("q", q_scale)
         return q, k, query, cache.with_merged(StoredKV(*arrays))
 
     def plain(qkv, layer, rope, cache, positions):
@@ -274,10 +272,14 @@ class Attention(Part):
         Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation);
         where devices share the heads, H counts this device's heads.
         """
-        config, recipe = self.config, self.recipe
-        scale, rope = softmax_scale(config), (cos, sin)
+        config, recipe, parallel = self.config, self.recipe, self.parallel
+        scale = softmax_scale(config)
+        sharers = parallel.tensor if splits_heads(config, parallel.tensor) else 1
+        sinks = vector(self, config, parallel, "sinks", nn.initializers.normal(0.02))
+        if sinks is not None:
+            sinks = gather_or_slice(sinks, config.num_attention_heads // sharers)
         scales = layer_scales(self.variables.get("params", {}), recipe)
-        layer = OfLayer(scales, window, self._sinks())
+        layer = OfLayer(scales, window, sinks)
         # One kernel makes attention's inputs from the projections and writes to the cache, with the
         # bits of a kernel for each step.
         one_kernel = (
@@ -286,16 +288,16 @@ class Attention(Part):
             and kernels.resolve(recipe.kernels) != "reference"
             and kept_by_kernel(recipe) is not None
         )
-        (q, k, v), biases, gains = self._projected(x, one_kernel)
+        (q, k, v), biases, gains = self._projected(x, sharers, one_kernel)
         if one_kernel and cache is not None:
             inputs = dataclasses.replace(layer, biases=biases, gains=gains)
             q, k, query, cache = _inputs_by_kernel(
-                config, recipe, (q, k, v), inputs, rope, cache, positions
+                config, recipe, (q, k, v), inputs, (cos, sin), cache, positions
             )
-            reader = recipe.for_module("o_proj") if self.parallel.tensor == 1 else None
+            reader = recipe.for_module("o_proj") if parallel.tensor == 1 else None
             read = _attend(recipe, scale, query, cache, positions, layer, reader)
             return read, cache, {"q": q, "k": k, "v": v}
-        q, k = _rotated(config, recipe, q, k, rope)
+        q, k = _rotated(config, recipe, q, k, (cos, sin))
         q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
         q, k, v = (
             tap(self, f"{name}_read", y, functools.partial(_as_read, recipe, name, scales))
@@ -310,21 +312,10 @@ class Attention(Part):
         out = tap(self, "attention", checkpoint_name(out, KEPT))
         return Activation(out.reshape(*x.shape[:-1], -1)), cache, {"q": q, "k": k, "v": v}
 
-    def _share(self, features: int) -> int:
-        """Returns the features of this device's heads, of those of all heads."""
-        parts = self.parallel.tensor
-        return features // parts if splits_heads(self.config, parts) else features
-
-    def _sinks(self) -> jax.Array | None:
-        """Returns the sinks (H,) of this device's heads, if the model has any."""
-        init = nn.initializers.normal(0.02)
-        sinks = vector(self, self.config, self.parallel, "sinks", init)
-        heads = self._share(self.config.num_attention_heads)
-        return None if sinks is None else gather_or_slice(sinks, heads)
-
-    def _projected(self, x: Activation, by_kernel: bool) -> tuple:
-        """Projects x (B, T, D). `by_kernel`: whether one kernel makes attention's inputs; it also
-        adds the biases, unless the sums are normed first, and norms the heads.
+    def _projected(self, x: Activation, sharers: int, by_kernel: bool) -> tuple:
+        """Projects x (B, T, D); `sharers` devices have a part of the heads each. `by_kernel`: one
+        kernel makes attention's inputs; it also adds the biases, unless the sums are normed first,
+        and norms the heads.
 
         Returns (q, k and v (B, T, heads, Dh), biases, gains): what the kernel has to add and to
         norm by, or None.
@@ -345,7 +336,7 @@ class Attention(Part):
             q = norm(name="q_norm")(gather_or_slice(q, widths["q_proj"])).value
             k = norm(name="k_norm")(gather_or_slice(k, kv_width)).value
         q, k, v = (
-            gather_or_slice(y, self._share(width)).reshape(*x.shape[:-1], -1, config.head_dim)
+            gather_or_slice(y, width // sharers).reshape(*x.shape[:-1], -1, config.head_dim)
             for y, width in zip((q, k, v), widths.values(), strict=True)
         )
         norms_heads = config.qk_norm and config.qk_norm_by_head

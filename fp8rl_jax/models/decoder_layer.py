@@ -97,7 +97,7 @@ class DecoderLayer(Part):
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
         if "kv_health" in self.collect and recipe.kv_quantized:
             names = [name for name in qkv if recipe.stored_dtype(name) is not None]
-            scales = layer_scales(self.variables["params"]["self_attn"], recipe) or {}
+            scales = layer_scales(self.variables["params"]["self_attn"], recipe)
             counts = [_kv_health(qkv[name], recipe, name, scales.get(name)) for name in names]
             aux["kv_health"] = jax.tree.map(lambda *n: sum(n), *counts)
         if "kv_amax" in self.collect:

@@ -254,9 +254,10 @@ def _empty(
         rope = zeros(recipe.compute_dtype, config.qk_rope_head_dim)
         return StoredLatent(zeros(k_dtype, config.kv_lora_rank), scale, rope)
     heads = config.num_key_value_heads
-    own = recipe.kv == "dynamic"
     k_scale, v_scale = (
-        zeros(jnp.float32, heads) if own and recipe.stored_dtype(name) is not None else None
+        zeros(jnp.float32, heads)
+        if recipe.kv == "dynamic" and recipe.stored_dtype(name) is not None
+        else None
         for name in "kv"
     )
     v = zeros(v_dtype, heads, config.head_dim)

@@ -313,13 +313,12 @@ def linears(
     Returns:
       (..., out) of each; inside a shard_map a part of its columns, unless there is a `residual`.
     """
-    parallel = part.parallel
     recipes = [part.recipe.for_module(name) for name in names]
     params = part.variables.get("params", {})
     weights = [params[name]["kernel"] for name in names if name in params]
     stacked = [w for w in weights if isinstance(w, StackedLayer)]
     alike = all(recipe == recipes[0] for recipe in recipes) and has_grouped_kernels(recipes[0])
-    if len(stacked) == len(names) and alike and parallel.tensor == 1:
+    if len(stacked) == len(names) and alike and part.parallel.tensor == 1:
         biases = [params[name].get("bias") for name in names]  # all of them or none
         before = None if residual is None or biases[0] is not None else rows_of(residual)
         with jax.named_scope("+".join(names)):
@@ -334,7 +333,7 @@ def linears(
         ys = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in products]
         if not adds_bias:
             return ys
-        ys = [add_bias(part.recipe, parallel, y, b) for y, b in zip(ys, biases, strict=True)]
+        ys = [add_bias(part.recipe, part.parallel, y, b) for y, b in zip(ys, biases, strict=True)]
         residual = None if before is not None else residual  # the kernel has added it
     else:
         ys = [linear(part, name, adds_bias)(x) for name in names]

@@ -38,7 +38,6 @@ from fp8rl_jax.models.arrays import (
     EXPERTS,
     HEAD,
     LINEAR,
-    SCALE,
     SMALL,
     TABLE,
     array_in,
@@ -47,7 +46,7 @@ from fp8rl_jax.models.arrays import (
     role_of,
 )
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.lora import Adapted, merged, scaled
+from fp8rl_jax.models.masters import frozen, is_adapted, merged
 from fp8rl_jax.models.rope import rope_tables
 from fp8rl_jax.models.stacks import (
     DENSE_STACK,
@@ -74,7 +73,7 @@ from fp8rl_jax.quant import (
     quantize_weight,
     update_site,
 )
-from fp8rl_jax.quant.kv import LAYER_SCALES, of_sites, scales_in, with_scales_of
+from fp8rl_jax.quant.kv import LAYER_SCALES, of_sites, scales_in, with_scales
 from fp8rl_jax.quant.operands import plain_value, stacked
 from fp8rl_jax.quant.scaling import dynamic, never_saturates
 
@@ -123,10 +122,9 @@ def _sites(params, recipe: Recipe, shapes: bool = False) -> dict[str, tuple[Reci
     `shapes` the weights' shapes, and merges no adapters."""
 
     def cut(params):
-        return split_layers(merged(params, exact=recipe.kernels == "exact"), recipe)
+        return split_layers(merged(params, recipe), recipe)
 
-    base = params.base if isinstance(params, Adapted) else params
-    recipes = {run.name: run.recipe for run in _runs(base, recipe)}
+    recipes = {run.name: run.recipe for run in _runs(frozen(params) or params, recipe)}
     leaves = jax.eval_shape(cut, params) if shapes else cut(params)
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(leaves):
@@ -188,7 +186,7 @@ def update_scaling(params, recipe: Recipe | str, scaling, seen) -> dict[str, Sit
         return update_site(site, state, amax)
 
     states = {name: advance(name, state) for name, state in of_sites(scaling).items()}
-    return with_scales_of(states, scaling)
+    return with_scales(states, scales_in(scaling))
 
 
 def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
@@ -197,8 +195,8 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     Where activations have a stateful policy, the weight is a BoundWeight that carries the frozen
     state. Attention also gets its scales of keys and values, if `scaling` has any. The result
     depends on values, recipe and states alone, so rollout and learner hold the same bytes. FP8
-    weights of a frozen base (models/lora.py) that have no adapter and the recipe's format stay as
-    they are.
+    weights of a frozen base (masters.py) that have no adapter and the recipe's format stay as they
+    are.
 
     Args:
       params: float32 masters, `Adapted`, or a frozen base.
@@ -210,9 +208,7 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     """
     recipe = get_recipe(recipe)
     scaling = scaling or {}
-    # FP8 is made of weights in bf16, too.
-    exact = recipe.kernels == "exact"
-    params = merged(params, keep_quantised=True, dtype=recipe.compute_dtype, exact=exact)
+    params = merged(params, recipe, keep_quantised=True)  # FP8 is made of weights in bf16, too
     sites = _sites(params, recipe, shapes=True)
     head = ("lm_head" if "lm_head" in params else "embed_tokens",)
 
@@ -322,31 +318,30 @@ def trainable_params(
     """
 
     def pair(path: Path, weight):
-        role = role_of(path)
-        if role == SCALE:
+        master = masters.get(path)
+        if master is None:  # a scale of keys or values
             return weight
-        if role in SMALL:
-            return masters[path]
+        if role_of(path) in SMALL:
+            return master
         site = ".".join(path[:-1])
+        state, probe = (tree.get(site) for tree in (scaling or {}, probes or {}))
         value = lax.stop_gradient(_value(weight))
-        if as_bits and role == LINEAR:
+        if as_bits and role_of(path) == LINEAR:
             value = keep(value)
-        state = lax.stop_gradient((scaling or {}).get(site))
-        probe = (probes or {}).get(site)
-        return BoundWeight(value, masters[path], state, probe, adapters.get(path[:-1]))
+        return BoundWeight(value, master, lax.stop_gradient(state), probe, adapters.get(path[:-1]))
 
+    recipe = get_recipe(recipe)
     # Where no kernel reads the stacks: XLA:CPU would convert them whole, to slice a layer out.
-    kernels = get_recipe(recipe).kernels
-    as_bits = resolve(kernels) == "reference"
+    as_bits = resolve(recipe.kernels) == "reference"
     adapters: dict = {}
-    if isinstance(params, Adapted):
-        whole = scaled(params)
-        params = lax.stop_gradient(merged(params, exact=kernels == "exact"))
-        for run in _runs(params, get_recipe(recipe)):
-            for path, arrays in whole.items():
+    if is_adapted(params):
+        factors = params.factors()
+        params = lax.stop_gradient(merged(params, recipe))
+        for run in _runs(params, recipe):
+            for path, arrays in factors.items():
                 if path[0] == run.stack:
                     adapters[run.name, *path[1:]] = tuple(x[run.span] for x in arrays)
-    masters = traverse_util.flatten_dict(split_layers(params, get_recipe(recipe)))
+    masters = traverse_util.flatten_dict(split_layers(params, recipe))
     leaves = traverse_util.flatten_dict(weights)
     return traverse_util.unflatten_dict({path: pair(path, leaf) for path, leaf in leaves.items()})
 
@@ -354,7 +349,7 @@ def trainable_params(
 def weight_health(params, weights, recipe: Recipe | str) -> dict[str, dict[str, jax.Array]]:
     """Returns `block_health` of every quantised weight: {site: {count: (L,) or (L, E) float32}}."""
     recipe = get_recipe(recipe)
-    params = merged(params, exact=recipe.kernels == "exact")
+    params = merged(params, recipe)
     values = {
         _site(path): _value(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_weight)

@@ -25,7 +25,7 @@ from fp8rl_jax.models import (
     quantize_params,
 )
 from fp8rl_jax.models.arrays import EXPERTS, TABLE, array_in
-from fp8rl_jax.models.lora import trained
+from fp8rl_jax.models.masters import trained
 from fp8rl_jax.models.parallel.specs import rollout_specs
 from fp8rl_jax.models.stacks import RUNS
 from fp8rl_jax.quant import Recipe

@@ -32,6 +32,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fp8rl_jax.config.adapters import adapted_shapes
 from fp8rl_jax.models import PAGE, ModelConfig
+from fp8rl_jax.models.masters import frozen, trained
 from fp8rl_jax.models.parallel.experts import passes_of
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.stacks import layer_windows
@@ -302,13 +303,11 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     mesh = planned.mesh
     gpu = planned.gpu
     work = plan.work
-    masters, weights = learner_weight_bytes(model, recipe, mesh)
-    adapters = bool(planned.config.lora.rank)
-    trained = masters
-    if adapters:
-        trained = weight_bytes(adapted_shapes(planned.config, model).adapters, mesh)
-    flops = step_flops(model, work, mesh.shape["tensor"], adapters)
-    transfers = step_transfers(model, recipe, mesh, work, planned.hosts, trained)
+    _, weights = learner_weight_bytes(model, recipe, mesh)
+    shapes = adapted_shapes(planned.config, model)
+    changed = weight_bytes(trained(shapes), mesh)
+    flops = step_flops(model, work, mesh.shape["tensor"], frozen(shapes) is not None)
+    transfers = step_transfers(model, recipe, mesh, work, planned.hosts, changed)
     fp8 = recipe.quantized and not recipe.fake
     # fprop and remat in FP8; dgrad and wgrad too, if gradients are quantised.
     share = fp8 * (1.0 if recipe.backward == "fp8" else 0.5)
@@ -316,8 +315,8 @@ def step_cost(planned: Planned, plan: LearnerPlan) -> StepCost:
     layers = work.micro_batches * model.num_hidden_layers
     features = BETWEEN * layer_features(model) / mesh.shape["tensor"]
     reads = (2 + work.counts) * (weights.dense + weights.experts)  # in a micro-batch
-    reads += trained.dense + trained.experts
-    moved = _ADAM_BYTES // 4 * trained.stored + work.micro_batches * (2 * reads + trained.stored)
+    reads += changed.dense + changed.experts
+    moved = _ADAM_BYTES // 4 * changed.stored + work.micro_batches * (2 * reads + changed.stored)
     inside, between = map(sum, zip((0, 0), *transfers.values(), strict=True))
     memory = EFFICIENCY["memory"] * gpu.hbm
     seconds = {

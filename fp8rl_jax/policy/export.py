@@ -12,14 +12,13 @@ import jax
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError, refused
-from fp8rl_jax.config import default_config
+from fp8rl_jax.config import adapters, default_config
 from fp8rl_jax.config.model_source import pretrained_config
 from fp8rl_jax.data import tokenizer_path
 from fp8rl_jax.data.tokenizer import read_reader
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import Unread, check_target, check_type
-from fp8rl_jax.models.lora import trained
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy.load import open_trained
 from fp8rl_jax.training.run_directory import run_config
@@ -97,21 +96,15 @@ def export_adapter(
     target = pathlib.Path(target)
     check_target(target)
     config = _config_on_one_device(directory, permitted)
-    if not config.lora.rank:
+    if not adapters.trains_adapters(config):
         raise UserError(
             f"{directory} trained all weights (lora.rank is 0) and has no adapter: leave --adapter "
             "out, and write --dtype=bf16"
         )
     newest = open_trained(make_runtime(config, with_questions=False), directory)
-    adapters = jax.device_get(trained(newest.state().params))
+    state = newest.state()
     newest.checkpoints.close()
-    return hf.peft.save_adapter(
-        target,
-        newest.runtime.resolved.model,
-        adapters,
-        alpha=config.lora.alpha,
-        base=config.model.checkpoint,
-    )
+    return adapters.save_adapter(config, newest.runtime.resolved.model, state.params, target)
 
 
 def _config_on_one_device(

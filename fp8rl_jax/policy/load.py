@@ -22,12 +22,12 @@ from fp8rl_jax.batch import of_sequences
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.data import Prompt, encode_prompt, encode_text, pad_rows
 from fp8rl_jax.learner import TrainState
-from fp8rl_jax.models.lora import merged
+from fp8rl_jax.models.masters import is_adapted, merged
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.policy.source import is_released
-from fp8rl_jax.quant.kv import is_fresh, with_scales_of
+from fp8rl_jax.quant.kv import is_fresh, scales_in, with_scales
 from fp8rl_jax.sharding import batch_divisor
-from fp8rl_jax.training.checkpoint import Checkpoints, with_checked_base
+from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.run_directory import as_options, as_saved, differences, run_config
 from fp8rl_jax.training.runtime import Runtime, make_runtime
@@ -116,10 +116,9 @@ class Trained(NamedTuple):
     step: int
 
     @property
-    def shapes(self) -> TrainState:
-        """Shapes of a checkpoint's state."""
-        optimizer = optimizer_of_phase(self.runtime.config, self.phase)
-        return self.runtime.layout.state_shapes(optimizer)
+    def like(self) -> TrainState:
+        """What a checkpoint's state is restored as."""
+        return self.runtime.engine.like(optimizer_of_phase(self.runtime.config, self.phase))
 
     @property
     def text(self) -> str:
@@ -129,20 +128,17 @@ class Trained(NamedTuple):
 
     def state(self) -> TrainState:
         """Returns the newest checkpoint's state."""
-        number, base = self.numbers[-1], self.runtime.engine.frozen_base()
-        state = self.checkpoints.restore(number, self.shapes)
-        meta = self.checkpoints.read_meta(number)
-        return with_checked_base(state, base, meta, self.directory)
+        return self.checkpoints.restore(self.numbers[-1], self.like)
 
     def read_params(self) -> Callable[[Path], np.ndarray]:
         """Returns `Checkpoints.read_params` of the newest checkpoint, or of the mean of several,
         which is summed in float64."""
-        if self.runtime.config.lora.rank:
-            flat = traverse_util.flatten_dict(
-                jax.device_get(exact_jit(merged)(self.state().params))
-            )
+        like = self.like
+        if is_adapted(like.params):
+            params = self.checkpoints.restore(self.numbers[-1], like).params
+            flat = traverse_util.flatten_dict(jax.device_get(exact_jit(merged)(params)))
             return flat.__getitem__
-        reads = [self.checkpoints.read_params(number, self.shapes) for number in self.numbers]
+        reads = [self.checkpoints.read_params(number, like) for number in self.numbers]
 
         def mean(path: Path) -> np.ndarray:
             total = reads[0](path).astype(np.float64)
@@ -224,7 +220,8 @@ def load_trained(
     # Fine-tuning calibrates KV scales at evaluations only; between them the scales are outdated.
     same = runtime.resolved.rollout_recipe == saved.resolved.rollout_recipe and not averaged
     if same and is_fresh(state.scaling_state, int(state.step)):
-        kept["scaling_state"] = with_scales_of(loaded.scaling_state, state.scaling_state)
+        scales = scales_in(state.scaling_state)
+        kept["scaling_state"] = with_scales(loaded.scaling_state, scales)
     return dataclasses.replace(loaded, **kept), found.phase
 
 

@@ -62,12 +62,6 @@ def with_scales(scaling: Mapping[str, Any], scales: KVScales | None) -> dict[str
     return of_sites(scaling) | ({} if scales is None else {_ENTRY: scales})
 
 
-def with_scales_of(scaling: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a scaling state with the scales of keys and values of another, if that has any."""
-    scales = scales_in(other)
-    return dict(scaling) if scales is None else with_scales(scaling, scales)
-
-
 def is_fresh(scaling: Mapping[str, Any], step: int) -> bool:
     """Returns whether a scaling state has no `KVScales`, or those of the weights after RL step
     `step`. Sampling with older scales could clip keys and values without any error."""
@@ -75,15 +69,15 @@ def is_fresh(scaling: Mapping[str, Any], step: int) -> bool:
     return scales is None or int(scales.step) == step
 
 
-def layer_scales(attention: Mapping[str, Any], recipe: Recipe) -> dict[str, jax.Array] | None:
-    """Returns the scales {'q' | 'k' | 'v': ()} in the parameters of a layer's attention; None for a
+def layer_scales(attention: Mapping[str, Any], recipe: Recipe) -> dict[str, jax.Array]:
+    """Returns the scales {'q' | 'k' | 'v': ()} in the parameters of a layer's attention; {} for a
     recipe that is not calibrated.
 
     Raises:
       ValueError: the recipe is calibrated, and the weights have no scales.
     """
     if not recipe.calibrates:
-        return None
+        return {}
     if not {*LAYER_SCALES.values()} <= {*attention}:
         raise ValueError(
             f"recipe {recipe.name!r} stores K and V with calibrated scales, which these weights "

@@ -35,7 +35,7 @@ from fp8rl_jax.models import (
     quantize_params,
     weight_health,
 )
-from fp8rl_jax.models.lora import merged
+from fp8rl_jax.models.masters import merged
 from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Recipe, calibrated_scales, get_recipe, is_weight
 from fp8rl_jax.quant.scaling import find_amax
@@ -54,9 +54,7 @@ def make_refit(
     recipe = get_recipe(recipe)
 
     def refit(params, scaling_state=None):
-        params = merged(
-            params, keep_quantised=True, dtype=recipe.compute_dtype, exact=recipe.kernels == "exact"
-        )
+        params = merged(params, recipe, keep_quantised=True)
         weights = quantize_params(params, recipe, scaling_state)
         lost = weight_health(params, weights, recipe) if health else {}
         return weights, checksum(weights), lost

@@ -39,7 +39,7 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError, refused_by_system
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import array_checksums, chained
-from fp8rl_jax.models.lora import with_base, without_base
+from fp8rl_jax.models.masters import frozen, with_frozen
 from fp8rl_jax.models.stacks import Path, path_of
 from fp8rl_jax.training.offload import is_on_host, to_device
 from fp8rl_jax.training.run_directory import STORE_ERRORS
@@ -132,7 +132,7 @@ class Checkpoints:
         self, number: int, state: Any, meta: Mapping[str, Any], beside: Beside = NOTHING
     ) -> None:
         """Starts to write a checkpoint, unless one of that number exists; `finish` waits for it.
-        The frozen base under adapters is left out: it is what the run began with.
+        A frozen base is left out, for it is what the run began with; its checksum is kept.
 
         The state may be donated to a program at once: its arrays are in host memory on return, or
         JAX keeps those that are there from being overwritten. A directory's first checkpoint is
@@ -143,9 +143,10 @@ class Checkpoints:
           OSError: it, or the one before it, cannot be written.
         """
         self.finish()
-        there, state = self._manager.all_steps(), without_base(state)
+        there, base = self._manager.all_steps(), frozen(state)
         if number in there:
             return
+        state = with_frozen(state, None)
         sums = _array_checksums(state)
         content = {
             **meta,
@@ -156,6 +157,8 @@ class Checkpoints:
             "others": {name: _array_checksums(tree) for name, tree in beside.trees.items()},
             "on_host": {name: _described(array) for name, array in beside.arrays.items()},
         }
+        if base is not None:
+            content["base"] = state_checksum(base)
         content["digest"] = _digest(content)
         trees = {"state": state} | {name: _as_bytes(tree) for name, tree in beside.trees.items()}
         if beside.arrays:
@@ -211,13 +214,20 @@ class Checkpoints:
             raise self._unreadable(number, error) from None
 
     def restore(self, number: int, like: Any) -> Any:
-        """Returns a checkpoint's state, shaped and sharded as `like` (ShapeDtypeStructs or arrays).
-        Adapters come without their base.
+        """Returns a checkpoint's state, shaped and sharded as `like` (ShapeDtypeStructs or arrays),
+        on the frozen base of `like`.
 
         Raises:
-          UserError: the checkpoint is truncated, damaged, or of another model.
+          UserError: the checkpoint is truncated, damaged, of another model, or of another base.
         """
-        meta, like = self.read_meta(number), without_base(like)
+        meta, base = self.read_meta(number), frozen(like)
+        if base is not None and meta.get("base") != state_checksum(base):
+            raise UserError(
+                f"{self._directory / str(number)} holds adapters of another base than "
+                "model.checkpoint, or the seed, gives here: put the files back with which the run "
+                "began"
+            )
+        like = with_frozen(like, None)
         try:
             if meta.get("structure") != _structure(like):
                 raise _OtherState()
@@ -227,7 +237,7 @@ class Checkpoints:
                 state = self._manager.restore(number, args=args)["state"]
             if state_checksum(state) != meta.get("checksum"):
                 raise _Damage("its bytes do not match their checksum")
-            return state
+            return with_frozen(state, base)
         except Exception as error:  # see read_meta
             raise self._unreadable(number, error) from None
 
@@ -509,26 +519,6 @@ def _array_checksums(state: Any) -> list[int]:
     together = iter(run([x for x in leaves if not is_on_host(x)]))
     alone = (run([to_device(x)])[0] for x in away)
     return [int(np.asarray(next(alone if is_on_host(x) else together))) for x in leaves]
-
-
-def with_checked_base(state: Any, base: Any, meta: dict[str, Any], where: object) -> Any:
-    """Returns a restored state with the frozen base under its adapters.
-
-    Args:
-      state: result of `Checkpoints.restore`.
-      base: result of `frozen_base`, or None without adapters.
-      meta: the checkpoint's metadata, whose 'base' is the checksum of the base it was trained on.
-      where: the run's directory, for the error message.
-
-    Raises:
-      UserError: `base` is another one.
-    """
-    if base is not None and meta.get("base") != state_checksum(base):
-        raise UserError(
-            f"{where} holds adapters of another base than model.checkpoint, or the seed, gives "
-            "here: put the files back with which the run began"
-        )
-    return with_base(state, base)
 
 
 def state_checksum(state: Any, sums: list[int] | None = None) -> int:

@@ -28,7 +28,7 @@ from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.data import join
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.models import init_params, init_scaling, param_shardings, rope_tables
-from fp8rl_jax.models.lora import base_of, with_base, without_base
+from fp8rl_jax.models.masters import frozen, is_adapted, with_frozen
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.plan.bytes import device_memory
 from fp8rl_jax.plan.rollout import plan_rollout
@@ -152,22 +152,28 @@ class JaxEngine:
         init = functools.partial(init_params, self.resolved.model)
         return exact_jit(init, out_shardings=self.layout.param_shardings)(self.keys["init"])
 
-    def initial_params(self):
-        """Returns the parameters that training begins with: of `model.checkpoint`, or random."""
+    def _whole_params(self):
+        """Returns the parameters of `model.checkpoint`, or random ones."""
         if not self.config.model.checkpoint:
             return self.init_params()
         return load_params(self.config, functools.partial(param_shardings, self.layout.mesh))
 
-    def frozen_base(self):
-        """Returns the base under a run's adapters, which no checkpoint holds; None without any."""
-        if not self.config.lora.rank:
-            return None
-        params = base_of(with_adapters(self.config, self.initial_params()))
-        return processes.place(params, param_shardings(self.layout.mesh, params))
+    def initial_params(self):
+        """Returns the parameters that training begins with."""
+        return begun(self.config, self.resolved.model, self._whole_params())
+
+    def like(self, optimizer) -> TrainState:
+        """Returns what a checkpoint of a phase is restored as: shapes with shardings, and the
+        frozen base, if there is one, which no checkpoint holds."""
+        shapes = self.layout.state_shapes(optimizer)
+        if not is_adapted(shapes.params):
+            return shapes
+        base = frozen(with_adapters(self.config, self._whole_params()))
+        return with_frozen(shapes, processes.place(base, param_shardings(self.layout.mesh, base)))
 
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> TrainState:
         """Returns the state at the start of a phase, sharded as `Layout.state_shapes`."""
-        layout, params = self.layout, begun(self.config, self.resolved.model, params)
+        layout, params = self.layout, with_adapters(self.config, params)
         rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
         own = optax.identity() if layout.offloads else optimizer
         state = layout.new_state(params, own, rng, scaling_state)
@@ -185,9 +191,12 @@ class JaxEngine:
 
     @functools.cached_property
     def compiled_calibrate(self):
-        margin = self.config.precision.kv_margin
-        recipe = self.resolved.rollout_recipe
-        return make_calibrate(self.resolved.model, recipe, self.layout.parallel, margin=margin)
+        return make_calibrate(
+            self.resolved.model,
+            self.resolved.rollout_recipe,
+            self.layout.parallel,
+            margin=self.config.precision.kv_margin,
+        )
 
     def calibrate(
         self, state: TrainState, batch: Batch, timed=contextlib.nullcontext
@@ -428,7 +437,7 @@ class JaxEngine:
         `taps` and `donate` as for `learner.make_train_step`.
         """
         layout = self.layout
-        state = without_base(param_shardings(layout.mesh, layout.state_shapes(optimizer)))
+        state = param_shardings(layout.mesh, layout.state_shapes(optimizer))
         recipe = recipe or self.resolved.learner_recipe
         gradients = learner.GradientProgram(
             self.forward_pass(recipe, self.config.learner.remat),
@@ -437,7 +446,7 @@ class JaxEngine:
             self.config.precision.health,
             taps,
         )
-        shardings = (state, layout.rows, layout.replicated)
+        shardings = (with_frozen(state, None), layout.rows, layout.replicated)
         if layout.offloads:
             return OffloadedStep(gradients, optimizer, shardings, donate)
         return learner.make_train_step(
@@ -475,7 +484,7 @@ class JaxEngine:
             placed = self.frozen_model.read(placed)
         arguments = learner.step_arguments(state, placed, self.rope)
         new, logp, metrics = (step or self.compiled_update)(*arguments)
-        state = with_base(new, base_of(state.params))
+        state = with_frozen(new, frozen(state))
         logp = processes.fetch(logp)
         metrics = jax.device_get(metrics) | {
             "computed": batch.tokens.size,

@@ -20,7 +20,6 @@ from fp8rl_jax.base.errors import DriftError, NonFiniteError, RewardError
 from fp8rl_jax.batch import Batch, of_sequences
 from fp8rl_jax.data import Stream
 from fp8rl_jax.learner import TrainState, policy_of
-from fp8rl_jax.models.lora import base_of, with_base
 from fp8rl_jax.report import summarise, write_report
 from fp8rl_jax.report.metrics import DRIFT_MAX
 from fp8rl_jax.training.ahead import Rollouts, Weights
@@ -82,7 +81,7 @@ def _reference(run: Run, state: TrainState) -> TrainState:
     checkpoints = Checkpoints(run.directory / "reference", keep=1)
     policy = checkpoints.restore(0, policy_of(state))
     checkpoints.close()
-    return dataclasses.replace(state, **with_base(policy, base_of(state.params)))
+    return dataclasses.replace(state, **policy)
 
 
 def run_rl(

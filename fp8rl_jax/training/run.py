@@ -11,8 +11,7 @@ from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.learner import TrainState
-from fp8rl_jax.models.lora import base_of
-from fp8rl_jax.training.checkpoint import NOTHING, Beside, Checkpoints, state_checksum
+from fp8rl_jax.training.checkpoint import NOTHING, Beside, Checkpoints
 from fp8rl_jax.training.compile_times import CompileTimes
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
@@ -57,7 +56,6 @@ class Run:
         self.phase, self.evaluation_failed = "sft", False
         self.doubted = self.drifted = False
         self.stopped_by: str | None = None
-        self._base: int | None = None  # checksum of the frozen base
 
     def open_logs(self, offsets: dict[str, int] | None) -> None:
         """Opens the logs at a checkpoint's `offsets`; None starts new logs."""
@@ -89,9 +87,6 @@ class Run:
             "drifted": self.drifted,
             **more,
         }
-        if (base := base_of(state.params)) is not None:
-            self._base = self._base or state_checksum(base)
-            meta["base"] = self._base
         self._lock.check()
         self.checkpoints.save(self.number(state), state, meta, beside)
 

@@ -20,13 +20,12 @@ from fp8rl_jax.base.errors import NonFiniteError, UserError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.base.user_cache import cache_name, files_of_functions
 from fp8rl_jax.config import flatten
+from fp8rl_jax.config.adapters import adapter_files
 from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.config.model_source import identity
 from fp8rl_jax.config.precision import without_calibration
 from fp8rl_jax.data import Stream, tokenizer_files
 from fp8rl_jax.learner import LossConfig, TrainState
-from fp8rl_jax.models.hf import peft
-from fp8rl_jax.models.lora import base_of, with_base
 from fp8rl_jax.quant.kv import of_sites
 from fp8rl_jax.rl.losses import reinforce
 from fp8rl_jax.training.checkpoint import Checkpoints
@@ -36,7 +35,8 @@ from fp8rl_jax.training.run import Run, non_finite_message
 from fp8rl_jax.training.run_directory import cache_root, no_room
 from fp8rl_jax.training.runtime import Runtime
 
-_SECTIONS = ("model", "mesh", "data", "env", "precision", "lora", "sft", "eval")
+# Sections of which only these fields matter.
+_OTHER_SECTIONS = ("algo", "learner", "optimizer", "rollout", "run")
 _FIELDS: tuple[str, ...] = (
     "run.seed",
     "run.samples",
@@ -75,17 +75,15 @@ def cache_directory(config, data_digest: str = "") -> pathlib.Path | None:
     parts = {
         name: value
         for name, value in flatten(config).items()
-        if (name.split(".")[0] in _SECTIONS or name in _FIELDS) and name not in WITHOUT_EFFECT
+        if (name.split(".")[0] not in _OTHER_SECTIONS or name in _FIELDS)
+        and name not in WITHOUT_EFFECT
     }
     if data_digest:
         parts["data"] = data_digest
     if config.model.checkpoint:
         parts["checkpoint"] = identity(config.model.checkpoint)
     files = tokenizer_files(config.data.tokenizer, config.model.checkpoint)
-    files += files_of_functions(named_functions(config))
-    if config.lora.checkpoint:
-        directory = pathlib.Path(config.lora.checkpoint)
-        files += [directory / name for name in (peft.CONFIG, peft.WEIGHTS)]
+    files += files_of_functions(named_functions(config)) + adapter_files(config)
     return root / cache_name("sft", parts, files)
 
 
@@ -124,7 +122,7 @@ def load_cached(run: Run, like: TrainState):
         checkpoints.close()
     for name, records in written.items():
         run.logs.write(name, *records)
-    return with_base(kept["params"], base_of(like.params)), kept["scaling_state"]
+    return kept["params"], kept["scaling_state"]
 
 
 def save_cached(runtime: Runtime, state: TrainState, run_dir: pathlib.Path) -> None:

@@ -328,7 +328,7 @@ def test_mean_of_checkpoints(run_dir, tmp_path, capsys):
     config = source.directory_config(str(run_dir))
     one, two = (open_trained(make_runtime(config, False), run_dir) for _ in range(2))
     reads = [
-        found.checkpoints.read_params(number, found.shapes)
+        found.checkpoints.read_params(number, found.like)
         for found, number in ((one, one.checkpoints.newest(2)[0]), (two, two.numbers[-1]))
     ]
     runtime, said = make_runtime(config, False), []

@@ -41,7 +41,7 @@ def _runtime():
         resolved=types.SimpleNamespace(step_samples=4, step=None, stale=False, zero_drift=True),
         data_digest="d",
         questions={"train": [Question(str(i), "1") for i in range(5)]},
-        layout=types.SimpleNamespace(state_shapes=lambda optimizer: _state()),
+        engine=types.SimpleNamespace(like=lambda optimizer: _state()),
     )
 
 

@@ -19,7 +19,7 @@ from fp8rl_jax import learner, models, rollout
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch, make_batch, of_sequences, pack
 from fp8rl_jax.data import join
-from fp8rl_jax.models import lora
+from fp8rl_jax.models import masters
 from fp8rl_jax.models.taps import ROUTING
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.quant.kv import with_scales
@@ -148,17 +148,17 @@ def make_params(case: Case):
 
 def with_adapters(
     params, rank: int, seed: int = 0, modules=("*",), base: str = "f32"
-) -> lora.Adapted:
+) -> masters.Adapted:
     """Parameters with adapters of every linear layer, both matrices random."""
     key = jax.random.key(seed, impl="threefry2x32")
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
-        if path[-1].key == lora.LORA[0]:
+        if path[-1].key == masters.FACTORS[0]:
             return leaf
         return jnp.asarray(0.05 * rng.standard_normal(leaf.shape), jnp.float32)
 
-    made = lora.adapted(params, rank, 2.0 * rank, modules, base, key)
+    made = masters.adapted(params, rank, 2.0 * rank, modules, base, key)
     adapters = jax.tree_util.tree_map_with_path(draw, made.adapters)
     return dataclasses.replace(made, adapters=adapters)
 

@@ -26,7 +26,7 @@ from fp8rl_jax.models import (
     trainable_params,
 )
 from fp8rl_jax.models import params as params_module
-from fp8rl_jax.models.lora import Adapted, adapted, merged, new_adapters, trained, with_trained
+from fp8rl_jax.models.masters import Adapted, adapted, merged, new_adapters, trained, with_trained
 from fp8rl_jax.quant import get_recipe, is_weight
 
 _EXPERTS = dataclasses.replace(

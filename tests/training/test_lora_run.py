@@ -15,9 +15,9 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.drift.kept_step import KeptStep
 from fp8rl_jax.learner import policy_of
 from fp8rl_jax.models import hf
-from fp8rl_jax.models.lora import Adapted, merged, without_base
+from fp8rl_jax.models.masters import Adapted, merged, with_frozen
 from fp8rl_jax.policy.load import open_trained
-from fp8rl_jax.training.checkpoint import state_checksum, with_checked_base
+from fp8rl_jax.training.checkpoint import Checkpoints
 from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.optimizer import optimizer_of_phase
 from fp8rl_jax.training.runtime import make_runtime
@@ -118,7 +118,7 @@ def test_a_kept_step_has_its_base(tmp_path):
     rows = np.zeros((new.resolved.step_samples, slots), np.float32)
     step = KeptStep(
         step=1,
-        policy=jax.device_get(policy_of(without_base(state))),
+        policy=jax.device_get(policy_of(state)),
         questions=new.questions["train"][:count],
         first_ids=np.arange(count) * config.rollout.group_size,
         key=jax.random.key(0, impl="threefry2x32"),
@@ -131,12 +131,15 @@ def test_a_kept_step_has_its_base(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, weights, new.engine.refit(state).weights)
 
 
-def test_another_base_is_refused():
+def test_another_base_is_refused(tmp_path):
     """Checkpoints hold adapters alone: on other weights they would be another policy."""
-    base = {"norm": {"weight": jnp.ones(3)}}
-    state = {"params": Adapted(base, {}, 1.0)}
-    meta = {"base": state_checksum(base)}
-    found = with_checked_base(without_base(state), base, meta, "runs/x")
-    assert found["params"].base is base
-    with pytest.raises(UserError, match="runs/x holds adapters of another base"):
-        with_checked_base(without_base(state), {"norm": {"weight": jnp.zeros(3)}}, meta, "runs/x")
+    base, other = ({"norm": {"weight": value(3)}} for value in (jnp.ones, jnp.zeros))
+    state = {"params": Adapted(base, {"a": jnp.ones(2)}, 1.0)}
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(0, state, {})
+    assert checkpoints.restore(0, state)["params"].base is base
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    with pytest.raises(UserError, match="0 holds adapters of another base"):
+        checkpoints.restore(0, with_frozen(state, other))
+    checkpoints.close()

@@ -16,7 +16,7 @@ from flax import traverse_util
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.paths import hub_repository
-from fp8rl_jax.models.arrays import LORA
+from fp8rl_jax.models.arrays import FACTORS
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.families import nearest
 from fp8rl_jax.models.families.fields import read_fields
@@ -144,7 +144,7 @@ def _layers(leaves: Mapping[Path, Any]) -> set[Path]:
 
 def _rank(leaves: Mapping[Path, Any]) -> int:
     """Returns the rank of adapters."""
-    return next(leaf.shape[-1] for path, leaf in leaves.items() if path[-1] == LORA[0])
+    return next(leaf.shape[-1] for path, leaf in leaves.items() if path[-1] == FACTORS[0])
 
 
 def check_adapter(path: str, config: ModelConfig, adapters: Any, rank: int, alpha: float) -> None:
@@ -174,7 +174,7 @@ def load_adapter(path: str, config: ModelConfig, adapters: Any) -> Any:
         their A stays beside a B of zeros.
     """
     leaves = {
-        path: np.array(np.zeros(x.shape) if path[-1] == LORA[1] else x, np.float32)
+        path: np.array(np.zeros(x.shape) if path[-1] == FACTORS[1] else x, np.float32)
         for path, x in traverse_util.flatten_dict(adapters).items()
     }
     file = AdapterFile(pathlib.Path(path), config)

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8rl_jax.models.arrays import HEADS, LINEAR, LORA, Array, layer_arrays, leaf_shapes
+from fp8rl_jax.models.arrays import FACTORS, HEADS, LINEAR, Array, layer_arrays, leaf_shapes
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.stacks import Path, layer_spec, layer_stacks
 
@@ -118,7 +118,7 @@ class Pair:
         a = np.zeros((self.experts, ranks, self.inputs), np.float32)
         b = np.zeros((self.experts, ranks, self.outputs), np.float32)
         for part, rows in self.places(ranks, rank):
-            ours = [np.asarray(leaves[*part.layer, name][part.index]) for name in LORA]
+            ours = [np.asarray(leaves[*part.layer, name][part.index]) for name in FACTORS]
             a[:, rows] = ours[0].reshape(self.experts, self.inputs, rank).swapaxes(1, 2)
             b[:, rows, part.columns] = ours[1].reshape(self.experts, rank, -1)
         shape_a, shape_b = self.shapes(ranks)
@@ -133,7 +133,7 @@ class Pair:
         b = self._by_expert(b)
         for part, rows in self.places(b.shape[1], rank):
             count = rows.stop - rows.start
-            ours = [leaves[*part.layer, name][part.index] for name in LORA]  # views
+            ours = [leaves[*part.layer, name][part.index] for name in FACTORS]  # views
             ours_a = ours[0].reshape(self.experts, self.inputs, rank)
             ours_b = ours[1].reshape(self.experts, rank, -1)
             ours_a[..., :count] = a[:, rows].swapaxes(1, 2)

@@ -19,7 +19,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models import param_shapes
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.models.hf.peft import check_adapter, load_adapter, save_adapter
-from fp8rl_jax.models.lora import new_adapters
+from fp8rl_jax.models.masters import new_adapters
 
 _RANK, _ALPHA = 3, 6.0
 
@@ -333,7 +333,7 @@ def _logits(model) -> np.ndarray:
 
 
 def _merged(directory, family: str, adapters, scale: float) -> np.ndarray:
-    """transformers' logits of a checkpoint with the adapters' products added, as `lora.merged`."""
+    """transformers' logits of a checkpoint with the adapters' products added, as by `merged`."""
     leaves = dict(flatten_dict(random_of(_FAMILIES[family])))
     pairs = flatten_dict(adapters)
     for *layer, matrix in pairs:
