@@ -112,16 +112,21 @@ class Transformer(nn.Module):
         x = tap(self, "embed", x)
         stored_runs, auxes, windows = [], [], layer_windows(config)
         for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
-            spec = layer_spec(config, run.stack)
-            settings = (config, run.recipe, self.parallel, spec, self.collect)
+            settings = (
+                config,
+                run.recipe,
+                self.parallel,
+                layer_spec(config, run.stack),
+                self.collect,
+            )
             layers = run.span.stop - run.span.start
             carried = x, run_cache(cache, index, layers)
             reach = None if windows is None else jnp.asarray(windows[run.layers])
             others = positions, cos, sin, valid
             if cache is not None and not watched(self):  # taps need modules; the bits are the same
-                layer, stack = DecoderLayer(*settings, parent=None), self.variables["params"]
+                layer = DecoderLayer(*settings, parent=None)
                 by_kernel = resolve(run.recipe.kernels) != "reference"
-                named = stack[run.name]
+                named = self.variables["params"][run.name]
                 carried, aux = _scan_in_place(layer, by_kernel, named, reach, carried, *others)
             else:
                 number = None if cache is None else jnp.arange(layers, dtype=jnp.int32)
@@ -308,8 +313,11 @@ def forward(
     module = Transformer(config, recipe, inner, remat, observe.collect)
     runs = layer_groups(layer_stacks(config), recipe)
 
-    def apply(params, swaps, *arguments) -> tuple:
-        variables = {"params": params} | ({SWAPS: by_module(swaps, runs)} if swaps else {})
+    variables = {"params": params}
+    if observe.swaps:
+        variables[SWAPS] = by_module(observe.swaps, runs)
+
+    def apply(variables, *arguments) -> tuple:
         if not observe.taps:
             return *module.apply(variables, *arguments), {}
         (hidden, cache, aux), collected = module.apply(variables, *arguments, mutable=[TAPS])
@@ -318,7 +326,7 @@ def forward(
 
     if by_shard_map:
         apply = split_columns(apply, config, recipe, parallel)
-    hidden, cache, aux, tapped = apply(params, observe.swaps, tokens, cache, where, cos, sin, valid)
+    hidden, cache, aux, tapped = apply(variables, tokens, cache, where, cos, sin, valid)
     if observe.taps:
         aux = aux | {"taps": tapped}
     logits = None

@@ -33,7 +33,7 @@ def make_dot_general(
     stacked experts) are separate products, each with its own scales.
 
     `nn.Einsum` and `nnx.Einsum` are not covered: they take no such function, and `jnp.einsum`
-    swaps its operands for some outputs, so the weight would be quantised as an activation.
+    exchanges its operands for some outputs, so the weight would be quantised as an activation.
 
     Args:
       recipe: a Recipe or its name.

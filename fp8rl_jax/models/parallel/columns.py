@@ -57,20 +57,22 @@ def split_columns(
     The returned function takes and returns global arrays; see `models.transformer`.
     """
 
-    def split(params, swaps, tokens, cache, *others):
+    def split(variables, tokens, cache, *others):
         axes, parts = parallel.rows(tokens.shape[0]), parallel.tensor
-        weights = weight_specs(params, config, recipe, parallel.mesh, stored=axes is not None)
+        weights = weight_specs(
+            variables["params"], config, recipe, parallel.mesh, stored=axes is not None
+        )
         rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
         by_layer = PartitionSpec(None, axes)  # (L, B, ...)
         # (L, B, S, Hkv, ...); the scales of a latent are (L, B, S).
         stored = PartitionSpec(None, axes, None, heads) if heads else by_layer
-        swapped = jax.tree.map(lambda x: by_layer if x.ndim > 1 else WHOLE, swaps)
+        specs = jax.tree.map(lambda x: by_layer if x.ndim > 1 else WHOLE, variables)
         run = parallel.shard_map(
             apply,
-            (weights, swapped, rows, stored, rows, rows, rows, rows),
+            (specs | {"params": weights}, rows, stored, rows, rows, rows, rows),
             (rows, stored, WHOLE, by_layer),
         )
-        return run(params, swaps, tokens, cache, *others)
+        return run(variables, tokens, cache, *others)
 
     return split
 
