@@ -391,9 +391,7 @@ def train_step(
         begun = engine.new_state(state.params, engine.rl_optimizer, state.scaling_state)
         state = dataclasses.replace(state, opt_state=begun.opt_state)
     hold_settings()
-    batch, metrics = _weighed(
-        sized, state, None if reference is None else reference.state, samples, values
-    )
+    batch, metrics = _weighed(sized, state, reference, samples, values)
     program = policy.programs.update(sized)
     begin = time.perf_counter()
     try:
@@ -441,7 +439,7 @@ def _by_prompt(rewards: Any, samples: Samples) -> np.ndarray:
 def _weighed(
     sized: Runtime,
     state: TrainState,
-    reference: TrainState | None,
+    reference: Policy | None,
     samples: Samples,
     rewards: np.ndarray,
 ) -> tuple[Batch, dict[str, Any]]:
@@ -457,8 +455,13 @@ def _weighed(
         counts=np.ones(len(rewards), bool),
     )
     batch = _with_rows(sized, sized.engine.batch(samples.rollout, samples.asked), group_size)
-    recomputes = not sized.resolved.takes_rollout_logprobs(False)
-    batch = scored(sized.engine, state, reference, batch, recomputes)
+    batch = scored(
+        sized.engine,
+        state,
+        None if reference is None else reference.state,
+        batch,
+        not sized.resolved.takes_rollout_logprobs(False),
+    )
     of_samples = jax.tree.map(lambda x: x[: len(samples.texts)], batch)
     of_samples, metrics = weighed(sized.resolved.algorithm, groups, of_samples)
     return _with_rows(sized, of_samples, group_size), metrics

@@ -75,28 +75,32 @@ def _same_file(one: str | None, other: str) -> bool:
     return bool(one and os.path.exists(one) and os.path.realpath(one) == os.path.realpath(other))
 
 
-def _policy_config(command: str, values: argparse.Namespace):
-    """Returns the configuration of --checkpoint or --config, changed by the other options."""
-    from fp8rl_jax.config import load_config, override, set_options
-    from fp8rl_jax.policy.source import directory_config, is_released
+def _named_config(command: str, values: argparse.Namespace):
+    """Reads the configuration of --checkpoint or --config."""
+    from fp8rl_jax.config import load_config
+    from fp8rl_jax.policy.source import directory_config
 
     if values.config and values.checkpoint is not None:
         raise UserError(
             f"fp8rl {command}: --config and --checkpoint both name a policy; leave one out"
         )
-    if values.checkpoint is not None:
-        if not os.path.isdir(values.checkpoint):
-            raise UserError(
-                f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of "
-                "a run, or of a Hugging Face model"
-            )
-        config = directory_config(
-            values.checkpoint,
-            values.allow_import,
-            ("precision", "env") if command == "eval" else ("precision",),
+    if values.checkpoint is None:
+        return load_config(config_file(f"fp8rl {command}", values))
+    if not os.path.isdir(values.checkpoint):
+        raise UserError(
+            f"fp8rl {command}: --checkpoint={values.checkpoint} is no directory; name that of a "
+            "run, or of a Hugging Face model"
         )
-    else:
-        config = load_config(config_file(f"fp8rl {command}", values))
+    needed = ("precision", "env") if command == "eval" else ("precision",)
+    return directory_config(values.checkpoint, values.allow_import, needed)
+
+
+def _policy_config(command: str, values: argparse.Namespace):
+    """Returns the configuration of --checkpoint or --config, changed by the other options."""
+    from fp8rl_jax.config import override, set_options
+    from fp8rl_jax.policy.source import is_released
+
+    config = _named_config(command, values)
     options = vars(values)
     for option in ("system", "chat_options"):
         if options[option] and not values.chat:
@@ -124,8 +128,8 @@ def _policy_config(command: str, values: argparse.Namespace):
         if values.task and not held_out:
             from fp8rl_jax.envs import is_generated
 
-            one = "," not in values.task and is_generated(values.task)
-            config.env.eval_task = "" if one else values.task
+            in_task = "," not in values.task and is_generated(values.task)
+            config.env.eval_task = "" if in_task else values.task
         set_options(
             config.env.task_options,
             _pairs("eval", "task-options", values.task_options),
