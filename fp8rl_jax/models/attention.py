@@ -188,7 +188,8 @@ def _self_attention_backward(recipe, scale, residual, cotangent):
         implementation=recipe.kernels,
     )
     dqkv = (g.astype(like.dtype) for g in (dq, dk, dv))
-    return *dqkv, None, OfLayer(None, None, dsinks[0] if dsinks else None)
+    of_layer = OfLayer(None, sinks=dsinks[0] if dsinks else None)  # type: ignore[arg-type]
+    return *dqkv, None, of_layer
 
 
 self_attention.defvjp(_self_attention_forward, _self_attention_backward)
