@@ -40,7 +40,7 @@ def naive_matmul(
     rhs: jax.Array,
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
-    way: None = None,
+    way: object = None,
     devices: int = 1,
 ) -> jax.Array:
     """Computes `reference.matmul.block_matmul` as one dot, up to the order of its sums."""
@@ -69,7 +69,7 @@ def naive_attention(
     sinks: jax.Array | None = None,
     keys_by_feature: bool = False,
     layer: jax.Array | None = None,
-    way: None = None,
+    way: object = None,
 ) -> jax.Array:
     """Computes `reference.attention.attention` as one softmax, up to the order of its sums."""
     if layer is not None:

@@ -31,8 +31,8 @@ from jax import lax
 from fp8rl_jax.kernels import reference
 from fp8rl_jax.kernels.arrays import K_BLOCK, rounded
 from fp8rl_jax.kernels.machine import backend, takes_hopper_code
+from fp8rl_jax.kernels.reference.matmul import EXACT, Way
 from fp8rl_jax.kernels.reference.probe import cpu_way
-from fp8rl_jax.kernels.reference.ways import EXACT, Way
 
 # Values of the argument `implementation` below.
 IMPLEMENTATIONS = ("auto", "reference", "exact", "gpu", "triton", "mosaic")
@@ -83,9 +83,9 @@ def by_platform(implementation: str, kernel: Callable, plain: Callable, *operand
     return (plain if chosen == "reference" else kernel)(*operands)
 
 
-def _way(implementation: str) -> Way | None:
-    """Returns the reference's way of multiplying (reference/ways.py); None for this machine's."""
-    return EXACT if implementation == "exact" else None
+def _way(implementation: str) -> Way:
+    """Returns the reference's way of multiplying: this machine's, or the exact one."""
+    return EXACT if implementation == "exact" else cpu_way()
 
 
 def _products(implementation: str, x, weights, scales, dtype, stacked: bool):
@@ -260,7 +260,7 @@ def attention_vjp(
         )
         settings: dict[str, Any] = {"scale": scale, "oldest": oldest, "gap": gap, "sinks": sinks}
         unit, way = reference.attention_gradient, _way(implementation)
-        if arrays[1].shape[1] >= _LONG and not (way or cpu_way()).exact:
+        if arrays[1].shape[1] >= _LONG and not way.exact:
             return unit.attention_vjp_by_blocks(*operands, positions, cotangent, **settings)
         return unit.attention_vjp(*operands, positions, cotangent, **settings, way=way)
 

@@ -15,7 +15,7 @@ _PAGE = _ROOT / "docs/reference/one_step.md"
 # What a process does once, whatever it computes.
 _OF_A_START = {"kernels/machine.py", "kernels/reference/probe.py", "fp8rl_jax/base/compiling.py"}
 # How this kind of CPU multiplies decides which functions run.
-_OF_THE_WAY = {"kernels/reference/ways.py", "kernels/reference/matmul.py"}
+_OF_THE_WAY = {"kernels/reference/matmul.py"}
 _RUN = """
 import json, size
 found = [size.functions_of_a_product(), size.functions_of_a_step()]
@@ -36,7 +36,7 @@ _PRODUCT, _STEP = _written("One FP8 product"), _written("One RL step", "fp8rl_ja
 def test_what_is_named_is_there():
     """In at most 200 lines."""
     assert len(_PAGE.read_text().splitlines()) <= 200
-    assert len(_PRODUCT) > 10 and len(_STEP) > 20
+    assert len(_PRODUCT) >= 10 and len(_STEP) > 20
     for file, names in [*_PRODUCT.items(), *_STEP.items()]:
         tree = ast.parse((_ROOT / file).read_text())
         kinds = (ast.FunctionDef, ast.ClassDef)

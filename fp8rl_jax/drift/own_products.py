@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from fp8rl_jax.kernels.machine import threads
+from fp8rl_jax.kernels.reference.matmul import EXACT
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.kernels.reference.traced import Dot, dots_that_differ, ordered_dots
-from fp8rl_jax.kernels.reference.ways import EXACT
 from fp8rl_jax.training.aot import traced_programs
 from fp8rl_jax.training.runtime import Runtime
 

@@ -36,7 +36,7 @@ import numpy as np
 from jax import lax
 
 from fp8rl_jax.kernels import K_BLOCK, block_matmul, fp8_max, in_bits, stored, to_e4m3, widened
-from fp8rl_jax.kernels.reference.matmul import wide_type
+from fp8rl_jax.kernels.reference.probe import wide_type
 from fp8rl_jax.quant import scaling
 
 E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)

@@ -29,9 +29,7 @@ from fp8rl_jax.kernels.arrays import (
     varying_as,
 )
 from fp8rl_jax.kernels.reference.bits import as_bytes, in_bits, scan_in_bits, widened
-from fp8rl_jax.kernels.reference.matmul import small_product
-from fp8rl_jax.kernels.reference.probe import cpu_way
-from fp8rl_jax.kernels.reference.ways import FLOAT32_SIZE, Way
+from fp8rl_jax.kernels.reference.matmul import FLOAT32_SIZE, Way, small_product
 
 # Most chunks of keys in one step; 4 chunks of 128 features are FLOAT32_SIZE numbers.
 _UNROLL_KV = KV_STEP // KV_CHUNK
@@ -185,7 +183,7 @@ def attention(
     sinks: jax.Array | None = None,
     keys_by_feature: bool = False,
     layer: jax.Array | None = None,
-    way: Way | None = None,
+    way: Way,
 ) -> jax.Array:
     """Computes causal grouped-query attention; bits do not depend on batch, cache or query count.
 
@@ -215,7 +213,7 @@ def attention(
         of the products. In the other layout decoding transposes all keys for every token.
       layer: () int32, the layer to read of arrays of all, (L, B, S, ...), without a table; for few
         queries. None for arrays of one layer.
-      way: way of multiplying (ways.py); None for this machine's.
+      way: way of multiplying (matmul.py).
 
     Returns:
       (B, T, H, Dv) float32.
@@ -232,7 +230,7 @@ def attention(
         sinks=sinks,
         keys_by_feature=keys_by_feature,
         layer=layer,
-        way=way or cpu_way(),
+        way=way,
     )
     (batch, queries), of_queries = positions.shape, (q, positions, q_scale, q_rope)
     if table is not None and batch > 1 and batch * queries >= _MANY_QUERIES > queries > 1:

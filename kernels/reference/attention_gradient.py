@@ -19,8 +19,7 @@ from jax import lax
 
 from fp8rl_jax.kernels.arrays import max_last, pad_to, sum_last, sum_rows, varying_as
 from fp8rl_jax.kernels.reference.attention import by_kv_head, by_query, masked, matmul_by_blocks
-from fp8rl_jax.kernels.reference.probe import cpu_way
-from fp8rl_jax.kernels.reference.ways import Way
+from fp8rl_jax.kernels.reference.matmul import Way
 
 _LOWEST = -1e30
 
@@ -36,7 +35,7 @@ def attention_vjp(
     oldest: jax.Array | None = None,
     gap: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    way: Way | None = None,
+    way: Way,
 ) -> tuple[jax.Array, ...]:
     """Computes gradients of attention for dequantised q, k and v; memory grows with T * S.
 
@@ -49,12 +48,11 @@ def attention_vjp(
       gap: (B, T, 2) int32, slots between `oldest` and `positions` that each query does not see:
         the first of them, and the one after the last. None for none.
       sinks: as for `attention`.
-      way: way of multiplying (ways.py); None for this machine's.
+      way: way of multiplying (matmul.py).
 
     Returns:
       (dq, dk, dv) float32, shaped as q, k, v, and with sinks their gradient (H,).
     """
-    way = way or cpu_way()
     matmul = functools.partial(matmul_by_blocks, way) if way.exact else jnp.matmul
     (queries, heads), kv_heads = q.shape[1:3], k.shape[2]
     groups = heads // kv_heads

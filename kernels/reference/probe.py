@@ -29,8 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.kernels import machine
-from fp8rl_jax.kernels.reference.orders import float32_order
-from fp8rl_jax.kernels.reference.ways import (
+from fp8rl_jax.kernels.reference.matmul import (
     BF16_DEPTH,
     ELSEWHERE,
     EXACT,
@@ -44,6 +43,7 @@ from fp8rl_jax.kernels.reference.ways import (
     float32_dot,
     small_dot,
 )
+from fp8rl_jax.kernels.reference.orders import float32_order
 
 _EACH = range(1, 65)
 _ROWS = (*_EACH, 96, 97, 127, 128, 200, 255, 259, 510, 513, 515, 600, 1030, 2051)
@@ -305,6 +305,14 @@ def cpu_way() -> Way:
     way = choose()
     _write(path, way)
     return way
+
+
+def wide_type(dtype) -> jnp.dtype:
+    """Returns the type in which FP8 of `dtype` is multiplied on this machine."""
+    way = cpu_way()
+    if way.exact:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.bfloat16 if way.bf16_order else jnp.float32)
 
 
 @functools.cache

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.kernels.reference import ways
+from fp8rl_jax.kernels.reference import matmul
+from fp8rl_jax.kernels.reference.matmul import ORDERED, Way
 from fp8rl_jax.kernels.reference.orders import float32_order
 from fp8rl_jax.kernels.reference.probe import Numbers
-from fp8rl_jax.kernels.reference.ways import ORDERED, Way
 
 _LOOKED_AT = 96  # number of first and of last rows and columns that are compared
 
@@ -105,7 +105,7 @@ def _holds(way: Way, dot: Dot) -> bool:
     numbers = Numbers(order, dot.dtype, depth)
 
     def product(x, w):
-        return ways.dot_general(x, w, dot.dimension_numbers)
+        return matmul.dot_general(x, w, dot.dimension_numbers)
 
     multiply = jax.jit(product, compiler_options=dict(way.options))
     found = np.asarray(multiply(*dot.operands(numbers)))

@@ -24,6 +24,7 @@ from fp8rl_jax import kernels
 from fp8rl_jax.base import exact_jit
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels import reference
+from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.models.router import router_logits
 from fp8rl_jax.quant import quantize, scaled_matmul
 
@@ -58,7 +59,7 @@ def test_naive_attention(scaled):
         k, v = k.qvalue, v.qvalue
     scales |= {"window": jnp.int32(60), "sinks": jnp.asarray([0.5, -1, 2, 3], jnp.float32)}
     exact, naive = (
-        jax.jit(functools.partial(f, scale=0.2))(q, k, v, positions, **scales)
+        jax.jit(functools.partial(f, scale=0.2, way=cpu_way()))(q, k, v, positions, **scales)
         for f in (kernels.attention, naive_attention)
     )
     np.testing.assert_allclose(naive, exact, atol=2e-6)
@@ -94,7 +95,7 @@ def test_naive_attention_of_latents():
     x = {n: jnp.asarray(rng.standard_normal(s), jnp.float32) for n, s in shapes.items()}
     positions = jnp.asarray([[0, 50, 69], [7, 8, 64]], jnp.int32)
     exact, naive = (
-        jax.jit(functools.partial(f, scale=0.2))(**x, v=x["k"], positions=positions)
+        jax.jit(functools.partial(f, scale=0.2, way=cpu_way()))(**x, v=x["k"], positions=positions)
         for f in (reference.attention.attention, naive_attention)
     )
     np.testing.assert_allclose(naive, exact, atol=2e-6)

@@ -13,7 +13,7 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.drift import SelfCheck, kept_self_check, self_check
 from fp8rl_jax.drift.own_products import OwnProducts, own_dots, try_own_products
 from fp8rl_jax.drift.self_check import note_drift
-from fp8rl_jax.kernels.reference import ways
+from fp8rl_jax.kernels.reference import matmul
 from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -122,7 +122,7 @@ def test_products_are_those_of_the_runs_programs(runtime):
 @pytest.mark.parametrize("least", [0, 100])
 def test_products_of_another_order_are_found(runtime, monkeypatch, least):
     """Of any rows, or of many rows alone, which the cut of the model does not have."""
-    honest = ways.dot_general
+    honest = matmul.dot_general
 
     def planted(x, w, numbers):
         ((of_x,), (of_w,)), _ = numbers
@@ -130,7 +130,7 @@ def test_products_of_another_order_are_found(runtime, monkeypatch, least):
         return bad if good.shape[-2] >= least else good
 
     assert not try_own_products(runtime).wrong
-    monkeypatch.setattr(ways, "dot_general", planted)
+    monkeypatch.setattr(matmul, "dot_general", planted)
     wrong = try_own_products(runtime).wrong
     assert len(wrong) == 3
     assert all(int(re.search(r"\((\d+), ", text)[1]) >= least for text in wrong)

@@ -14,7 +14,7 @@ import numpy as np
 from jax._src.source_info_util import summarize
 from jax.extend import core
 
-from fp8rl_jax.kernels.reference.ways import ONE_TERM
+from fp8rl_jax.kernels.reference.matmul import ONE_TERM
 
 _SUMS = (
     "dot_general",

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax.kernels.reference import probe
-from fp8rl_jax.kernels.reference.matmul import block_matmul
-from fp8rl_jax.kernels.reference.ways import WAYS, Way
+from fp8rl_jax.kernels.reference.matmul import WAYS, Way, block_matmul
 from fp8rl_jax.plan import h200
 
 

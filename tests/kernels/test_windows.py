@@ -14,6 +14,7 @@ from marks import slow
 from fp8rl_jax import kernels
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels.reference import attention as reference
+from fp8rl_jax.kernels.reference.probe import cpu_way
 
 HEADS, KV_HEADS, DIM, SCALE = 4, 2, 32, 0.3
 _ALL = 2**30  # a window that hides nothing
@@ -93,7 +94,7 @@ def test_decode_equals_learner(name, kind):
     window, sunk = _CASES[name]
     operands, scales, sinks = _operands(400, kind, 1)
     more = _settings(window, sinks if sunk else None)
-    run = exact_jit(functools.partial(reference.attention, scale=SCALE))
+    run = exact_jit(functools.partial(reference.attention, scale=SCALE, way=cpu_way()))
     whole = run(*operands, _positions(1, 400), **scales, **more)
     q, *cached = operands
     for position in (0, 4, 5, 63, 64, 69, 70, 133, 134, 255, 256, 399):

@@ -16,6 +16,7 @@ from fp8rl_jax.kernels.gpu import attention_gradient
 from fp8rl_jax.kernels.gpu import fast_attention as fast
 from fp8rl_jax.kernels.reference import attention as reference
 from fp8rl_jax.kernels.reference.attention_gradient import attention_vjp_by_blocks
+from fp8rl_jax.kernels.reference.probe import cpu_way
 
 E4M3 = jnp.float8_e4m3fn
 KINDS = ("float32", "bf16", "fp8", "fp8 one scale", "fp8 queries")
@@ -136,7 +137,7 @@ def test_equals_float64(kind, shape):
     want = _float64(operands, scales, positions, cotangent, scale)
     _assert_close(kind, (out, *grads), want)
     # The jnp forms, whose products are float32 on a CPU, are nearer to float64 than bf16 is.
-    plain = reference.attention(*operands, positions, scale=scale, **scales)
+    plain = reference.attention(*operands, positions, way=cpu_way(), scale=scale, **scales)
     whole = _dequantized(operands, scales)
     blocks = attention_vjp_by_blocks(*whole, positions, cotangent, scale=scale)
     for ours, theirs, exact in zip((out, *grads), (plain, *blocks), want, strict=True):

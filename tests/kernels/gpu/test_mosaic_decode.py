@@ -17,8 +17,8 @@ from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from marks import slow
 
+from fp8rl_jax.kernels import block_matmul
 from fp8rl_jax.kernels.gpu.mosaic_decode import TILES, layer_matmuls, supports, tile_for
-from fp8rl_jax.kernels.reference.matmul import block_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 LAYERS = 3

@@ -12,9 +12,9 @@ import pytest
 from hopper import lower, products
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fp8rl_jax.kernels import block_matmul
 from fp8rl_jax.kernels.gpu import mosaic_matmul
 from fp8rl_jax.kernels.gpu.mosaic_matmul import TILES, matmul, supports, tile_for
-from fp8rl_jax.kernels.reference.matmul import block_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 HEIGHTS = [str(tile.rows) for tile in TILES]

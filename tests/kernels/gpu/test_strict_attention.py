@@ -18,6 +18,7 @@ from fp8rl_jax.kernels import KV_CHUNK
 from fp8rl_jax.kernels.gpu import attention as strict
 from fp8rl_jax.kernels.gpu import attention_operands
 from fp8rl_jax.kernels.reference import attention as reference
+from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.quant import quantize
 
 E4M3 = jnp.float8_e4m3fn
@@ -127,7 +128,7 @@ def test_equals_float64(shape, kind):
     error = (np.abs(np.asarray(got) - want) / size).max()
     bf16_values = kind.endswith("bf16")
     assert error < {"float32": 2e-6}.get(kind, 2**-8 if bf16_values else 1.01 * 2**-11)
-    plain = reference.attention(*operands, positions, scale=dim**-0.5, **scales)
+    plain = reference.attention(*operands, positions, way=cpu_way(), scale=dim**-0.5, **scales)
     assert (np.abs(np.asarray(got) - np.asarray(plain)) / size).max() < 2**-8
 
 
@@ -415,7 +416,7 @@ def test_latents_with_rotated_keys(kind):
 
     whole = run(0)
     want = reference.attention(
-        q, k, v, _positions(1, 70), scale=0.1, q_rope=q_rope, k_rope=k_rope, **scales
+        q, k, v, _positions(1, 70), scale=0.1, q_rope=q_rope, k_rope=k_rope, way=cpu_way(), **scales
     )
     size = np.abs(np.asarray(v, np.float32)).max() * (1.5 if scales else 1)
     assert np.abs(np.asarray(whole) - np.asarray(want)).max() < size * 2**-9

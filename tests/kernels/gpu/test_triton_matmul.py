@@ -10,9 +10,9 @@ from marks import slow
 pytest.importorskip("triton", reason="needs Triton: pip install 'fp8rl_jax[dev]'")
 
 
+from fp8rl_jax.kernels import block_matmul
 from fp8rl_jax.kernels.gpu import matmul as kernels
 from fp8rl_jax.kernels.gpu.tiles import FP8, FP8_ALONE, Tile, matmul_tile
-from fp8rl_jax.kernels.reference.matmul import block_matmul
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SMALL = Tile(64, 32, 128, 4, 2)

@@ -16,6 +16,7 @@ import numpy as np
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels.reference import matmul
+from fp8rl_jax.kernels.reference.probe import cpu_way
 
 ROWS = (8, 16, 33, 128, 512)
 SHAPES = ((1024, 128), (2048, 256), (1024, 1408))
@@ -24,13 +25,13 @@ SHAPES = ((1024, 128), (2048, 256), (1024, 1408))
 def unrolled(x, w):
     """The product, every block written out."""
     matmul._UNROLL_K = 1000
-    return matmul.block_matmul(x, w)
+    return matmul.block_matmul(x, w, way=cpu_way())
 
 
 def looped(x, w):
     """The product with a `fori_loop` over blocks."""
     matmul._UNROLL_K = 1
-    return matmul.block_matmul(x, w)
+    return matmul.block_matmul(x, w, way=cpu_way())
 
 
 def main() -> None:

@@ -10,7 +10,13 @@ import pytest
 from marks import slow
 
 from fp8rl_jax.kernels import dispatch
-from fp8rl_jax.kernels.reference.attention_gradient import attention_vjp, attention_vjp_by_blocks
+from fp8rl_jax.kernels.reference import attention_gradient
+from fp8rl_jax.kernels.reference.attention_gradient import attention_vjp_by_blocks
+from fp8rl_jax.kernels.reference.probe import cpu_way
+
+
+def attention_vjp(*arrays, **settings):
+    return attention_gradient.attention_vjp(*arrays, way=cpu_way(), **settings)
 
 
 def _positions(batch, length):

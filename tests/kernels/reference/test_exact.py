@@ -12,7 +12,7 @@ import pytest
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import attention, attention_vjp, block_matmul, matmul_at_once, tree_norm
 from fp8rl_jax.kernels.reference.exact import exact_dot_general
-from fp8rl_jax.kernels.reference.ways import dot_general
+from fp8rl_jax.kernels.reference.matmul import dot_general
 from fp8rl_jax.models import router
 from fp8rl_jax.quant import get_recipe, make_dot_general
 

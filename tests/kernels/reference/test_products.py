@@ -14,10 +14,19 @@ from jax import lax
 from marks import slow
 
 from fp8rl_jax.kernels import machine
-from fp8rl_jax.kernels.reference import matmul, probe, traced, ways
-from fp8rl_jax.kernels.reference.matmul import in_bf16, product, small_product
+from fp8rl_jax.kernels.reference import matmul, probe, traced
+from fp8rl_jax.kernels.reference.matmul import (
+    BF16_DEPTH,
+    EXACT,
+    FLOAT32_SIZE,
+    WAYS,
+    Steps,
+    Way,
+    in_bf16,
+    product,
+    small_product,
+)
 from fp8rl_jax.kernels.reference.orders import amx_order, float32_order, pairs_order
-from fp8rl_jax.kernels.reference.ways import BF16_DEPTH, EXACT, FLOAT32_SIZE, WAYS, Steps, Way
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA's products on a CPU")
 
@@ -232,7 +241,7 @@ _FAULTS = {  # a library's: which rows and columns of a product it adds up in th
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_a_planted_fault_is_found(monkeypatch, fault):
     """By the probe, by the comparison of a program's own products, and by the test above."""
-    way, honest = probe.cpu_way(), ways.dot_general
+    way, honest = probe.cpu_way(), matmul.dot_general
     if way.exact:
         pytest.skip("no order to break")
 
@@ -241,7 +250,7 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
         good, bad = honest(x, w, numbers), honest(jnp.flip(x, of_x), jnp.flip(w, of_w), numbers)
         return jnp.where(_FAULTS[fault](*good.shape[-2:]), bad, good)
 
-    monkeypatch.setattr(ways, "dot_general", planted)
+    monkeypatch.setattr(matmul, "dot_general", planted)
     few = {
         "_ROWS": (*range(2, 14), 16, 64, 70),
         "_COLUMNS": (10, 14, 16, 17),

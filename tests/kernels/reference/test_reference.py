@@ -15,6 +15,7 @@ from fp8rl_jax import kernels
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels.reference import attention as reference
 from fp8rl_jax.kernels.reference import matmul
+from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.quant import get_recipe, quantize_kv
 
 
@@ -153,7 +154,7 @@ def test_blocks_of_queries_change_no_bits(form):
         more = {"table": jnp.arange(len(k), dtype=jnp.int32).reshape(2, -1)}
 
     def run(q, k, v, positions, more, **own):
-        return reference.attention(q, k, v, positions, scale=0.2, **more, **own)
+        return reference.attention(q, k, v, positions, scale=0.2, way=cpu_way(), **more, **own)
 
     whole = np.asarray(exact_jit(run)(q, k, v, positions, more))
     by_query = ("q_scale", "q_rope")
@@ -223,7 +224,7 @@ def test_keys_by_feature(recipe_name):
     )
     (k, k_scale), (v, v_scale) = (quantize_kv(x, recipe, "k") for x in (k, v))
     positions, turned = jnp.int32([[0, 63, 64], [5, 200, 383]]), jnp.moveaxis(k, 1, 3)
-    named = {"scale": 0.2, "k_scale": k_scale, "v_scale": v_scale}
+    named = {"scale": 0.2, "way": cpu_way(), "k_scale": k_scale, "v_scale": v_scale}
 
     def attend(k, v, **more):
         return exact_jit(lambda q, k, v: reference.attention(q, k, v, positions, **named | more))(
@@ -250,7 +251,9 @@ def test_wide_values():
         for width in (64, 64, 576)
     )
     positions = jnp.arange(140, dtype=jnp.int32)[None]
-    attend = exact_jit(lambda q, positions: reference.attention(q, k, v, positions, scale=0.2))
+    attend = exact_jit(
+        lambda q, positions: reference.attention(q, k, v, positions, scale=0.2, way=cpu_way())
+    )
     whole = attend(q, positions)
     for one in (3, 70, 139):
         _same_bits(attend(q[:, one : one + 1], positions[:, one : one + 1])[:, 0], whole[:, one])
