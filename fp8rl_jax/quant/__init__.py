@@ -7,7 +7,7 @@
     rule.py                 fprop, dgrad and wgrad of a linear layer, as one custom VJP
     products.py             those products, by kernels or in jnp
       |-- operands.py       an operand: quantise, observe, state
-      |-- qarray.py         bytes with scales, one for each block, and their product
+      |-- qarray.py         bytes with scales, one for each block
       |     `-- scaling.py  amax -> scale
       v
     dot_general.py          the same for Flax modules (linen.py, nnx.py keep its states)
@@ -36,7 +36,8 @@ from fp8rl_jax.quant.operands import (
     take_layer,
     update_site,
 )
-from fp8rl_jax.quant.qarray import QArray, block_health, quantize, scaled_matmul
+from fp8rl_jax.quant.products import scaled_matmul
+from fp8rl_jax.quant.qarray import QArray, block_health, quantize
 from fp8rl_jax.quant.recipe import Operand, Recipe, get_recipe, recipe_names, same_forward
 from fp8rl_jax.quant.rule import Rows, grouped_matmul, matmul
 from fp8rl_jax.quant.scaling import (

@@ -54,7 +54,7 @@ def make_dot_general(
         del precision, out_sharding
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         dimensions = tuple(tuple(map(tuple, axes)) for axes in dimension_numbers)  # hashable
-        return _follow(recipe, devices, dimensions, dtype, lhs, rhs, state, probe)
+        return _follow(recipe, devices, dimensions, dtype, lhs, rhs, (state, probe))
 
     return dot_general
 
@@ -69,7 +69,7 @@ def matrix_shape(shape: tuple[int, ...], dimension_numbers) -> tuple[int, ...]:
 
 # Jitted so that a call outside jit compiles one program, not one per operation.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _follow(recipe: Recipe, devices: int, dimensions, dtype, lhs, rhs, state, probe):
+def _follow(recipe: Recipe, devices: int, dimensions, dtype, lhs, rhs, site):
     quantised = is_weight(rhs)
     if not quantised and 0 in (*lhs.shape, *rhs.shape):  # as in nn.Dense(0): nothing to do
         return jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=dtype)
@@ -83,7 +83,8 @@ def _follow(recipe: Recipe, devices: int, dimensions, dtype, lhs, rhs, state, pr
     if not quantised:
         matrix = jnp.transpose(rhs, [*rhs_batch, *rhs_contract, *rhs_free])
         matrix = matrix.reshape(matrix_shape(rhs.shape, dimensions))
-        w: Weight = BoundWeight(matrix, None, state, probe) if state or probe else matrix
+        state, probe = site
+        w: Weight = BoundWeight(matrix, None, state, probe)
     elif rhs.ndim == len(batch) + 2 and [*rhs_batch, *rhs_contract] == [*range(len(batch) + 1)]:
         w = rhs
     else:

@@ -31,7 +31,7 @@ from fp8rl_jax.quant.operands import (
     quantize_weight,
     take_layer,
 )
-from fp8rl_jax.quant.qarray import QArray, scaled_matmul
+from fp8rl_jax.quant.qarray import QArray
 from fp8rl_jax.quant.recipe import Recipe
 
 Matrix = QArray | jax.Array  # a product's operand: quantised, or in the compute dtype
@@ -42,6 +42,44 @@ def _values(recipe: Recipe, *operands: Matrix) -> list[jax.Array]:
     """Dequantises operands; under a `fake` recipe also rounds them to bf16."""
     values = [plain_value(operand) for operand in operands]
     return [round_bf16(value) for value in values] if recipe.fake else values
+
+
+def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> jax.Array:
+    """Repeats scales, one per `block` of an axis's `length` elements, to one per `per` elements."""
+    count = -(-length // per)
+    if scale.shape[axis] == count and (block == per or block == -1):
+        return scale
+    if block == -1 or scale.shape[axis] == 1:
+        shape = list(scale.shape)
+        shape[axis] = count
+        return jnp.broadcast_to(scale, shape)
+    return lax.slice_in_dim(jnp.repeat(scale, block // per, axis=axis), 0, count, axis=axis)
+
+
+def scaled_matmul(
+    x: QArray, w: QArray, implementation: str = "auto", dtype=jnp.float32, devices: int = 1
+) -> jax.Array:
+    """Multiplies quantised (M, K) and (K, N) in canonical order; returns (M, N) in `dtype`.
+
+    Scales that are constant over 128 of K multiply each block's partial sum. Finer scales (1x32)
+    are multiplied into the operands first: exact for powers of two, as MXFP8 has.
+    `devices` as for `block_matmul`.
+    """
+    multiply = functools.partial(
+        block_matmul, implementation=implementation, dtype=dtype, devices=devices
+    )
+    rows, depth = x.qvalue.shape
+    columns = w.qvalue.shape[1]
+    x_rows, x_depth = x.block_shape
+    w_depth, w_columns = w.block_shape
+    if (x_depth != -1 and x_depth % K_BLOCK) or (w_depth != -1 and w_depth % K_BLOCK):
+        return multiply(x.dequantize(), w.dequantize())
+    left = _spread(x.scale, 1, x_depth, K_BLOCK, depth)
+    left = _spread(left, 0, x_rows, 1, rows)
+    right = _spread(w.scale, 0, w_depth, K_BLOCK, depth)
+    per = K_BLOCK if w_columns == -1 or w_columns % K_BLOCK == 0 else 1
+    right = _spread(right, 1, w_columns, per, columns)
+    return multiply(x.qvalue, w.qvalue, left, right)
 
 
 def _multiply(
@@ -83,27 +121,32 @@ def _by_kernel(name: str, recipe: Recipe, x: Matrix, w: Matrix, *others, **keywo
 
 def _of_experts(
     recipe: Recipe,
-    at_once: Callable,
-    product: Callable,
+    multiply: Callable,
     x: Matrix,
     w: Matrix,
     experts: jax.Array,
-    columns: int,
     dtype,
+    transposed: bool = False,
 ) -> jax.Array:
-    """Multiplies tiles by their experts' matrices: by ``at_once(x, w, experts)``, a grouped kernel,
-    where supported, else by ``product(tile, matrix)`` tile by tile; (tiles, R, columns)."""
+    """Multiplies tiles by their experts' matrices, or the transposes: by a grouped kernel where
+    supported, else by ``multiply(tile, matrix)`` tile by tile; (tiles, R, columns) in `dtype`."""
+
+    def at_once(x, w, experts):
+        matrices = w.mT if transposed else w
+        return _by_kernel("grouped_matmul", recipe, x, matrices, experts, dtype=dtype)
 
     def by_tile(x, w, experts):
+        columns = w.shape[-2] if transposed else w.shape[-1]
         nothing = varying_as(jnp.zeros((x.shape[1], columns), dtype), *jax.tree.leaves(x))
 
         def one(_, tile):
             rows, expert = tile
 
-            def multiply():
-                return product(rows, take_layer(w, expert))
+            def product():
+                matrix = take_layer(w, expert)
+                return multiply(rows, matrix.mT if transposed else matrix)
 
-            return (), lax.cond(expert < w.shape[0], multiply, lambda: nothing)
+            return (), lax.cond(expert < w.shape[0], product, lambda: nothing)
 
         return scan_in_bits(one, (), (x, experts))[1]
 
@@ -134,27 +177,17 @@ def fprop(
       (M, N); (tiles, R, N) with experts.
     """
     multiply = functools.partial(_multiply, recipe, dtype=dtype, devices=devices)
-
-    def at_once(x, w, experts):
-        return _by_kernel("grouped_matmul", recipe, x, w, experts, dtype=dtype)
-
     if experts is None:
         return multiply(x, w)
-    return _of_experts(recipe, at_once, multiply, x, w, experts, w.shape[-1], dtype)
+    return _of_experts(recipe, multiply, x, w, experts, dtype)
 
 
 def dgrad(recipe: Recipe, dy: Matrix, w: Matrix, experts: Experts, dtype) -> jax.Array:
     """Returns ``dy w^T`` in `dtype`: (M, N) and (K, N) -> (M, K); experts as for `fprop`."""
-
-    def multiply(dy, w):
-        return _multiply_for_gradient(recipe, dy, w.mT, dtype)
-
-    def at_once(dy, w, experts):
-        return _by_kernel("grouped_matmul", recipe, dy, w.mT, experts, dtype=dtype)
-
+    multiply = functools.partial(_multiply_for_gradient, recipe, dtype=dtype)
     if experts is None:
-        return multiply(dy, w)
-    return _of_experts(recipe, at_once, multiply, dy, w, experts, w.shape[-2], dtype)
+        return multiply(dy, w.mT)
+    return _of_experts(recipe, multiply, dy, w, experts, dtype, transposed=True)
 
 
 def wgrad(recipe: Recipe, x: Matrix, dy: Matrix, experts: Experts, count: int) -> jax.Array:
@@ -221,14 +254,15 @@ def layer_matmuls(
         run = functools.partial(layer_kernels, recipe.kernels)
         quantised = [w for w in weights if isinstance(w, QArray)]
         if isinstance(left, QArray) and quantised and not recipe.fake:
-            values, scales = [w.qvalue for w in quantised], [w.scale for w in quantised]
+            values = [w.qvalue for w in quantised]
+            scales = [w.scale for w in quantised]
             return run(left.qvalue, values, layer, left.scale, scales, dtype, residual)
         left, *values = _values(recipe, left, *weights)
         return run(left, values, layer, None, None, dtype, residual)
 
     def plain(left, weights, layer, residual):
-        found = [_multiply(recipe, left, take_layer(w, layer), dtype) for w in weights]
-        return found if residual is None else [plus(residual, found[0], recipe)]
+        results = [_multiply(recipe, left, take_layer(w, layer), dtype) for w in weights]
+        return results if residual is None else [plus(residual, results[0], recipe)]
 
     return by_platform(recipe.kernels, kernel, plain, left, weights, layer, residual)
 

@@ -26,7 +26,6 @@ may differ from an IEEE implementation in their smallest elements, and below 1.7
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -35,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fp8rl_jax.kernels import K_BLOCK, block_matmul, fp8_max, in_bits, stored, to_e4m3, widened
+from fp8rl_jax.kernels import fp8_max, in_bits, stored, to_e4m3, widened
 from fp8rl_jax.kernels.reference.probe import wide_type
 from fp8rl_jax.quant import scaling
 
@@ -253,40 +252,3 @@ def block_health(x: jax.Array, q: QArray, saturable: bool = True) -> dict[str, j
         "nonfinite_blocks": jnp.sum(bad, dtype=jnp.float32),
         "elements": jnp.float32(math.prod(x.shape)),
     }
-
-
-def _spread(scale: jax.Array, axis: int, block: int, per: int, length: int) -> jax.Array:
-    """Repeats scales, one per `block` of an axis's `length` elements, to one per `per` elements."""
-    count = -(-length // per)
-    if scale.shape[axis] == count and (block == per or block == -1):
-        return scale
-    if block == -1 or scale.shape[axis] == 1:
-        shape = list(scale.shape)
-        shape[axis] = count
-        return jnp.broadcast_to(scale, shape)
-    return lax.slice_in_dim(jnp.repeat(scale, block // per, axis=axis), 0, count, axis=axis)
-
-
-def scaled_matmul(
-    x: QArray, w: QArray, implementation: str = "auto", dtype=jnp.float32, devices: int = 1
-) -> jax.Array:
-    """Multiplies quantised (M, K) and (K, N) in canonical order; returns (M, N) in `dtype`.
-
-    Scales that are constant over 128 of K multiply each block's partial sum. Finer scales (1x32)
-    are multiplied into the operands first: exact for powers of two, as MXFP8 has.
-    `devices` as for `block_matmul`.
-    """
-    multiply = functools.partial(
-        block_matmul, implementation=implementation, dtype=dtype, devices=devices
-    )
-    (rows, depth), columns = x.shape, w.shape[1]
-    (x_rows, x_depth), (w_depth, w_columns) = x.block_shape, w.block_shape
-    coarse = (block == -1 or block % K_BLOCK == 0 for block in (x_depth, w_depth))
-    if not all(coarse):
-        return multiply(x.dequantize(), w.dequantize())
-    left = _spread(x.scale, 1, x_depth, K_BLOCK, depth)
-    left = _spread(left, 0, x_rows, 1, rows)
-    right = _spread(w.scale, 0, w_depth, K_BLOCK, depth)
-    per = K_BLOCK if w_columns == -1 or w_columns % K_BLOCK == 0 else 1
-    right = _spread(right, 1, w_columns, per, columns)
-    return multiply(x.qvalue, w.qvalue, left, right)
