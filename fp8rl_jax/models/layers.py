@@ -390,7 +390,7 @@ def by_kernel_or_jnp(
     def by_kernel(*operands):
         if operand is None:
             return Activation(kernel(*operands, recipe.compute_dtype, None).reshape(shape))
-        quantisation = gpu_kernels().norm.Quantisation(**(kernel_settings(operand) or {}))
+        quantisation = gpu_kernels().norm.Quantisation(**kernel_settings(operand))
         y, q, scale = kernel(*operands, recipe.compute_dtype, quantisation)
         return Activation(y.reshape(shape), QArray(q, scale.T, operand.block))
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from fp8rl_jax.kernels import by_platform, fp8_max, gpu_kernels, round_bf16
 from fp8rl_jax.quant import scaling
-from fp8rl_jax.quant.operands import compute_value, kernel_policies
+from fp8rl_jax.quant.operands import compute_value
 from fp8rl_jax.quant.qarray import E4M3, QArray, block_health, cast_at_scale, quantize_with
 from fp8rl_jax.quant.recipe import Recipe
 
@@ -157,12 +157,11 @@ def quantize_kv(
 def kept_by_kernel(recipe: Recipe) -> dict | None:
     """Returns how the kernels keep q, k and v under a recipe (`kernels.gpu.attention_inputs.Kept`);
     None where they cannot: a scaling policy of 'dynamic' that is not theirs."""
-    policies = kernel_policies()
-    if recipe.kv == "dynamic" and recipe.kv_policy not in policies:
+    if recipe.kv == "dynamic" and not scaling.never_saturates(recipe.kv_policy):
         return None
     by = "given" if recipe.calibrates else "row"
     kept = {name: "none" if recipe.stored_dtype(name) is None else by for name in "qkv"}
-    powers = recipe.kv == "dynamic" and policies[recipe.kv_policy]
+    powers = recipe.kv == "dynamic" and recipe.kv_policy != scaling.dynamic()
     return kept | {"power_of_two": powers}
 
 

@@ -31,6 +31,7 @@ sharded array over all devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -317,19 +318,18 @@ def quantize_operand(
     Raises:
       ValueError: the policy keeps a state and none is given.
     """
-    if operand.policy.stateful and current is None:
+    quantise = functools.partial(
+        quantize_with, block_shape=operand.block, dtype=operand.dtype, policy=operand.policy
+    )
+    value = round_bf16(x)
+    if not operand.policy.stateful:
+        return quantise(value)
+    if current is None:
         raise ValueError(
             f"the policy {operand.policy.name} keeps a state; make one with init_site and pass it "
             "(make_dot_general(recipe, state=...), quantize_params(..., scaling=...))"
         )
-
-    def quantise(x, state):
-        return quantize_with(x, operand.block, operand.dtype, operand.policy, state)
-
-    value = round_bf16(x)
-    if current is None or not operand.policy.stateful:
-        return quantise(value, ())
-    return stacked(quantise, x.ndim - 2)(value, current.state)
+    return stacked(quantise, x.ndim - 2)(value, state=current.state)
 
 
 def quantize_weight(
@@ -340,17 +340,9 @@ def quantize_weight(
     return quantize_operand(w, recipe.weight, None if scaling is None else scaling.weight)
 
 
-def kernel_policies() -> dict[scaling.ScalingPolicy, bool]:
-    """Returns {policy that the kernels have: whether its scales are powers of two}."""
-    return {scaling.dynamic(): False, scaling.power_of_two(scaling.dynamic()): True}
-
-
-def kernel_settings(operand: Operand) -> dict[str, Any] | None:
-    """Returns {'dtype', 'power_of_two'} for the kernels; None if no kernel supports the operand."""
-    powers = kernel_policies()
-    if operand.policy not in powers or operand.block not in (_ROW, _COLUMN):
-        return None
-    return {"dtype": operand.dtype, "power_of_two": powers[operand.policy]}
+def kernel_settings(operand: Operand) -> dict[str, Any]:
+    """Returns {'dtype', 'power_of_two'} for the kernels that quantise rows or columns."""
+    return {"dtype": operand.dtype, "power_of_two": operand.policy != scaling.dynamic()}
 
 
 def fuses_quantisation(recipe: Recipe) -> bool:
@@ -361,7 +353,7 @@ def fuses_quantisation(recipe: Recipe) -> bool:
     operand = recipe.activation
     if operand is None or resolve(recipe.kernels) == "reference":
         return False
-    rows = operand.block == _ROW and kernel_settings(operand) is not None
+    rows = operand.block == _ROW and scaling.never_saturates(operand.policy)
     return rows and recipe.compute_dtype == BF16
 
 
@@ -379,12 +371,13 @@ def quantize_activation(
     Returns:
       QArray, and the amax of each block; None where a kernel may run: its policies keep no state.
     """
-    settings = kernel_settings(operand)
-    whole_blocks = operand.block == _ROW or x.ndim == 2 or x.shape[-2] % K_BLOCK == 0
-    if settings is None or not whole_blocks:
+    whole_columns = x.ndim == 2 or x.shape[-2] % K_BLOCK == 0
+    known = operand.block == _ROW or (operand.block == _COLUMN and whole_columns)
+    if not known or not scaling.never_saturates(operand.policy):
         return quantize_operand(x, operand, current)
 
     def kernel(x):
+        settings = kernel_settings(operand)
         rows = round_bf16(x).reshape(-1, x.shape[-1])
         if operand.block == _ROW:
             q, scale = gpu_kernels().norm.quantize_rows(rows, **settings)

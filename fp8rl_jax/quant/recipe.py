@@ -193,7 +193,8 @@ class Recipe:
                 "for; use kv='calibrated'"
             )
         for name, operand in self.operands.items():
-            block, policy = operand.block, operand.policy
+            block = operand.block
+            policy = operand.policy
             if name == "weight" and policy.stateful and not operand.has_square_blocks:
                 yield (
                     f"weight blocks {block} are not square, so dgrad quantises the weight a second "
@@ -309,7 +310,8 @@ class Recipe:
         Raises:
           UserError: first_layers + last_layers is more than the model's `layers`.
         """
-        first, last = self.first_layers, self.last_layers
+        first = self.first_layers
+        last = self.last_layers
         if not self.quantized or first + last == 0:
             return [("layers", slice(0, layers), self)]
         if first + last > layers:

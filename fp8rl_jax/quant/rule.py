@@ -65,7 +65,6 @@ from fp8rl_jax.quant.operands import (
     plain_value,
     quantize_activation,
     quantize_operand,
-    quantize_weight,
     stacked,
 )
 from fp8rl_jax.quant.products import Experts, Matrix, dgrad, fprop, wgrad
@@ -146,9 +145,10 @@ def _primal(
     recipe: Recipe, rows: Rows, dtype, x: Activation, w: BoundWeight, experts: Experts
 ) -> tuple[jax.Array, jax.Array, Quantized | None, Quantized | None]:
     """Returns the product, x in the compute dtype, and the quantised x and w (None in bf16)."""
-    value, w = compute_value(x.value, recipe), kept(w)
+    value = compute_value(x.value, recipe)
+    w = kept(w)
     multiply = functools.partial(fprop, recipe, experts=experts, dtype=dtype, devices=rows.devices)
-    if recipe.activation is None:
+    if recipe.activation is None or recipe.weight is None:
         weight = compute_value(plain_value(w.value), recipe)
         return multiply(_gathered(value, rows.gather), weight), value, None, None
     if x.q is not None:
@@ -159,7 +159,7 @@ def _primal(
     if isinstance(w.value, QArray):
         weights: Quantized = w.value, None
     else:
-        weights = quantize_weight(w.value, recipe, w.scaling)
+        weights = quantize_operand(w.value, recipe.weight, getattr(w.scaling, "weight", None))
     y = multiply(_gathered(quantized[0], rows.gather), weights[0])
     return y, value, quantized, weights
 
@@ -191,7 +191,8 @@ def _observed(
     if experts is None:
         return observe(x, q, amax, operand, probe)
     seen = jax.vmap(lambda x, q, amax: observe(x, q, amax, operand, probe))(x, q, amax)
-    counts, amax = seen.counts, seen.amax
+    counts = seen.counts
+    amax = seen.amax
     if counts is not None and probe.counts is not None:
         zeros = varying_as(jnp.zeros(probe.counts.shape), counts)
         counts = zeros.at[experts].add(counts, mode="drop")
@@ -264,7 +265,8 @@ def _forward(
     if quantized is None or weights is None or (recipe.backward == "bf16" and not w.adapter):
         left = compute_value(x.value, recipe)
     elif recipe.backward == "dequantized":
-        left, weight = quantized[0], w.value if isinstance(w.value, QArray) else weights[0]
+        left = quantized[0]
+        weight = w.value if isinstance(w.value, QArray) else weights[0]
     else:
         assert recipe.activation is not None and recipe.weight is not None
         by_columns = recipe.activation.transposed
@@ -306,8 +308,11 @@ def _backward(
     """Returns the cotangents of x and w; w's holds the site's observations."""
     del dtype
     gather = lhs.gather
-    dy, experts = compute_value(dy, recipe), residual.experts
-    x, weight, seen = _gathered(kept(residual.x), gather), kept(residual.weight), residual.seen
+    experts = residual.experts
+    seen = residual.seen
+    dy = compute_value(dy, recipe)
+    x = _gathered(kept(residual.x), gather)
+    weight = kept(residual.weight)
     rows: Matrix
     columns: Matrix
     if recipe.gradient is None or recipe.weight is None:

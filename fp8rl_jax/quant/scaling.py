@@ -84,7 +84,7 @@ def find_amax(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     (XLA:CPU drops it in a float32 maximum of absolute values).
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & _SIGN_MASK
-    if bits.ndim - 1 in {a % bits.ndim for a in ((axis,) if isinstance(axis, int) else axis)}:
+    if bits.ndim - 1 in np.atleast_1d(axis) % bits.ndim:
         bits = folded(bits, jnp.maximum)
     return lax.bitcast_convert_type(bits.max(axis=axis), jnp.float32)
 
@@ -148,9 +148,9 @@ def _delayed(history: int, margin: float) -> ScalingPolicy:
 
     def update(state, amax):
         seen = jnp.concatenate([amax[None], state["history"][:-1]])
-        found = find_amax(seen, 0)
-        accepted = is_finite_amax(found) & (found > 0)
-        return {"history": seen, "amax": jnp.where(accepted, found, state["amax"])}
+        largest = find_amax(seen, 0)
+        accepted = is_finite_amax(largest) & (largest > 0)
+        return {"history": seen, "amax": jnp.where(accepted, largest, state["amax"])}
 
     return ScalingPolicy(init, scale, update, f"delayed(history={history}, margin={margin:g})")
 
@@ -313,5 +313,7 @@ def check_policy(policy: ScalingPolicy) -> ScalingPolicy:
 
 
 def never_saturates(policy: ScalingPolicy) -> bool:
-    """Returns whether `policy` is `dynamic` or its `power_of_two`, whose scales clip nothing."""
+    """Returns whether `policy` is `dynamic` or its `power_of_two`, whose scales clip nothing.
+
+    These are the policies that the GPU kernels have."""
     return policy in (dynamic(), power_of_two(dynamic()))
