@@ -41,14 +41,14 @@ def _maximum(axes: tuple, residual, cotangent: jax.Array):
 _pcast_amax.defvjp(lambda amax, axes: (_pcast_amax(amax, axes), None), _maximum)
 
 
-def share(*trees):
-    """Returns the arguments with every array marked as varying over the union of their axes.
+def share(tree):
+    """Returns a tree with every array marked as varying over the union of their axes.
 
     Gradients of shared arrays are then summed over the devices; observations of an `OperandProbe`
     are combined: counts by sum, amaxes by maximum.
     """
-    axes = axes_of(trees)
-    return spread(axes, *trees) if axes else trees
+    axes = axes_of(tree)
+    return spread(axes, tree) if axes else tree
 
 
 class varying_vjp(Generic[_T]):
@@ -65,12 +65,13 @@ class varying_vjp(Generic[_T]):
         functools.update_wrapper(self, function)
 
     def __call__(self, *arguments) -> _T:
-        static, operands = arguments[: self._static], arguments[self._static :]
-        return self._rule(*static, *share(*operands))
+        static = arguments[: self._static]
+        operands = share(arguments[self._static :])
+        return self._rule(*static, *operands)
 
 
-def spread(axes: frozenset, *trees):
-    """Returns the arguments with every array marked as varying over `axes`, too.
+def spread(axes: frozenset, tree):
+    """Returns a tree with every array marked as varying over `axes`, too.
 
     bf16 is marked as float32, which changes no value, so that its gradients are summed in float32.
     """
@@ -89,7 +90,7 @@ def spread(axes: frozenset, *trees):
         amax = None if node.amax is None else mark(node.amax, _pcast_amax)
         return OperandProbe(amax, None if node.counts is None else mark(node.counts))
 
-    return jax.tree.map(visit, trees, is_leaf=lambda node: isinstance(node, OperandProbe))
+    return jax.tree.map(visit, tree, is_leaf=lambda node: isinstance(node, OperandProbe))
 
 
 def repeat_probe(probe, count: int):

@@ -86,7 +86,7 @@ def gather_or_slice(x: jax.Array, features: int) -> jax.Array:
         return x
     if x.shape[-1] < features:
         return lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True, to="invarying")
-    x, index = share(x, lax.axis_index(AXIS))
+    x, index = share((x, lax.axis_index(AXIS)))
     return lax.dynamic_slice_in_dim(x, index * features, features, x.ndim - 1)
 
 
@@ -105,7 +105,7 @@ def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: i
     """
     if parts == 1 or not all(is_cut(recipe.for_module(n), k, parts) for n, k in layers.items()):
         return x
-    value = spread(frozenset({AXIS}), x.value.astype(jnp.float32))[0]
+    value = spread(frozenset({AXIS}), x.value.astype(jnp.float32))
     return dataclasses.replace(x, value=value)
 
 
@@ -138,7 +138,7 @@ def combine(aux: dict) -> dict:
 
     def add(counts):
         axes = tuple(axes_of(counts))
-        return jax.tree.map(lambda x: lax.psum(x, axes), *share(counts)) if axes else counts
+        return jax.tree.map(lambda x: lax.psum(x, axes), share(counts)) if axes else counts
 
     def largest(x: jax.Array) -> jax.Array:
         rows = tuple(name for name in BATCH_AXES if name in axes_of(x))

@@ -92,7 +92,7 @@ def _shared_rows(config: ModelConfig, run, rows, weights, chosen, experts):
     count, devices = rows.shape[0], lax.axis_size(EXPERT)
     share_size = -(-count // devices)
     arrays = _padded(config, share_size * devices, rows, weights, chosen)
-    *arrays, index = share(*arrays, lax.axis_index(EXPERT))
+    *arrays, index = share((*arrays, lax.axis_index(EXPERT)))
     own = [lax.dynamic_slice_in_dim(y, index * share_size, share_size) for y in arrays]
     y = run(*own, experts)
     return lax.all_gather(y, EXPERT, axis=0, tiled=True, to="invarying")[:count]
@@ -107,7 +107,7 @@ def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, exper
     size = -(-count // passes)
     arrays = _padded(config, passes * size, rows, weights, chosen)
     arrays = tuple(y.reshape(passes, size, -1) for y in arrays)
-    arrays, experts = share(arrays, experts)  # gradients of experts are summed over passes first
+    arrays, experts = share((arrays, experts))  # gradients of experts are summed over passes first
     probes = {n: repeat_probe(getattr(w, "probe", None), passes) for n, w in experts.items()}
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -234,7 +234,7 @@ def exchange(implementation: str, size: int, rows: jax.Array, table: jax.Array) 
 
     def ragged(rows, table):
         into = (jnp.cumsum(table, axis=0, dtype=jnp.int32) - table)[me]
-        empty, _ = share(jnp.zeros((size, rows.shape[1]), rows.dtype), rows)
+        empty, _ = share((jnp.zeros((size, rows.shape[1]), rows.dtype), rows))
         return lax.ragged_all_to_all(
             rows, empty, starts(table[me]), table[me], into, table[:, me], axis_name=EXPERT
         )
@@ -247,7 +247,7 @@ def exchange(implementation: str, size: int, rows: jax.Array, table: jax.Array) 
         found = lax.all_to_all(moe.fill_rows(rows, source), EXPERT, 0, 0)  # (n, width, D)
         target = starts(table[:, me])[:, None] + numbers
         target = jnp.where(numbers < table[:, me][:, None], target, size)
-        empty, _ = share(jnp.zeros((size, rows.shape[1]), rows.dtype), rows)
+        empty, _ = share((jnp.zeros((size, rows.shape[1]), rows.dtype), rows))
         return empty.at[target].set(found, mode="drop")
 
     return by_platform(implementation, ragged, dense, rows, table)
