@@ -18,11 +18,11 @@ Kernels and reference give different bits; rollout and learner must use the same
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,8 @@ def _products(implementation: str, x, weights, scales, dtype, stacked: bool):
         return gpu_kernels().matmul
     from fp8rl_jax.kernels.gpu import mosaic_decode, mosaic_matmul
 
-    (rows, depth), columns = x.shape, [w.shape[-1] for w in weights]
+    rows, depth = x.shape
+    columns = [w.shape[-1] for w in weights]
     dtypes = x.dtype, weights[0].dtype, dtype
     by_block = scales[0].shape[-1] == -(-columns[0] // K_BLOCK)
     named = implementation == "mosaic"
@@ -149,9 +150,11 @@ def block_matmul(
         unit = _products(implementation, lhs, [rhs], scales, dtype, stacked=False)
         return unit.matmul(lhs, rhs, lhs_scale, rhs_scale, dtype)
 
-    def plain(*operands):
-        found = reference.matmul.block_matmul(*operands, way=_way(implementation), devices=devices)
-        return rounded(found, dtype)
+    def plain(lhs, rhs, lhs_scale, rhs_scale):
+        product = reference.matmul.block_matmul(
+            lhs, rhs, lhs_scale, rhs_scale, way=_way(implementation), devices=devices
+        )
+        return rounded(product, dtype)
 
     return by_platform(implementation, kernel, plain, lhs, rhs, lhs_scale, rhs_scale)
 
@@ -165,7 +168,11 @@ def matmul_at_once(x: jax.Array, w: jax.Array, implementation: str = "auto") -> 
 
 
 def attention(
-    *arrays: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *,
     scale: float,
     implementation: str = "auto",
     keys_by_feature: bool = False,
@@ -182,20 +189,27 @@ def attention(
     `quantisation` is for the kernels alone.
     """
 
-    def kernel(arrays, layer, keywords):
+    def kernel(q, k, v, positions, layer, keywords):
         assert not keys_by_feature
         return gpu_kernels().attention.attention(
-            *arrays, scale=scale, layer=layer, dtype=dtype, quantisation=quantisation, **keywords
+            q,
+            k,
+            v,
+            positions,
+            scale=scale,
+            layer=layer,
+            dtype=dtype,
+            quantisation=quantisation,
+            **keywords,
         )
 
-    def plain(arrays, layer, keywords):
+    def plain(q, k, v, positions, layer, keywords):
         assert quantisation is None
-        q, k, v, positions = arrays
         if layer is not None and v.ndim == 5 and q.shape[1] <= _DECODED:
             keywords = keywords | {"layer": layer}
         elif layer is not None:
             k, v, keywords = _of_layer((k, v, keywords), layer, q.shape[0])
-        found = reference.attention.attention(
+        result = reference.attention.attention(
             q,
             k,
             v,
@@ -205,9 +219,9 @@ def attention(
             way=_way(implementation),
             **keywords,
         )
-        return rounded(found, dtype)
+        return rounded(result, dtype)
 
-    return by_platform(implementation, kernel, plain, arrays, layer, keywords)
+    return by_platform(implementation, kernel, plain, q, k, v, positions, layer, keywords)
 
 
 def _of_layer(cached, layer: jax.Array, batch: int):
@@ -216,18 +230,23 @@ def _of_layer(cached, layer: jax.Array, batch: int):
     if (table := keywords.get("table")) is not None:
         return k, v, keywords | {"table": lax.dynamic_index_in_dim(table, layer, keepdims=False)}
 
-    def own(x: jax.Array) -> jax.Array:
+    def of_layer(x: jax.Array) -> jax.Array:
         if v.ndim == 5:
             return lax.dynamic_index_in_dim(x, layer, keepdims=False) if x.ndim else x
         return lax.dynamic_slice_in_dim(x, layer * batch, batch) if x.ndim else x
 
     names = ("k_scale", "v_scale", "k_rope")
-    own_keywords = {n: own(x) for n, x in keywords.items() if n in names and x is not None}
-    return own(k), own(v), keywords | own_keywords
+    cut = {n: of_layer(x) for n, x in keywords.items() if n in names and x is not None}
+    return of_layer(k), of_layer(v), keywords | cut
 
 
 def attention_vjp(
-    *arrays: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    cotangent: jax.Array,
+    *,
     scale: float,
     implementation: str = "auto",
     oldest: jax.Array | None = None,
@@ -238,7 +257,8 @@ def attention_vjp(
     """Computes `reference.attention_gradient.attention_vjp` by an implementation.
 
     Args:
-      arrays: q, k, v, positions and the cotangent; q, k and v in the form that `attention` takes.
+      q, k, v, positions: as for `attention`.
+      cotangent: gradient of its result.
       scale, implementation, sinks: as for `attention`.
       oldest, gap: slots that each query does not see, as for the reference, or None.
       scales: `q_scale`, `k_scale`, `v_scale` as for `attention`.
@@ -253,15 +273,22 @@ def attention_vjp(
         )
 
     def plain(arrays, scales, oldest, gap, sinks):
-        *operands, positions, cotangent = arrays
-        operands = (
-            reference.attention.dequantized(x, scales.get(f"{name}_scale"))
-            for name, x in zip("qkv", operands, strict=True)
+        q, k, v, positions, cotangent = arrays
+        way = _way(implementation)
+        run: Callable = functools.partial(reference.attention_gradient.attention_vjp, way=way)
+        if k.shape[1] >= _LONG and not way.exact:
+            run = reference.attention_gradient.attention_vjp_by_blocks
+        return run(
+            reference.attention.dequantized(q, scales.get("q_scale")),
+            reference.attention.dequantized(k, scales.get("k_scale")),
+            reference.attention.dequantized(v, scales.get("v_scale")),
+            positions,
+            cotangent,
+            scale=scale,
+            oldest=oldest,
+            gap=gap,
+            sinks=sinks,
         )
-        settings: dict[str, Any] = {"scale": scale, "oldest": oldest, "gap": gap, "sinks": sinks}
-        unit, way = reference.attention_gradient, _way(implementation)
-        if arrays[1].shape[1] >= _LONG and not way.exact:
-            return unit.attention_vjp_by_blocks(*operands, positions, cotangent, **settings)
-        return unit.attention_vjp(*operands, positions, cotangent, **settings, way=way)
 
+    arrays = (q, k, v, positions, cotangent)
     return by_platform(implementation, kernel, plain, arrays, scales, oldest, gap, sinks)

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 
@@ -61,7 +62,7 @@ _CONSISTENT: dict[str, bool | str] = _LONE_DOTS | {"xla_cpu_enable_platform_depe
 # memory and gives the same bits.
 _UNROLL_K, _UNROLL_COLUMNS = 16, 16
 _LARGEST = {"pieces": FLOAT32_SIZE, "turned": TURNED_SIZE}  # right operands in float32
-_BF16_HOLDS = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)))
+_BF16_HOLDS = {jnp.dtype(d) for d in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2)}
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 
 
@@ -165,7 +166,7 @@ def _as_it_lies(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-# In float32, by the library of XLA's choice.
+# `lax.dot_general` to float32, by the library of XLA's choice.
 dot_general = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
 
 
@@ -196,9 +197,9 @@ def small_dot(way: Way, x: jax.Array, w: jax.Array, dimension_numbers) -> jax.Ar
     return dot_general(x, w, dimension_numbers)
 
 
-def in_bf16(way: Way, *dtypes) -> bool:
+def in_bf16(way: Way, x_dtype, w_dtype) -> bool:
     """Returns whether operands of these types are multiplied as bf16."""
-    return way.bf16_order is not None and all(jnp.dtype(d) in _BF16_HOLDS for d in dtypes)
+    return way.bf16_order is not None and {jnp.dtype(x_dtype), jnp.dtype(w_dtype)} <= _BF16_HOLDS
 
 
 def product(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -211,7 +212,8 @@ def product(way: Way, x: jax.Array, w: jax.Array) -> jax.Array:
     """
     if way.exact:
         return exact_dot_general(x, w, _ROWS_BY_COLUMNS)
-    x, w = pad_to(x, 1, way.depth_step), pad_to(w, 0, way.depth_step)
+    x = pad_to(x, 1, way.depth_step)
+    w = pad_to(w, 0, way.depth_step)
     with jax.named_scope(ORDERED):
         if in_bf16(way, x.dtype, w.dtype):
             return bf16_dot(widened(x, jnp.bfloat16), widened(w, jnp.bfloat16))
@@ -254,7 +256,8 @@ def repeat_last(x: jax.Array, times: int) -> jax.Array:
 
 def _pad_parts(x: jax.Array, parts: int, rows: int) -> jax.Array:
     """Pads each part of (parts * n, K) with zeros at its end, to (parts * rows, K)."""
-    each, depth = x.shape[0] // parts, x.shape[1]
+    each = x.shape[0] // parts
+    depth = x.shape[1]
     x = x.reshape(parts, each, depth)
     return jnp.pad(x, ((0, 0), (0, rows - each), (0, 0))).reshape(parts * rows, depth)
 
@@ -288,10 +291,12 @@ def block_matmul(
     if lhs.ndim != 2 or rhs.ndim != 2 or lhs.shape[1] != rhs.shape[0]:
         raise ValueError(f"block_matmul takes (M, K) and (K, N), got {lhs.shape} and {rhs.shape}")
     assert (lhs_scale is None) == (rhs_scale is None)
-    rows, columns = lhs.shape[0], rhs.shape[1]
-    dtypes = lhs.dtype, rhs.dtype
-    as_bf16 = in_bf16(way, *dtypes)
-    lhs, rhs = as_bytes(lhs), as_bytes(rhs)
+    rows = lhs.shape[0]
+    columns = rhs.shape[1]
+    dtypes = (lhs.dtype, rhs.dtype)
+    as_bf16 = in_bf16(way, lhs.dtype, rhs.dtype)
+    lhs = as_bytes(lhs)
+    rhs = as_bytes(rhs)
     steps = way.bf16_steps if as_bf16 else way.float32_steps
     parts = math.gcd(rows, devices)  # XLA splits rows only between parts
     each = rows // parts
@@ -300,7 +305,8 @@ def block_matmul(
         lhs, lhs_scale = jax.tree.map(lambda x: _pad_parts(x, parts, height), (lhs, lhs_scale))
     if rhs_scale is not None and rhs_scale.shape[1] != columns:
         rhs_scale = repeat_last(rhs_scale, K_BLOCK)[:, :columns]
-    depth, most = K_BLOCK, columns
+    depth = K_BLOCK
+    most = columns
     if not as_bf16 and way.float32 in _LARGEST:
         most = _LARGEST[way.float32] // depth
     elif lhs_scale is None and as_bf16:
@@ -323,12 +329,13 @@ def _by_columns(multiply: Callable, like: jax.Array, ranges: list[tuple[int, int
     shape."""
     columns = like.shape[1]
     if len(ranges) <= _UNROLL_COLUMNS:
-        pieces, ends = [], [start for start, _ in ranges[1:]] + [columns]
-        for (start, width), end in zip(ranges, ends, strict=True):
+        pieces = []
+        for (start, width), (end, _) in itertools.pairwise([*ranges, (columns, 0)]):
             pieces.append(multiply(start, width)[:, : end - start])
         # A range may begin before the previous one ends: the later one gives the overlap.
         return jnp.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
-    width, last = ranges[0][1], columns - ranges[0][1]
+    width = ranges[0][1]
+    last = columns - width
 
     def add(piece: jax.Array, total: jax.Array) -> jax.Array:
         start = jnp.minimum(piece * width, last)
@@ -382,6 +389,7 @@ def matmul_at_once(x: jax.Array, w: jax.Array, way: Way) -> jax.Array:
     if way.exact:
         return block_matmul(x, w, way=way)
     dtype = jnp.bfloat16 if in_bf16(way, x.dtype, w.dtype) else jnp.float32
-    x, w = widened(x, dtype), widened(w, dtype)
+    x = widened(x, dtype)
+    w = widened(w, dtype)
     # Without the barrier XLA would fold a transpose of the result into a product of bf16.
     return lax.optimization_barrier(bf16_dot(x, w)) if dtype == jnp.bfloat16 else dot(x, w)
