@@ -216,11 +216,12 @@ def config_file(command: str, values: argparse.Namespace) -> str:
       UserError: no file is named.
     """
     if not values.config:
-        takes_policies = command in ("fp8rl eval", "fp8rl sample")
+        directory = ""
+        if command in ("fp8rl eval", "fp8rl sample"):
+            directory = ", or a directory with --checkpoint"
         raise UserError(
-            f"{command}: name a config, for example `{command} --config tiny_arithmetic`"
-            f"{', or a directory with --checkpoint' * takes_policies}, or write one with "
-            "`fp8rl init`"
+            f"{command}: name a config, for example `{command} --config "
+            f"tiny_arithmetic`{directory}, or write one with `fp8rl init`"
         )
     return values.config
 
