@@ -99,7 +99,9 @@ def test_a_frozen_base_is_not_merged_where_no_state_needs_it():
     with mock.patch.object(params_module, "merged", wraps=merged) as seen:
         assert init_scaling(own, "fp8") == {}
         assert len(init_probes(own, "fp8", True)) == 7
-    assert all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(seen.call_args_list[0].args))
+    assert all(
+        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(seen.call_args_list[0].args[0])
+    )
 
 
 def _gradients(config, own: Adapted, recipe: str):
