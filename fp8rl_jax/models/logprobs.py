@@ -268,6 +268,7 @@ def token_logprobs(
     Returns:
       (logp, entropy), each (B, T) float32. The entropy carries no gradient.
     """
+    assert draws.temperature.shape == draws.targets.shape
     if _by_kernel(recipe, parallel) and draws.truncation is None:
         return _token_logprobs_by_kernel(hidden, head, draws, recipe, parallel)
 

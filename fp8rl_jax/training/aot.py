@@ -89,9 +89,15 @@ def _train_arguments(runtime: Runtime, rows: int) -> tuple:
     ones = np.ones(rows, np.int32)
     targets = np.zeros((rows, runtime.config.rollout.max_new_tokens), np.int32)
     tokens = np.zeros((rows, runtime.resolved.sequence_tokens), np.int32)
-    batch = make_batch(tokens, ones, targets, targets == 0, ones.astype(np.float32))
+    batch = make_batch(
+        tokens,
+        ones,
+        targets,
+        targets == 0,
+        ones.astype(np.float32),
+        truncation=runtime.resolved.truncation,
+    )
     batch, _ = runtime.engine.packed(batch)
-    batch = dataclasses.replace(batch, truncation=runtime.resolved.truncation)
     if runtime.resolved.recorded_numbers:
         shape = (*batch.targets.shape, runtime.resolved.recorded_numbers)
         batch = dataclasses.replace(batch, kept=jax.ShapeDtypeStruct(shape, jnp.int32))

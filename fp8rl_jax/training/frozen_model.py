@@ -48,7 +48,8 @@ def with_frozen_shapes(batch: Batch, resolved: Resolved, layout: Layout) -> Batc
     model = resolved.frozen_model
     if model is None:
         return batch
-    recipe, width = resolved.frozen_recipe, model.hidden_size
+    recipe = resolved.frozen_recipe
+    width = model.hidden_size
     shape = jax.ShapeDtypeStruct
     head = shape((width, resolved.model.vocab_size), recipe.for_head().compute_dtype)
     head = shape(head.shape, head.dtype, sharding=_place_of_head(layout, head))
@@ -73,7 +74,8 @@ class FrozenModel:
 
         directory = resolved.config.algo.teacher
         self.note = f"teacher: {directory}"
-        model, recipe = resolved.frozen_model, resolved.frozen_recipe
+        model = resolved.frozen_model
+        recipe = resolved.frozen_recipe
         assert model is not None
         single = jnp.float32 in (recipe.compute_dtype, recipe.for_head().compute_dtype)
         params = hf.load(
@@ -95,12 +97,11 @@ class FrozenModel:
             learner.ForwardPass(model, recipe, layout.parallel),
             resolved.config.learner.gradient_accumulation_steps,
         )
-        vocabulary = resolved.model.vocab_size
 
         def head(weights):
             table = output_head(weights, model, layout.parallel)
             assert isinstance(table, jax.Array)
-            return table[:, :vocabulary]
+            return table[:, : resolved.model.vocab_size]
 
         place = _place_of_head(layout, jax.eval_shape(head, shapes))
         self._head = exact_jit(head, out_shardings=place)(self._weights)
