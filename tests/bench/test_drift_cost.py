@@ -59,7 +59,7 @@ def test_naive_attention(scaled):
         k, v = k.qvalue, v.qvalue
     scales |= {"window": jnp.int32(60), "sinks": jnp.asarray([0.5, -1, 2, 3], jnp.float32)}
     exact, naive = (
-        jax.jit(functools.partial(f, scale=0.2, way=cpu_way()))(q, k, v, positions, **scales)
+        jax.jit(functools.partial(f, scale=0.2))(q, k, v, positions, **scales)
         for f in (kernels.attention, naive_attention)
     )
     np.testing.assert_allclose(naive, exact, atol=2e-6)
