@@ -136,13 +136,14 @@ class Conversations:
         responses are `stuck`."""
         rows = [row for row in self._own if waits[row]]
         answers = [_Answer(row, []) for row in rows if row not in self._episodes]
-        calls = {row: call for row in rows if (call := self._call(row)) is not None}
+        calls = {
+            row: call
+            for row in rows
+            if row in self._episodes and (call := self._episodes[row].call) is not None
+        }
         if stuck and calls and not answers:
             concurrent.futures.wait(calls.values(), return_when="FIRST_COMPLETED")
         return answers + [self._answer(row, rollout) for row, call in calls.items() if call.done()]
-
-    def _call(self, row: int) -> concurrent.futures.Future | None:
-        return self._episodes[row].call if row in self._episodes else None
 
     def _answer(self, row: int, rollout: Rollout) -> _Answer:
         step = self._result(row)
