@@ -17,6 +17,7 @@ each call gets one response. A function whose names contradict the order of the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,8 @@ class Response(NamedTuple):
     messages: Sequence[Mapping[str, str]] = ()
 
 
-class Form(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Form:
     """The calling convention of a reward function, and how its result is read.
 
     Attributes:
@@ -71,7 +73,7 @@ class Form(NamedTuple):
     names: tuple[str, ...]
     any_name: bool = False
 
-    @property
+    @functools.cached_property
     def takes_row(self) -> bool:
         """Whether the function takes the row or its columns."""
         return bool(self.convention) or "row" in self.names
@@ -132,7 +134,7 @@ class Form(NamedTuple):
                 given = {f"{name}s": [value] for name, value in given.items()}
         return (), {k: v for k, v in given.items() if self.any_name or k in self.names}
 
-    @property
+    @functools.cached_property
     def _lists(self) -> bool:
         """Whether the function takes and returns lists."""
         return self.convention == "TRL" or "solution_strs" in self.names

@@ -6,6 +6,7 @@ equal texts vote for the same answer when the majority of several responses is e
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -100,7 +101,8 @@ class Limits(NamedTuple):
     memory: int
 
 
-class Term(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Term:
     """A function that workers call: a reward of `env.reward`, or an environment's step
     (`envs.step_calls`).
 
@@ -122,7 +124,7 @@ class Term(NamedTuple):
     digest: str
     role: str = "reward"
 
-    @property
+    @functools.cached_property
     def said(self) -> str:
         """What messages call it."""
         return f"the reward {self.name!r}" if self.role == "reward" else f"env.{self.role}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import math
 import os
@@ -232,7 +233,7 @@ def test_a_module_that_changes(acting, tmp_path, monkeypatch):
     assert _scores(terms, ["r"] * 4) == [1] * 4
     file.write_text("def f(prompt, response, answer):\n    return 22\n")
     with pytest.raises(RewardError, match="'changing:f' has changed since"):
-        _scores([term._replace(digest="another") for term in terms], ["r"])
+        _scores([dataclasses.replace(term, digest="another") for term in terms], ["r"])
     importlib.reload(sys.modules["changing"])
     assert _scores(load_rewards("changing:f"), ["r"] * 4) == [22] * 4
     del sys.modules["changing"]
