@@ -216,12 +216,12 @@ def config_file(command: str, values: argparse.Namespace) -> str:
       UserError: no file is named.
     """
     if not values.config:
-        directory = ""
+        alternative = ""
         if command in ("fp8rl eval", "fp8rl sample"):
-            directory = ", or a directory with --checkpoint"
+            alternative = ", or a directory with --checkpoint"
         raise UserError(
             f"{command}: name a config, for example `{command} --config "
-            f"tiny_arithmetic`{directory}, or write one with `fp8rl init`"
+            f"tiny_arithmetic`{alternative}, or write one with `fp8rl init`"
         )
     return values.config
 
