@@ -127,9 +127,7 @@ def analyse(
         "tapped_programs": seen.pieces,
         "weights": compare_weights(programs.weights, programs.learner_weights()),
     }
-    left_out = []
-    if seen.left_out:
-        left_out.append(f"{len(seen.left_out)} intermediate values")
+    left_out = [f"{len(seen.left_out)} intermediate values"] if seen.left_out else []
     result["products"] = {"sentence": "not tried", "wrong": []}
     if budget.allows(0.0):
         note("multiplying at every size of product that the run's programs have")
