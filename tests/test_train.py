@@ -393,13 +393,13 @@ def test_nan_stops_with_the_last_good_state(tiny_run, tmp_path, monkeypatch):
         step = made(self, optimizer, loss, *more, **options)
         calls = {"count": 0}
 
-        def run(state, batch, rope):
+        def run(state, batch, rope, base):
             calls["count"] += 1
             if loss == self.loss:
                 assert served[-1]() is None, "the sampler's weights are given up before the update"
             if loss == self.loss and calls["count"] == 3:
                 batch = batch.replace(advantages=jnp.full_like(batch.advantages, jnp.nan))
-            return step(state, batch, rope)
+            return step(state, batch, rope, base)
 
         return run
 

@@ -19,6 +19,7 @@ from fp8rl_jax.bench import kernel_times, kernels
 from fp8rl_jax.bench.kernel_shapes import Attention, Product, calls
 from fp8rl_jax.bench.kernel_times import Source
 from fp8rl_jax.kernels.reference import attention
+from fp8rl_jax.kernels.reference.probe import cpu_way
 from fp8rl_jax.plan import h200
 
 _HEAD, _FP8 = "bf16", "fp8"
@@ -210,7 +211,7 @@ def test_operands_of_attention(use, kind, monkeypatch):
 
     def plain(q, one_split, **named):
         assert not one_split  # short caches
-        return attention.attention(q, **named)
+        return attention.attention(q, **named, way=cpu_way())
 
     monkeypatch.setattr(kernel_times, "attention", plain)
     out = jax.eval_shape(run, *operands[0])

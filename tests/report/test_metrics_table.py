@@ -37,7 +37,7 @@ def test_what_only_some_runs_write_is_computed_somewhere():
     }
     parts = {part for name in names for part in re.split("[A-Z]+", name) if part not in "/_"}
     assert not {part for part in parts if not re.search(rf"\W{part}\W|{part}=", text)}
-    assert 'times.of("calibrate")' in text, "time_calibrate"
+    assert 'timed("calibrate")' in text, "time_calibrate"
 
 
 def test_placeholders():
