@@ -221,7 +221,8 @@ class Checkpoints:
           UserError: the checkpoint is truncated, damaged, of another model, or of another base.
         """
         meta, base = self.read_meta(number), frozen(like)
-        if base is not None and meta.get("base") != state_checksum(base):
+        # What earlier versions wrote beside a run's own checkpoints has no such checksum.
+        if base is not None and meta.get("base", "") not in ("", state_checksum(base)):
             raise UserError(
                 f"{self._directory / str(number)} holds adapters of another base than "
                 "model.checkpoint, or the seed, gives here: put the files back with which the run "
