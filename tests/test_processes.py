@@ -418,7 +418,7 @@ def test_checkpoints_go_to_other_numbers_of_processes(tmp_path):
     """Saved by two processes, continued by one, then by four; each compares the checksum of the
     state that it restores with the one saved."""
     for count, steps in ((2, 2), (1, 4), (4, 6)):
-        _finished(_train(tmp_path, count, 1, "--resume", mesh__data=-1, run__steps=steps))
+        _finished(_train(tmp_path, count, 1, "--auto-resume", mesh__data=-1, run__steps=steps))
     steps = reproducible(tmp_path)["metrics"]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     assert {r["train_rollout_logprob_abs_diff_max"] for r in steps} == {0.0}
