@@ -266,13 +266,14 @@ def test_rewards_that_fail_later(versions, tmp_path, cache, monkeypatch):
 @pytest.mark.slow
 def test_a_stale_version_is_seen(tmp_path, cache, monkeypatch):
     """Rollouts of the first version, which say that they are of the newest: drift."""
-    begin, first = Rollouts.begin, []
+    following = Rollouts.next
+    first = []
 
-    def stale(self, step, served, rng):
+    def stale(self, state, served, times):
         first.append(served.weights)
         served.weights = first[0]
-        begin(self, step, served, rng)
+        return following(self, state, served, times)
 
-    monkeypatch.setattr(Rollouts, "begin", stale)
+    monkeypatch.setattr(Rollouts, "next", stale)
     records = _run(tmp_path, cache, 1, precision__zero_drift="report")
     assert records[0][_DRIFT] == 0.0 < records[1][_DRIFT]
