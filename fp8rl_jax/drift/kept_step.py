@@ -149,7 +149,6 @@ class KeptStep:
         shape = (runtime.resolved.step_samples, runtime.config.rollout.max_new_tokens)
         types = {"tokens": np.int32, "mask": np.uint8, "logprobs": np.float32, "logp": np.float32}
         arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in types.items()}
-        like = policy_of(runtime.engine.like(optimizer_of_phase(runtime.config, "rl")))
         with _opened(directory) as opened:
             if opened is None:
                 return None
@@ -157,6 +156,7 @@ class KeptStep:
             meta = checkpoints.read_meta(number)
             if meta["data"] != runtime.data_digest:
                 return None
+            like = policy_of(runtime.engine.like(optimizer_of_phase(runtime.config, "rl")))
             found = checkpoints.restore(number, like | arrays)
         policy = {name: found.pop(name) for name in like}
         found = jax.device_get(found)
