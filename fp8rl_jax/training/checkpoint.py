@@ -96,6 +96,8 @@ class Checkpoints:
       UserError: the directory cannot be made or opened.
     """
 
+    _base_checksum: int | None = None  # of the frozen base, the same at every save
+
     def __init__(self, directory: pathlib.Path, keep: int, own: bool = False):
         logging.getLogger("absl").addFilter(_of_others)
         self._directory = directory.resolve()
@@ -158,7 +160,8 @@ class Checkpoints:
             "on_host": {name: _described(array) for name, array in beside.arrays.items()},
         }
         if base is not None:
-            content["base"] = state_checksum(base)
+            self._base_checksum = self._base_checksum or state_checksum(base)
+            content["base"] = self._base_checksum
         content["digest"] = _digest(content)
         trees = {"state": state} | {name: _as_bytes(tree) for name, tree in beside.trees.items()}
         if beside.arrays:
