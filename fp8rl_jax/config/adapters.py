@@ -84,16 +84,3 @@ def adapter_files(config: ml_collections.ConfigDict) -> list[pathlib.Path]:
     """Returns the files of `lora.checkpoint`, if it is set."""
     names = (peft.CONFIG, peft.WEIGHTS) if config.lora.checkpoint else ()
     return [pathlib.Path(config.lora.checkpoint) / name for name in names]
-
-
-def save_adapter(
-    config: ml_collections.ConfigDict, model: ModelConfig, params: Any, target: pathlib.Path
-) -> pathlib.Path:
-    """Writes the adapters of a run's parameters as `peft.save_adapter` does."""
-    return peft.save_adapter(
-        target,
-        model,
-        jax.device_get(trained(params)),
-        alpha=config.lora.alpha,
-        base=config.model.checkpoint,
-    )

@@ -19,6 +19,7 @@ from fp8rl_jax.data.tokenizer import read_reader
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import Unread, check_target, check_type
+from fp8rl_jax.models.masters import trained
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy.load import open_trained
 from fp8rl_jax.training.run_directory import run_config
@@ -104,7 +105,13 @@ def export_adapter(
     newest = open_trained(make_runtime(config, with_questions=False), directory)
     state = newest.state()
     newest.checkpoints.close()
-    return adapters.save_adapter(config, newest.runtime.resolved.model, state.params, target)
+    return hf.peft.save_adapter(
+        target,
+        newest.runtime.resolved.model,
+        jax.device_get(trained(state.params)),
+        alpha=config.lora.alpha,
+        base=config.model.checkpoint,
+    )
 
 
 def _config_on_one_device(
