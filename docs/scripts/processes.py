@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
@@ -32,6 +34,13 @@ from fp8rl_jax.bench.table import record_table
 _COMPILING = 3  # turns that are not counted: the start, the first step, and one more
 _MANY = 64  # number of processes for which the bytes of the gathers are computed
 _LONG = 1_000_000
+
+
+def on_cpu_devices(count: int) -> dict[str, str]:
+    """Returns the environment for a child process in which JAX has `count` CPU devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags = f"{flags} --xla_force_host_platform_device_count={count}"
+    return dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
 
 
 class _Form:
@@ -46,7 +55,7 @@ class _Form:
     def __init__(self, arguments: Sequence[str], count: int, devices: int, folder: pathlib.Path):
         self.name = f"{count} x {devices}"
         self._errors = [folder / f"errors{number}.txt" for number in range(count)]
-        variables = processes.on_cpu_devices(devices)
+        variables = on_cpu_devices(devices)
         if count > 1:
             with socket.socket() as free:
                 free.bind(("localhost", 0))
@@ -167,9 +176,16 @@ def format_table(forms: list[_Form]) -> str:
 
 
 class _Clock:
-    """Measures the steps of one process; its `turn` is the `stop` of `train`."""
+    """Measures the steps of one process; its `turn` is the `stop` of `train`.
+
+    Attributes:
+      gathers: all-gathers of host values so far.
+      sent: bytes that this process has sent to each of the other processes in them.
+    """
 
     def __init__(self) -> None:
+        self.gathers = 0
+        self.sent = 0
         self._out = open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115
         os.dup2(2, 1)  # what the run prints is not a report
         self._in_programs = 0.0
@@ -186,13 +202,26 @@ class _Clock:
 
         return run
 
+    def counted(self, gather: Callable) -> Callable:
+        """Wraps `process_allgather` so that its calls and bytes are counted."""
+
+        def run(value, **options):
+            gathered = gather(value, **options)
+            self.gathers += 1
+            self.sent += np.asarray(gathered).nbytes // jax.process_count()
+            return gathered
+
+        return run
+
     def _now(self) -> dict[str, float]:
         wall = time.perf_counter()
         return {
             "cpu": time.process_time(),
             "wall": wall,
             "host": wall - self._in_programs,
-        } | processes.traffic()._asdict()
+            "gathers": self.gathers,
+            "bytes": self.sent,
+        }
 
     def turn(self) -> None:
         """Reports the step that has ended, and waits for a line on standard input."""
@@ -214,6 +243,7 @@ def _worker(arguments: list[str]) -> None:
     """Runs one process of a form: trains one step at each turn."""
     clock = _Clock()
     processes.join()
+    multihost_utils.process_allgather = clock.counted(multihost_utils.process_allgather)
     from fp8rl_jax import train as training
     from fp8rl_jax.config import load_config
     from fp8rl_jax.training.runtime import Runtime

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 
-from fp8rl_jax.base.processes import on_cpu_devices
+from processes import on_cpu_devices
+
 from fp8rl_jax.training.logs import read_jsonl
 
 _STEPS, _TURNS = 9, 2

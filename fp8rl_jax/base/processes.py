@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -44,15 +44,6 @@ _FOREVER_MS = 10 * 24 * 3600 * 1000  # `_watch` ends a process that waits for on
 _PART = 1 << 20  # bytes of a value in the store
 
 
-class Traffic(NamedTuple):
-    """The number of all-gathers of host values, and the bytes that this process sent to each of
-    the other processes in them."""
-
-    gathers: int = 0
-    bytes: int = 0
-
-
-_traffic = Traffic()
 _by_store = False
 _exchanges: collections.Counter[str] = collections.Counter()  # made through the store, by thread
 
@@ -166,16 +157,8 @@ def first() -> bool:
     return number() == 0
 
 
-def traffic() -> Traffic:
-    """Returns the traffic of this process since it joined."""
-    return _traffic
-
-
 def _gather(x: Any, tiled: bool = False) -> np.ndarray:
-    global _traffic
-    gathered = np.asarray(multihost_utils.process_allgather(x, tiled=tiled))
-    _traffic = Traffic(_traffic.gathers + 1, _traffic.bytes + gathered.nbytes // count())
-    return gathered
+    return np.asarray(multihost_utils.process_allgather(x, tiled=tiled))
 
 
 # Arrays.
@@ -435,10 +418,3 @@ def _watch() -> None:
                 break
         time.sleep(_LOOK_SECONDS)
     _leave(client, "")
-
-
-def on_cpu_devices(count: int) -> dict[str, str]:
-    """Returns the environment for a child process in which JAX has `count` CPU devices."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    flags = f"{flags} --xla_force_host_platform_device_count={count}"
-    return dict(os.environ, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")

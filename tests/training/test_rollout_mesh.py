@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import train_process
 from tiny_run import CONFIG, reproducible
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.base.processes import on_cpu_devices
 from fp8rl_jax.config import load_config
 from fp8rl_jax.plan.learner import plan_learner
 from fp8rl_jax.plan.planned import read_planned
@@ -30,8 +31,9 @@ _EXPERTS |= {"model__moe_intermediate_size": 64, "model__num_hidden_layers": 1}
 
 
 def _run(directory, devices: int, monkeypatch, *more: str, **fields) -> None:
-    for name, value in on_cpu_devices(devices).items():
-        monkeypatch.setenv(name, value)
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags = f"{flags} --xla_force_host_platform_device_count={devices}"
+    monkeypatch.setenv("XLA_FLAGS", flags)
     given = {name.replace("__", "."): value for name, value in fields.items()}
     train_process.finish(train_process.start(directory, *more, **_FIELDS | given))
 
