@@ -11,6 +11,7 @@ import sys
 import flax
 import jax
 import pytest
+from harmless_settings import FLAX_HARMLESS, HARMLESS
 from refusals import python
 from tiny_run import CONFIG, reproducible
 from train_process import finish, start
@@ -34,7 +35,7 @@ print(json.dumps([{k: plain(v) for k, v in values.items()}
 def _kinds(name: str) -> list[str]:
     """The kinds that the table gives a setting."""
     harmless = any(
-        name.startswith(known) if known.endswith("_") else name == known for known in table.HARMLESS
+        name.startswith(known) if known.endswith("_") else name == known for known in HARMLESS
     )
     tables = {"held": table.HELD, "refused": table.REFUSED, "recorded": table.RECORDED}
     return [kind for kind, names in tables.items() if name in names] + ["harmless"] * harmless
@@ -47,9 +48,9 @@ def test_every_setting_is_judged(name):
 
 
 def test_every_setting_of_flax_is_judged():
-    known = {*table.FLAX_HELD, *table.FLAX_HARMLESS}
+    known = {*table.FLAX_HELD, *FLAX_HARMLESS}
     assert set(flax.config._values) <= known
-    assert not set(table.FLAX_HELD) & set(table.FLAX_HARMLESS)
+    assert not set(table.FLAX_HELD) & set(FLAX_HARMLESS)
 
 
 def test_what_is_held_is_the_default():

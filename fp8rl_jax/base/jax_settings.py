@@ -1,4 +1,4 @@
-"""Lists every setting of JAX and Flax with how it is handled, and sets those that may change bits.
+"""Lists the settings of JAX and Flax that may change bits, and sets them.
 
 Settings come from the environment (JAX_THREEFRY_PARTITIONABLE, ...) and from any call of
 `jax.config.update` in this process. Some change random bits, the order of sums, or what is an
@@ -9,9 +9,10 @@ error, and a promise of equal bits must not depend on them. Each is of one of fo
             and before every part of a step, since a user's functions run in between
   REFUSED   an error if it is on
   RECORDED  left to the user; written to environment.json, compared at --resume, part of cache names
-  HARMLESS  changes no number and no outcome
+  harmless  changes no number and no outcome
 
-tests/test_jax_settings.py fails if a new version of JAX has a setting that is in no table. Orbax
+tests/test_jax_settings.py lists the harmless ones, and fails if a new version of JAX has a setting
+that is in no table. Orbax
 and optax read nothing from the environment that changes what is saved or computed.
 """
 
@@ -117,57 +118,6 @@ RECORDED: tuple[str, ...] = (
     "mock_num_gpu_processes",
 )
 
-# A name, or a prefix of several names -> why the setting changes no result.
-HARMLESS: dict[str, str] = {
-    "jax2tf_": "no program is converted to TensorFlow",
-    "jax_backend_target": "devices are recorded",
-    "jax_bcoo_cusparse_lowering": "no sparse arrays",
-    "jax_captured_constants_": "warnings",
-    "jax_check_proxy_envs": "a warning",
-    "jax_check_tracer_leaks": "a check, which makes tracing slower",
-    "jax_compilation_cache_": "which programs are kept; set by compilation_cache.py",
-    "jax_compiler_detailed_logging_min_ops": "logs",
-    "jax_cpu_enable_async_dispatch": "when a program starts",
-    "jax_cpu_get_": "seconds to wait for other processes",
-    "jax_cross_host_": "how arrays travel, not what arrives",
-    "jax_cuda_visible_devices": "devices are recorded",
-    "jax_debug_leaked_clients_on_clear_backends": "a check at the end",
-    "jax_debug_log_modules": "logs",
-    "jax_distributed_": "logs and certificates",
-    "jax_dump_": "files for developers",
-    "jax_enable_checks": "checks of JAX's own invariants",
-    "jax_enable_compilation_cache": "set by compilation_cache.py",
-    "jax_enable_preemption_service": "signals are handled by cli/interrupt.py",
-    "jax_enable_recoverability": "what JAX does when another process dies; ours end",
-    "jax_explain_cache_misses": "logs",
-    "jax_export_": "no program is exported",
-    "jax_force_dcn_cross_host_transfers": "how arrays travel, not what arrives",
-    "jax_hlo_source_file_canonicalization_regex": "names in dumps",
-    "jax_include_": "names in dumps and tracebacks",
-    "jax_log_": "logs",
-    "jax_logging_level": "logs",
-    "jax_mtls_": "certificates",
-    "jax_num_cpu_devices": "devices are recorded",
-    "jax_oneapi_visible_devices": "devices are recorded",
-    "jax_pallas_enable_debug_checks": "assertions in kernels",
-    "jax_pallas_poison_buffers": "memory that nothing reads",
-    "jax_pallas_verbose_errors": "text of errors",
-    "jax_persistent_cache_min_": "which programs are kept; set by compilation_cache.py",
-    "jax_platform_name": "devices are recorded",
-    "jax_platforms": "devices are recorded",
-    "jax_pprint_use_color": "text",
-    "jax_remove_custom_partitioning_ptr_from_cache_key": "which programs are found again",
-    "jax_rocm_visible_devices": "devices are recorded",
-    "jax_send_traceback_to_runtime": "text of errors",
-    "jax_serialization_version": "no program is exported",
-    "jax_share_binary_": "who compiles",
-    "jax_source_url_schema": "links in dumps",
-    "jax_traceback_": "text of errors",
-    "jax_tracer_error_num_traceback_frames": "text of errors",
-    "jax_use_magma": "no eigenvalues",
-    "jax_xla_backend": "devices are recorded",
-}
-
 # Flax's settings, which come from FLAX_... environment variables.
 FLAX_HELD: dict[str, Any] = {
     "flax_always_shard_variable": True,
@@ -181,12 +131,6 @@ FLAX_HELD: dict[str, Any] = {
     "nnx_graph_mode": True,
     "nnx_graph_updates": True,
     "nnx_sow_capture_noop": False,
-}
-FLAX_HARMLESS: dict[str, str] = {
-    "flax_filter_frames": "text of errors",
-    "flax_max_repr_depth": "text",
-    "flax_profile": "names in profiles",
-    "flax_use_orbax_checkpointing": "checkpoints are written by training/checkpoint.py",
 }
 
 
