@@ -3,7 +3,7 @@
 ::
 
     cli, api -> train -> training -> rollout (sampler) --+
-                            |                            +-> models.forward -> quant, kernels
+                            |                            +-> models.hidden_states -> quant, kernels
                             +------> learner (update) ---+
                             +------> rl (advantages, losses), envs and data (questions, rewards)
     policy: loads a trained model; drift: finds why rollout and learner differ; report: HTML pages

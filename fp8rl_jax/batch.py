@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.models.kv_cache import PAGE, pages_of
+from fp8rl_jax.models.packing import packed
+from fp8rl_jax.models.tokens import Tokens
 from fp8rl_jax.models.truncation import Draws, Truncation
 from fp8rl_jax.rl.aggregation import token_mean
 
@@ -34,11 +36,11 @@ class Packing:
     """Where the tokens of several sequences are in rows of T slots; R = T.
 
     Attributes:
-      starts: (B, T) int32, as `forward` takes it: the slot of the first own token of each token's
+      starts: (B, T) int32, as for `packing.packed`: the slot of the first own token of each token's
         sequence, T for padding.
       predictors: (B, R) int32, the slot whose hidden state predicts each response token.
       predicted: (B, T) int32, the response token that a slot predicts, or -1.
-      shared: (B, T / PAGE, 2) int32, as `forward` takes it, or None if no prompt is shared.
+      shared: (B, T / PAGE, 2) int32, as for `packing.packed`, or None if no prompt is shared.
     """
 
     starts: Array
@@ -95,15 +97,12 @@ class Batch:
     truncation: Truncation | None = flax.struct.field(pytree_node=False, default=None)
     kept: Array = None
 
-    @property
-    def starts(self) -> Array:
-        """`Packing.starts`; None for one sequence a row."""
-        return None if self.packing is None else self.packing.starts
-
-    @property
-    def shared(self) -> Array:
-        """`Packing.shared`; None for one sequence a row."""
-        return None if self.packing is None else self.packing.shared
+    def inputs(self, rope: tuple[jax.Array, jax.Array]) -> Tokens:
+        """Returns what a forward pass reads, with the tables `rope`."""
+        if self.packing is None:
+            return Tokens.of(self.tokens, rope, lengths=self.lengths)
+        places = packed(self.packing.starts, len(rope[0]), self.packing.shared)
+        return Tokens(self.tokens, places, self.valid, rope)
 
     @property
     def predictions(self) -> tuple[jax.Array, jax.Array]:

@@ -1,8 +1,8 @@
 """The learner: GRPO and supervised train steps, and the log-probabilities of given responses.
 
 A train step quantises the parameters once, with the function that also refits the sampler, runs the
-one `forward` on full sequences under `value_and_grad`, and returns the log-probabilities that *this
-step* computed, on which drift is measured. Parameters stay float32; gradients are accumulated in
+model on full sequences under `value_and_grad`, and returns the log-probabilities that *this step*
+computed, on which drift is measured. Parameters stay float32; gradients are accumulated in
 float32 over micro-batches; the state is donated.
 
 States of scaling policies are frozen during the step, so that its forward pass is the rollout's.
@@ -37,8 +37,8 @@ from fp8rl_jax.models import (
     Parallel,
     Swap,
     checksum,
-    forward,
     head_logits,
+    hidden_states,
     init_probes,
     init_scaling,
     output_head,
@@ -143,7 +143,7 @@ class ForwardPass:
       model: shapes.
       recipe: numerics.
       parallel: the devices that share the work.
-      remat: what the backward pass recomputes, as for `forward`.
+      remat: what the backward pass recomputes, as for `Observe`.
     """
 
     model: ModelConfig
@@ -152,31 +152,25 @@ class ForwardPass:
     remat: str = "none"
 
     def run(self, params, batch: Batch, rope, observe: Observe = NOTHING) -> ForwardOutput:
-        """Runs `forward` on a batch's sequences up to the output head."""
-        return forward(
+        """Runs the model on a batch's sequences up to the output head."""
+        return hidden_states(
             params,
-            batch.tokens,
+            batch.inputs(rope),
             self.model,
             self.recipe,
-            lengths=batch.lengths,
-            starts=batch.starts,
-            shared=batch.shared,
             parallel=self.parallel,
-            rope=rope,
-            remat=self.remat,
-            output="hidden",
-            observe=observe,
+            observe=dataclasses.replace(observe, remat=self.remat),
         )
 
 
 def response_logprobs(
     forward_pass: ForwardPass, params, batch: Batch, rope, observe: Observe = NOTHING
 ) -> tuple[jax.Array, jax.Array, dict]:
-    """Returns (logp, entropy) of the response tokens, each (B, R), and the aux of `forward`.
+    """Returns (logp, entropy) of the response tokens, each (B, R), and the aux of `hidden_states`.
 
-    `params`, `rope` and `observe` are those of `forward`. `batch.routing` replaces the routers'
-    results. If the batch has a frozen model's hidden states, aux has 'frozen_kl' (B, R), the
-    divergence from that model.
+    `params` and `observe` are those of `forward`, `rope` that of `Tokens`. `batch.routing` replaces
+    the routers' results. If the batch has a frozen model's hidden states, aux has 'frozen_kl'
+    (B, R), the divergence from that model.
     """
     recipe = forward_pass.recipe
     parallel = forward_pass.parallel
@@ -454,7 +448,7 @@ class GradientProgram:
 
     def _loss(self, shared: _Shared, part: Batch, values, probes):
         """Returns (the loss of a micro-batch as a function of the trained parameters and the
-        probes, (`_Sums.counts`, `_Rows`, aux of `forward`))."""
+        probes, (`_Sums.counts`, `_Rows`, aux of `hidden_states`))."""
         loss = self.loss
         paired = trainable_params(
             with_trained(shared.state.params, values),

@@ -32,7 +32,8 @@ from fp8rl_jax.models import (
     Draws,
     ModelConfig,
     Swap,
-    forward,
+    Tokens,
+    hidden_states,
     output_head,
     rope_tables,
     token_logprobs,
@@ -125,7 +126,7 @@ def _make_pass(config: ModelConfig, recipe: Recipe) -> Callable:
         layers |= {f"{module}/kernel": kernel for module, kernel in kernels.items()}
         params = params | {"layers": unflatten_dict(layers, sep="/")}
         observe = Observe(names, swaps)
-        out = forward(params, tokens, config, recipe, rope=rope, output="hidden", observe=observe)
+        out = hidden_states(params, Tokens.of(tokens, rope), config, recipe, observe=observe)
         targets, ones = jnp.roll(tokens, -1, axis=1), jnp.ones(tokens.shape)
         head = output_head(params, config)
         logp, _ = token_logprobs(out.hidden, head, Draws(targets, ones), recipe)

@@ -28,7 +28,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.config import load_config
 from fp8rl_jax.kernels.reference import probe
-from fp8rl_jax.models import ModelConfig, forward, rope_tables
+from fp8rl_jax.models import ModelConfig, Tokens, forward, rope_tables
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.training.sft import cache_directory
 
@@ -107,7 +107,7 @@ def _gradient(model: ModelConfig, recipe: str):
     """A program with what a train step has: scans, quantisers, custom derivatives."""
 
     def value(params, tokens, rope):
-        out = forward(params, tokens, model, get_recipe(recipe), rope=rope)
+        out = forward(params, Tokens.of(tokens, rope), model, get_recipe(recipe))
         return jnp.square(out.logits).mean(), out.logits
 
     return exact_jit(jax.value_and_grad(value, has_aux=True))

@@ -18,7 +18,7 @@ from small_models import UNEVEN, UNEVEN_LATENT
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import prevent_fma, round_bf16
-from fp8rl_jax.models import forward, init_cache, init_params, rope_tables
+from fp8rl_jax.models import Tokens, forward, init_cache, init_params, rope_tables
 from fp8rl_jax.models.logprobs import scaled_logits
 from fp8rl_jax.quant import get_recipe
 
@@ -96,7 +96,9 @@ def test_forward(model, recipe):
     """With a cache, and logits over temperatures."""
 
     def run(params, tokens, cache, positions, rope, temperature):
-        out = forward(params, tokens, model, recipe, positions=positions, cache=cache, rope=rope)
+        out = forward(
+            params, Tokens.of(tokens, rope, positions=positions), model, recipe, cache=cache
+        )
         scaled = scaled_logits(out.logits[:, -1], temperature)
         return scaled - scaled.max(-1, keepdims=True)
 

@@ -17,8 +17,9 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.data.pretrained import PretrainedTokenizer
 from fp8rl_jax.models import (
     Draws,
-    forward,
+    Tokens,
     hf,
+    hidden_states,
     output_head,
     quantize_params,
     rope_tables,
@@ -57,7 +58,7 @@ def main() -> None:
     for name, recipe in RECIPES.items():
 
         def score(weights, tokens, rope, recipe=recipe):
-            hidden = forward(weights, tokens, config, recipe, rope=rope, output="hidden").hidden
+            hidden = hidden_states(weights, Tokens.of(tokens, rope), config, recipe).hidden
             targets, ones = jnp.roll(tokens, -1, axis=1), jnp.ones(tokens.shape)
             draws = Draws(targets, ones)
             return token_logprobs(hidden, output_head(weights, config), draws, recipe)[0]

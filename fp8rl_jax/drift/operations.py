@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fp8rl_jax.models import ModelConfig, forward, param_shapes
+from fp8rl_jax.models import ModelConfig, Tokens, hidden_states, param_shapes
 from fp8rl_jax.models.arrays import array_of
 from fp8rl_jax.models.taps import LOGITS, MODEL_TAPS, Observe
 
@@ -164,9 +164,9 @@ def tapped_values(config: ModelConfig, slots: int) -> dict[str, jax.ShapeDtypeSt
     float32, in the order of computation."""
 
     def run(params):
-        tokens, names = jnp.zeros((1, slots), jnp.int32), tuple(OPERATIONS)
-        out = forward(params, tokens, config, "f32", output="hidden", observe=Observe(names))
-        return out.aux["taps"]
+        tokens = Tokens.of(jnp.zeros((1, slots), jnp.int32))
+        observe = Observe(tuple(OPERATIONS))
+        return hidden_states(params, tokens, config, "f32", observe=observe).aux["taps"]
 
     found = jax.eval_shape(run, param_shapes(config))
     return {name: found[name] for name in OPERATIONS if name in found}

@@ -2,15 +2,15 @@
 
 ::
 
-    config.json, families/                           tokens, positions
+    config.json, families/                               Tokens
           |                                                |
-     ModelConfig --> arrays.py --> parameters --> transformer.forward <--> KV cache
+     ModelConfig --> arrays.py --> parameters --> transformer.py  <-->  KV cache
                      one row each  params.py               |
                                                         hidden --> head --> logprobs.py
                                                                     (over those of truncation.py)
 
 Read first: config.py (fields in which families differ), families/ (a file each), arrays.py (every
-array of a model), transformer.py (`forward`), decoder_layer.py (one layer: attention.py or
+array of a model), transformer.py (`hidden_states`), decoder_layer.py (one layer: attention.py or
 latent_attention.py, then feed_forward.py or moe.py with router.py). parallel/ runs them on a mesh,
 hf/ reads and writes checkpoints.
 
@@ -57,6 +57,7 @@ from fp8rl_jax.models.params import (
     weight_health,
 )
 from fp8rl_jax.models.rope import rope_tables
-from fp8rl_jax.models.taps import Swap
-from fp8rl_jax.models.transformer import REMAT, ForwardOutput, forward
+from fp8rl_jax.models.taps import REMAT, Swap
+from fp8rl_jax.models.tokens import Tokens
+from fp8rl_jax.models.transformer import ForwardOutput, forward, hidden_states
 from fp8rl_jax.models.truncation import Draws, Truncation

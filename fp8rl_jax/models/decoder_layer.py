@@ -55,7 +55,7 @@ class DecoderLayer(Part):
         Args:
           carried: (x (B, T, D), the cache of the run of layers or None).
           per_layer: inputs of this layer.
-          positions: `Places` of the tokens; cos, sin, valid: (B, T, ...), see `forward`.
+          positions: `Places` of the tokens; cos, sin, valid: (B, T, ...), see `hidden_states`.
 
         Returns:
           (carried with the new values, aux).

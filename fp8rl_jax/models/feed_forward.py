@@ -73,7 +73,7 @@ def sparse_mlp(
     Args:
       part, x: as for `gated_mlp`.
       valid: (B, T) bool, tokens to count; others have no routed experts.
-      collect: as for `forward`.
+      collect: as for `Observe`.
 
     Returns:
       (y, aux): y (B, T, D) in the compute dtype; aux {'expert_tokens': (E,) int32, tokens of each

@@ -22,6 +22,8 @@ from flax import traverse_util
 from fp8rl_jax.models.stacks import LayerGroup
 
 TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
+COLLECTED = ("kv_health", "kv_amax", "expert_probability")  # values of `collect`
+REMAT = ("none", "full")  # values of `remat`
 
 
 @flax.struct.dataclass
@@ -42,17 +44,29 @@ class Swap:
 
 @dataclasses.dataclass(frozen=True)
 class Observe:
-    """What a forward pass returns besides its result, and what it replaces.
+    """What a forward pass returns and keeps besides its result, and what it replaces.
 
     Attributes:
       taps: names of intermediate values to return.
       swaps: replacements of intermediate values, by name.
-      collect: further observations, names from `models.transformer.COLLECTED`.
+      collect: further observations, names from `COLLECTED`.
+      remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer, but
+        not attention within it (except latent attention).
+
+    Raises:
+      ValueError: `collect` or `remat` is none of these.
     """
 
     taps: tuple[str, ...] = ()
     swaps: Mapping[str, Swap] = dataclasses.field(default_factory=dict)
     collect: tuple[str, ...] = ()
+    remat: str = "none"
+
+    def __post_init__(self):
+        if not {*self.collect} <= {*COLLECTED}:
+            raise ValueError(f"collect is {self.collect!r}; write some of {', '.join(COLLECTED)}")
+        if self.remat not in REMAT:
+            raise ValueError(f"remat is {self.remat!r}; write one of {', '.join(REMAT)}")
 
 
 NOTHING = Observe()

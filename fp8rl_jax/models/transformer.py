@@ -1,7 +1,7 @@
 """The one forward function. Learner, prefill and decode call it; there is no other.
 
-Layers are stacked and run under a scan. `forward` is pure: parameters, tokens, positions, cache
-and rotary tables are arguments; the new cache is part of the result.
+Layers are stacked and run under a scan. It is pure: parameters, tokens, positions, cache and
+rotary tables are arguments; the new cache is part of the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, run_cache
 from fp8rl_jax.models.layers import StackedLayer, kernel_init, norm_of
 from fp8rl_jax.models.logprobs import head_logits, output_head
-from fp8rl_jax.models.packing import Places, packed
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
@@ -47,22 +46,21 @@ from fp8rl_jax.models.taps import (
     tap,
     watched,
 )
+from fp8rl_jax.models.tokens import Tokens
 from fp8rl_jax.quant import BoundWeight, Recipe, compute_value, get_recipe, is_weight, take_layer
 from fp8rl_jax.quant.varying import varying_vjp
 
-REMAT = ("none", "full")  # values of `remat`: keep activations; recompute each layer
 # Attention's gradients do not need its result, and what follows is recomputed from it. A latent
 # result is not kept: it is many times as large as a layer's input.
 _KEEPS_ATTENTION = jax.checkpoint_policies.save_only_these_names(KEPT)
-COLLECTED = ("kv_health", "kv_amax", "expert_probability")
 
 
 @flax.struct.dataclass
 class ForwardOutput:
-    """Result of `forward`.
+    """Result of `forward` and `hidden_states`.
 
     Attributes:
-      logits: (B, T, V) float32, or None with ``output='hidden'``.
+      logits: (B, T, V) float32, or None of `hidden_states`.
       hidden: (B, T, D) after the final norm, in the compute dtype.
       cache: the given cache with the new keys and values, or None.
       aux: dict of observations, see below.
@@ -233,76 +231,22 @@ def _embed(table: jax.Array | BoundWeight, tokens: jax.Array, implementation: st
     return table[tokens]
 
 
-def forward(
+def hidden_states(
     params,
-    tokens: jax.Array,
+    tokens: Tokens,
     config: ModelConfig,
     recipe: Recipe | str,
     *,
-    positions: jax.Array | None = None,
-    lengths: jax.Array | None = None,
-    starts: jax.Array | None = None,
-    shared: jax.Array | None = None,
     cache: KVCache | PagedCache | None = None,
     parallel: Parallel = ONE_DEVICE,
-    rope: tuple[jax.Array, jax.Array] | None = None,
-    remat: str = "none",
-    output: str = "logits",
     observe: Observe = NOTHING,
 ) -> ForwardOutput:
-    """Runs the decoder on tokens (B, T).
-
-    Args:
-      params: parameter tree: float32 masters (under recipes without stateful policies or segments
-        of layers), the result of `quantize_params`, or of `trainable_params`. All three give the
-        same bits.
-      tokens: (B, T) int32, right-padded.
-      config: shapes.
-      recipe: numerics of this side, a Recipe or its name.
-      positions: (B, T) int32; by default 0..T-1. A token's cache slot is its position; with a
-        `KVCache` those of a row must differ.
-      lengths: (B,) int32, real tokens of each row; observations in `aux` leave out the others, and
-        experts do not compute them.
-      starts, shared: (B, T) and (B, T / PAGE, 2) int32 for rows of several sequences, as for
-        `packing.packed`, in place of positions and lengths, and without a cache.
-      cache: keys and values so far; None attends within `tokens` alone (the learner).
-      parallel: the devices that share the computation; the bits are the same on any.
-      rope: tables of `rope_tables`, passed as arguments of the surrounding jit; when None they
-        are made here (convenient, but outside the zero-drift promise).
-      remat: 'none' keeps every activation for the backward pass, 'full' recomputes each layer, but
-        not attention within it (except latent attention).
-      output: 'logits' or 'hidden'.
-      observe: further results, in `ForwardOutput.aux`, and replacements; see models/taps.py.
-
-    Returns:
-      ForwardOutput.
-
-    Raises:
-      ValueError: `remat`, `output` or an observation is none of these, `params` lack scales that
-        the recipe needs, taps or swaps name sharded values, or `jax.set_mesh` set a mesh that
-        `parallel` lacks.
-    """
-    if remat not in REMAT:
-        raise ValueError(f"remat is {remat!r}; write one of {', '.join(REMAT)}")
-    if output not in ("logits", "hidden"):
-        raise ValueError(f"output is {output!r}; write 'logits' or 'hidden'")
-    if not {*observe.collect} <= {*COLLECTED}:
-        raise ValueError(f"collect is {observe.collect!r}; write some of {', '.join(COLLECTED)}")
+    """Runs the decoder up to the output head; arguments and errors are those of `forward`."""
     check_context(parallel)
     recipe = get_recipe(recipe)
-    batch, length = tokens.shape
-    where: Places
-    if starts is not None:
-        assert positions is None and lengths is None and cache is None and rope is not None
-        where = packed(starts, len(rope[0]), shared)
-        positions, valid = where.positions, starts < length
-    else:
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-        where = positions
-        valid = jnp.ones(tokens.shape, bool) if lengths is None else positions < lengths[:, None]
-    tables = rope or rope_tables(config, cache.slots if cache is not None else length)
-    cos, sin = (jnp.asarray(table)[positions] for table in tables)
+    slots = tokens.ids.shape[1] if cache is None else cache.slots
+    tables = tokens.rope or rope_tables(config, slots)
+    cos, sin = (jnp.asarray(table)[tokens.positions] for table in tables)
     by_shard_map = parallel.uses_shard_map(recipe)
     if by_shard_map and not {*observe.taps, *observe.swaps} <= {*ROUTING}:
         raise ValueError(
@@ -310,7 +254,7 @@ def forward(
             "where GPU kernels run on several devices: set mesh.tensor to 1, or use one device"
         )
     inner = parallel.within() if by_shard_map else parallel
-    module = Transformer(config, recipe, inner, remat, observe.collect)
+    module = Transformer(config, recipe, inner, observe.remat, observe.collect)
     runs = layer_groups(layer_stacks(config), recipe)
 
     variables = {"params": params}
@@ -326,12 +270,45 @@ def forward(
 
     if by_shard_map:
         apply = split_columns(apply, config, recipe, parallel)
-    hidden, cache, aux, tapped = apply(variables, tokens, cache, where, cos, sin, valid)
+    hidden, cache, aux, tapped = apply(
+        variables, tokens.ids, cache, tokens.places, cos, sin, tokens.valid
+    )
     if observe.taps:
         aux = aux | {"taps": tapped}
-    logits = None
-    if output == "logits":
-        rows = hidden.reshape(batch * length, -1)
-        logits = head_logits(rows, output_head(params, config, parallel), recipe, parallel)
-        logits = logits.reshape(batch, length, -1)
-    return ForwardOutput(logits, hidden, cache, aux)
+    return ForwardOutput(None, hidden, cache, aux)
+
+
+def forward(
+    params,
+    tokens: Tokens,
+    config: ModelConfig,
+    recipe: Recipe | str,
+    *,
+    cache: KVCache | PagedCache | None = None,
+    parallel: Parallel = ONE_DEVICE,
+    observe: Observe = NOTHING,
+) -> ForwardOutput:
+    """Runs the decoder and its output head on tokens (B, T); `hidden_states` leaves the head out.
+
+    Args:
+      params: parameter tree: float32 masters (under recipes without stateful policies or segments
+        of layers), the result of `quantize_params`, or of `trainable_params`. All three give the
+        same bits.
+      tokens: with their positions and rotary tables.
+      config: shapes.
+      recipe: numerics of this side, a Recipe or its name.
+      cache: keys and values so far; None attends within `tokens` alone (the learner).
+      parallel: the devices that share the computation; the bits are the same on any.
+      observe: further results, in `ForwardOutput.aux`, and replacements; see models/taps.py.
+
+    Raises:
+      ValueError: `params` lack scales that the recipe needs, taps or swaps name sharded values, or
+        `jax.set_mesh` set a mesh that `parallel` lacks.
+    """
+    recipe = get_recipe(recipe)
+    out = hidden_states(
+        params, tokens, config, recipe, cache=cache, parallel=parallel, observe=observe
+    )
+    rows = out.hidden.reshape(-1, out.hidden.shape[-1])
+    logits = head_logits(rows, output_head(params, config, parallel), recipe, parallel)
+    return dataclasses.replace(out, logits=logits.reshape(*tokens.ids.shape, -1))

@@ -56,7 +56,7 @@ class Workload:
       rows: sequences of a micro-batch, or 1, a row of several.
       prompt, response: most tokens of a prompt and of a response.
       micro_batches: number of micro-batches of an update, one after the other.
-      remat: 'none' or 'full', as in `forward`.
+      remat: 'none' or 'full', as in `Observe`.
       counts: whether a forward pass before the micro-batches counts the experts' tokens
         (`learner.GradientProgram`).
       capacity: tokens of a row of several sequences (`learner.tokens_per_batch`); 0 without such.

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8rl_jax.models import PAGE, PagedCache, forward, init_paged_cache, least_pages
+from fp8rl_jax.models import PAGE, PagedCache, Tokens, hidden_states, init_paged_cache, least_pages
 from fp8rl_jax.models.kv_cache import Stored
 from fp8rl_jax.models.parallel.mesh import EXPERT
 from fp8rl_jax.rollout import page_pool, schedule
@@ -303,16 +303,13 @@ class ContinuousLoop:
 
     def _forward(self, prepared, requests, state: BatchState, tokens, positions, table):
         cache = PagedCache(state.pool, table, self.batching.pages)
-        out = forward(
+        out = hidden_states(
             prepared.weights,
-            tokens,
+            Tokens.of(tokens, requests.rope, positions=positions),
             self.loop.model,
             self.loop.recipe,
-            positions=positions,
             cache=cache,
             parallel=self.loop.parallel,
-            rope=requests.rope,
-            output="hidden",
         )
         assert isinstance(out.cache, PagedCache)
         return out.hidden, out.cache.runs

@@ -31,7 +31,7 @@ from fp8rl_jax.models import (
     ModelConfig,
     Parallel,
     checksum,
-    forward,
+    hidden_states,
     quantize_params,
     weight_health,
 )
@@ -102,17 +102,12 @@ def make_calibrate(
         weights = quantize_params(params, recipe, scaling_state)
 
         def run(part: Batch):
-            out = forward(
+            out = hidden_states(
                 weights,
-                part.tokens,
+                part.inputs(rope),
                 model,
                 recipe,
-                lengths=part.lengths,
-                starts=part.starts,
-                shared=part.shared,
                 parallel=parallel,
-                rope=rope,
-                output="hidden",
                 observe=Observe(collect=("kv_amax",)),
             )
             return {name: find_amax(x, 1) for name, x in out.aux["kv_amax"].items()}, ()

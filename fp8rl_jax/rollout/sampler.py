@@ -6,8 +6,8 @@
                                          |                                              |
                                          +--> Loop.decode_step: one more token <--------+ repeated
 
-One program for a batch of prompts times `group_size` samples. It calls the same `forward` and the
-same log-probability function as the learner, and records each token's log-probability when drawn.
+One program for a batch of prompts times `group_size` samples. It calls the same forward and
+log-probability functions as the learner, and records each token's log-probability when drawn.
 Finished sequences keep their row until every sequence has ended or reached its limit.
 
 Not done here: replacing finished sequences by waiting ones (rollout/continuous.py does it).
@@ -33,11 +33,12 @@ from fp8rl_jax.models import (
     KVCache,
     ModelConfig,
     Parallel,
+    Tokens,
     Truncation,
     drawn_logprobs,
     for_decoding,
-    forward,
     head_logits,
+    hidden_states,
     init_cache,
     output_head,
     pages_of,
@@ -293,15 +294,13 @@ class Loop:
         slots += -slots % (KV_STEP if slots > KV_STEP else PAGE)  # else a CPU copies it, to pad
         batch = prompts.shape[0] * sampler.group_size
         cache = init_cache(self.model, recipe, prompts.shape[0], prompt_slots, self.parallel)
-        prefill = forward(
+        prefill = hidden_states(
             prepared.weights,
-            prompts,
+            Tokens.of(prompts, requests.rope),
             self.model,
             recipe,
             cache=cache,
             parallel=self.parallel,
-            rope=requests.rope,
-            output="hidden",
             observe=Observe(sampler.taps),
         )
         taps = self._begin_taps(prefill.aux.get("taps", {}), prompt_slots + slots_new)
@@ -358,24 +357,21 @@ class Loop:
 
     def decode_step(self, prepared: Prepared, requests: Requests, state: LoopState) -> LoopState:
         """Draws one more token for every row."""
-        start = self._start(requests)
-        out = forward(
+        positions = self._start(requests) + state.index
+        out = hidden_states(
             prepared.weights,
-            state.token[:, None],
+            Tokens.of(state.token[:, None], requests.rope, positions=positions[:, None]),
             self.model,
             self.recipe,
-            positions=(start + state.index)[:, None],
             cache=state.cache,
             parallel=self.parallel,
-            rope=requests.rope,
-            output="hidden",
             observe=Observe(self.sampler.taps),
         )
         index = state.index + 1
         drawn = self._draw(prepared, requests, out.hidden[:, 0], index)
         rollout = self._record(state.rollout, index, state.done, *drawn)
         if "taps" in out.aux:
-            taps = self._write_taps(rollout.taps, out.aux["taps"], start + state.index)
+            taps = self._write_taps(rollout.taps, out.aux["taps"], positions)
             rollout = dataclasses.replace(rollout, taps=taps)
         done = state.done | rollout.finished | (index + 1 >= requests.limits)
         assert isinstance(out.cache, KVCache)

@@ -14,7 +14,7 @@ from fp8rl_jax import cli
 from fp8rl_jax.bench import rollout as bench_rollout
 from fp8rl_jax.bench.rollout import CASES, SMALL, Cell, Plan, arguments, model_of
 from fp8rl_jax.bench.rollout_ways import WAYS, long_tail, make_static
-from fp8rl_jax.models import ModelConfig, forward, rope_tables
+from fp8rl_jax.models import ModelConfig, Tokens, forward, rope_tables
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.rollout import make_sampler
 
@@ -103,7 +103,7 @@ def test_transformers_runs_the_same_model():
     tokens = np.random.default_rng(0).integers(0, 64, (2, 9)).astype(np.int32)
     with torch.inference_mode():
         theirs = peer.models["float32"](torch.tensor(tokens)).logits.numpy()
-    ours = forward(params, tokens, _MODEL, "f32", rope=rope_tables(_MODEL, 9)).logits
+    ours = forward(params, Tokens.of(tokens, rope_tables(_MODEL, 9)), _MODEL, "f32").logits
     np.testing.assert_allclose(theirs, ours, atol=1e-4 * np.abs(theirs).max())
     assert set(peer.faster(tokens, 3, 2)) == set(DTYPES)
     out = peer.generate("float32", tokens, 3, 2)

@@ -138,7 +138,7 @@ def test_self_check_holds(overrides):
 def test_self_check_sees_a_platform_that_does_not_keep_it(monkeypatch):
     """Rotary tables that are folded on one side stand for a platform that rounds differently."""
     jax.clear_caches()
-    monkeypatch.setattr(learner, "forward", drift_faults.constant_tables)
+    monkeypatch.setattr(learner, "hidden_states", drift_faults.constant_tables)
     checked = self_check(_runtime("precision.rollout=f32", "precision.learner=f32"))
     assert not checked.holds and 0 < checked.largest < 1e-4
     assert f"{checked.differing} of {checked.tokens} tokens" in str(checked)
@@ -168,7 +168,7 @@ def test_required_refuses_where_the_check_fails(tmp_path, monkeypatch, capsys):
 def test_drift_in_a_run_is_analysed_once(tmp_path, monkeypatch, capsys):
     """The first drift where none was promised writes drift.json, and the report shows it."""
     jax.clear_caches()
-    monkeypatch.setattr(learner, "forward", drift_faults.constant_tables)
+    monkeypatch.setattr(learner, "hidden_states", drift_faults.constant_tables)
     assert _train(tmp_path, *_F32) == 0
     out = capsys.readouterr().out
     assert "does NOT hold here" in out

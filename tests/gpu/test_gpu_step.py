@@ -29,7 +29,8 @@ from fp8rl_jax.bench.kernel_times import Source
 from fp8rl_jax.kernels import as_bytes, resolve
 from fp8rl_jax.models import (
     ModelConfig,
-    forward,
+    Tokens,
+    hidden_states,
     init_params,
     kernel_formats,
     quantize_params,
@@ -37,6 +38,7 @@ from fp8rl_jax.models import (
     trainable_params,
 )
 from fp8rl_jax.models.presets import preset
+from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Recipe
 from fp8rl_jax.rollout import Loop, Requests, SamplerConfig
 from fp8rl_jax.rollout.cases import CASES
@@ -189,7 +191,9 @@ def test_speed_of_learner(case, record_property, tmp_path, model=None):
 
         def loss(params, weights, ids, cotangent, rope):
             paired = trainable_params(params, weights, recipe)
-            out = forward(paired, ids, model, recipe, rope=rope, remat="full", output="hidden")
+            out = hidden_states(
+                paired, Tokens.of(ids, rope), model, recipe, observe=Observe(remat="full")
+            )
             return jnp.sum(out.hidden.astype(jnp.float32) * cotangent)
 
         program = jax.jit(jax.grad(loss))

@@ -120,13 +120,12 @@ def _no_rounding():
 
 
 def constant_tables(params, tokens, config, recipe, **options):
-    """The forward pass with rotary tables that it computes itself."""
+    """The model with rotary tables that it computes itself."""
     half = config.head_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half) / half)
-    angle = jnp.arange(tokens.shape[1])[:, None] * frequency
-    return models.forward(
-        params, tokens, config, recipe, **{**options, "rope": (jnp.cos(angle), jnp.sin(angle))}
-    )
+    angle = jnp.arange(tokens.ids.shape[1])[:, None] * frequency
+    tokens = dataclasses.replace(tokens, rope=(jnp.cos(angle), jnp.sin(angle)))
+    return models.hidden_states(params, tokens, config, recipe, **options)
 
 
 def _whole_vocabulary(logits, scaled, tokens, *others):
@@ -206,7 +205,7 @@ FAULTS = {
     ),
     "rotary tables as constants": Fault(
         _F32,
-        learner=_patch(learner_module, "forward", constant_tables),
+        learner=_patch(learner_module, "hidden_states", constant_tables),
         culprit="self_attn/q_rope",
         layer=0,
         words=("tables", "arguments"),

@@ -20,7 +20,7 @@ from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import Batch, make_batch, of_sequences, pack
 from fp8rl_jax.data import join
 from fp8rl_jax.models import masters
-from fp8rl_jax.models.taps import ROUTING
+from fp8rl_jax.models.taps import ROUTING, Observe
 from fp8rl_jax.quant import Recipe, get_recipe
 from fp8rl_jax.quant.kv import with_scales
 
@@ -297,8 +297,12 @@ def _learner_logits(case: Case, state, batch: Batch, rope) -> np.ndarray:
         frozen = state.scaling_state
         weights = models.quantize_params(jax.lax.stop_gradient(params), recipe, frozen)
         paired = models.trainable_params(params, weights, recipe, frozen)
-        out = models.forward(
-            paired, batch.tokens, model, recipe, rope=rope, remat=case.remat, output="hidden"
+        out = models.hidden_states(
+            paired,
+            models.Tokens.of(batch.tokens, rope),
+            model,
+            recipe,
+            observe=Observe(remat=case.remat),
         )
         index = batch.prompt_lengths[:, None] - 1 + jnp.arange(batch.targets.shape[1])
         hidden = jnp.take_along_axis(out.hidden, index[:, :, None], axis=1)

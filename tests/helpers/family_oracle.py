@@ -18,7 +18,7 @@ from hf_checkpoints import CONFIGS, named, params_of, write
 from random_model import quantized
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import forward, rope_tables
+from fp8rl_jax.models import Tokens, forward, rope_tables
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.rollout import Requests, SamplerConfig, make_sampler
 
@@ -49,7 +49,7 @@ def tokens(rows: int, length: int) -> np.ndarray:
 
 def _ours(name: str, recipe: str, batch: np.ndarray) -> np.ndarray:
     config = CONFIGS[name]
-    program = exact_jit(lambda p, t, rope: forward(p, t, config, recipe, rope=rope).logits)
+    program = exact_jit(lambda p, t, rope: forward(p, Tokens.of(t, rope), config, recipe).logits)
     weights = quantized(params_of(name), recipe)
     return np.asarray(program(weights, batch, rope_tables(config, batch.shape[1])))
 
@@ -89,7 +89,7 @@ def gradient_errors(name: str) -> dict[str, float]:
     config, params, batch = CONFIGS[name], params_of(name), tokens(2, 24)
 
     def loss(params, tokens, rope):
-        return (jnp.sin(forward(params, tokens, config, "f32", rope=rope).logits) ** 2).mean()
+        return (jnp.sin(forward(params, Tokens.of(tokens, rope), config, "f32").logits) ** 2).mean()
 
     grads = exact_jit(jax.grad(loss))(params, batch, rope_tables(config, 24))
     ours = named(config, jax.tree.map(np.asarray, grads))

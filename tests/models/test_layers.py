@@ -140,7 +140,7 @@ def test_decoder_trains_under_shard_map(recipe):
     rows, whole = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
 
     def logits(params, tokens, rope):
-        return models.forward(params, tokens, config, recipe, rope=rope).logits
+        return models.forward(params, models.Tokens.of(tokens, rope), config, recipe).logits
 
     def gradients(logits):
         return exact_jit(jax.grad(lambda p: (logits(p, tokens, rope) ** 2).mean()))(params)

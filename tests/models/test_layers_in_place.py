@@ -13,6 +13,7 @@ from small_models import BLOCKS
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.models import (
+    Tokens,
     forward,
     init_cache,
     init_paged_cache,
@@ -60,7 +61,9 @@ def test_forward(monkeypatch, recipe, more):
 
     def run(weights, tokens, taps=()):
         cache = init_cache(config, recipe, 3, 32)
-        out = forward(weights, tokens, config, recipe, cache=cache, observe=Observe(taps))
+        out = forward(
+            weights, Tokens.of(tokens), config, recipe, cache=cache, observe=Observe(taps)
+        )
         return out.logits, jax.tree.leaves(out.cache)
 
     used = []

@@ -18,6 +18,7 @@ from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import round_bf16
 from fp8rl_jax.models import (
+    Tokens,
     forward,
     init_probes,
     init_scaling,
@@ -113,7 +114,9 @@ def _gradients(config, own: Adapted, recipe: str):
     def loss(params, masters):
         weights = quantize_params(jax.lax.stop_gradient(masters), recipe)
         paired = trainable_params(params, weights, recipe)
-        return (jnp.sin(forward(paired, tokens, config, recipe, rope=rope).logits) ** 2).mean()
+        return (
+            jnp.sin(forward(paired, Tokens.of(tokens, rope), config, recipe).logits) ** 2
+        ).mean()
 
     ours = exact_jit(jax.grad(lambda values: loss(with_trained(own, values), merged(own))))(
         trained(own)

@@ -72,7 +72,7 @@ def _residuals(name: str) -> list[jax.ShapeDtypeStruct]:
 
         def hidden(params):
             paired = models.trainable_params(params, weights, recipe, scaling)
-            out = models.forward(paired, tokens, _MODEL, recipe, rope=rope, output="hidden")
+            out = models.hidden_states(paired, models.Tokens.of(tokens, rope), _MODEL, recipe)
             return out.hidden
 
         return jax.vjp(hidden, params)[1]

@@ -13,7 +13,7 @@ from oracles import decoder_oracle, moe_oracle
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, forward, moe, param_shapes, rope_tables
+from fp8rl_jax.models import ModelConfig, Tokens, forward, moe, param_shapes, rope_tables
 from fp8rl_jax.models import router as routing
 from fp8rl_jax.quant import get_recipe
 
@@ -114,7 +114,7 @@ def test_whole_model_against_the_oracle():
     tokens = np.random.default_rng(0).integers(0, 50, (2, 20)).astype(np.int32)
 
     def run(params, tokens, rope):
-        return forward(params, tokens, _MODEL, "f32", rope=rope, lengths=jnp.int32([20, 15]))
+        return forward(params, Tokens.of(tokens, rope, lengths=jnp.int32([20, 15])), _MODEL, "f32")
 
     out = exact_jit(run)(params, tokens, rope_tables(_MODEL, 20))
     expected = decoder_oracle.decoder_logits(params, _MODEL, tokens)

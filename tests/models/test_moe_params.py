@@ -17,6 +17,7 @@ from random_model import quantized
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import (
     ModelConfig,
+    Tokens,
     checksum,
     forward,
     init_params,
@@ -142,7 +143,7 @@ def _train_step(recipe):
 
         def loss(params, probes):
             paired = trainable_params(params, weights, recipe, scaling, probes)
-            logits = forward(paired, tokens, _MODEL, recipe, rope=rope).logits
+            logits = forward(paired, Tokens.of(tokens, rope), _MODEL, recipe).logits
             logp = jax.nn.log_softmax(logits[:, :-1])
             return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean(), logits
 
@@ -158,7 +159,7 @@ def _train_step(recipe):
 def test_three_forms_give_the_same_bits(recipe):
     """Raw masters, rollout weights, and masters paired with weights under a gradient."""
     program = exact_jit(
-        lambda params, tokens, rope: forward(params, tokens, _MODEL, recipe, rope=rope).logits
+        lambda params, tokens, rope: forward(params, Tokens.of(tokens, rope), _MODEL, recipe).logits
     )
     rollout = program(_refit(recipe)[0], *_inputs())
     assert np.isfinite(rollout).all() and np.std(rollout) > 0.1

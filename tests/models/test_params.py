@@ -13,6 +13,7 @@ from oracles import decoder_oracle, quant_oracle
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.models import (
     ModelConfig,
+    Tokens,
     checksum,
     forward,
     init_params,
@@ -169,7 +170,7 @@ def _inputs(model):
 @functools.cache
 def _program(model, recipe):
     return exact_jit(
-        lambda params, tokens, rope: forward(params, tokens, model, recipe, rope=rope).logits
+        lambda params, tokens, rope: forward(params, Tokens.of(tokens, rope), model, recipe).logits
     )
 
 
@@ -182,7 +183,7 @@ def _train_step(model, recipe):
 
         def loss(params):
             paired = trainable_params(params, weights, recipe)
-            logits = forward(paired, tokens, model, recipe, rope=rope).logits
+            logits = forward(paired, Tokens.of(tokens, rope), model, recipe).logits
             logp = jax.nn.log_softmax(logits[:, :-1])
             return -jnp.take_along_axis(logp, tokens[:, 1:, None], -1).mean(), logits
 

@@ -14,7 +14,7 @@ from random_model import initial_params, quantized
 from small_models import BLOCKS
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import Swap, forward, layers, trainable_params
+from fp8rl_jax.models import Swap, Tokens, forward, layers, trainable_params
 from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import Operand, get_recipe, power_of_two, static
 from fp8rl_jax.quant.operands import fuses_quantisation
@@ -70,7 +70,11 @@ def _run(recipe, swaps=None, remat="none"):
     def loss(params):
         paired = trainable_params(params, weights, recipe)
         out = forward(
-            paired, tokens, BLOCKS, recipe, remat=remat, observe=Observe(swaps=swaps or {})
+            paired,
+            Tokens.of(tokens),
+            BLOCKS,
+            recipe,
+            observe=Observe(swaps=swaps or {}, remat=remat),
         )
         return jax.nn.log_softmax(out.logits)[..., 0].sum(), out.logits
 

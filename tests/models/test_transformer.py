@@ -11,7 +11,15 @@ from oracles import decoder_oracle as oracle
 from small_models import UNEVEN, UNEVEN_LATENT
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, rope_tables
+from fp8rl_jax.models import (
+    ModelConfig,
+    Tokens,
+    forward,
+    hidden_states,
+    init_cache,
+    param_shapes,
+    rope_tables,
+)
 from fp8rl_jax.models.taps import Observe
 from fp8rl_jax.quant import get_recipe
 
@@ -35,7 +43,7 @@ def _program(recipe, model=UNEVEN):
     """(params, tokens, rope) -> logits, and whether each layer's output is finite."""
 
     def run(params, tokens, rope):
-        out = forward(params, tokens, model, recipe, rope=rope)
+        out = forward(params, Tokens.of(tokens, rope), model, recipe)
         return out.logits, out.aux["finite"]
 
     return exact_jit(run)
@@ -110,7 +118,9 @@ def test_rounding_error_within_recorded_bounds(recipe, low, high):
 @functools.cache
 def _cached_program(recipe, model=UNEVEN):
     def run(params, tokens, cache, positions, rope):
-        out = forward(params, tokens, model, recipe, positions=positions, cache=cache, rope=rope)
+        out = forward(
+            params, Tokens.of(tokens, rope, positions=positions), model, recipe, cache=cache
+        )
         return out.logits, out.cache
 
     return exact_jit(run)
@@ -203,7 +213,9 @@ def _loss_and_gradients(remat, recipe="f32"):
     """Mean negative log-probability of the next token, and its gradients by masters."""
 
     def loss(params, tokens, rope):
-        logits = forward(params, tokens, UNEVEN, recipe, rope=rope, remat=remat).logits
+        logits = forward(
+            params, Tokens.of(tokens, rope), UNEVEN, recipe, observe=Observe(remat=remat)
+        ).logits
         logp = jax.nn.log_softmax(logits[:, :-1])
         return -jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1).mean()
 
@@ -339,7 +351,11 @@ def test_every_family_is_observed(family, recipe):
     case = Case(recipe, family, layers=3, experts=8 if family in ("glm", "gpt-oss") else 0)
     model, tokens = case.model(), jax.ShapeDtypeStruct((2, 8), jnp.int32)
     collect = ("kv_health", "kv_amax")
-    run = functools.partial(forward, config=model, recipe=recipe, observe=Observe(collect=collect))
+    observe = Observe(collect=collect)
+
+    def run(params, ids):
+        return hidden_states(params, Tokens.of(ids), model, recipe, observe=observe)
+
     aux = jax.eval_shape(run, param_shapes(model), tokens).aux
     assert {x.shape for x in jax.tree.leaves(aux["kv_health"])} == {(3,)}
     assert set(aux["kv_amax"]) == ({"latent"} if model.latent else {"q", "k", "v"})
@@ -349,7 +365,7 @@ def test_every_family_is_observed(family, recipe):
 def test_hidden_output_has_no_logits(recipe):
     """Hidden states in the compute dtype, and nothing of the vocabulary's size."""
     out = jax.eval_shape(
-        lambda params, tokens: forward(params, tokens, UNEVEN, recipe, output="hidden"),
+        lambda params, tokens: hidden_states(params, Tokens.of(tokens), UNEVEN, recipe),
         _params(UNEVEN),
         _tokens(),
     )
@@ -358,9 +374,12 @@ def test_hidden_output_has_no_logits(recipe):
     assert out.hidden.dtype == {"f32": jnp.float32, "bf16": jnp.bfloat16}[recipe]
 
 
-@pytest.mark.parametrize("field", ["remat", "output"])
+@pytest.mark.parametrize("field", ["remat", "collect"])
 def test_unknown_choices_are_refused(field):
     """The message names the value and what may be written."""
-    allowed = {"remat": "none, full", "output": "'logits' or 'hidden'"}[field]
-    with pytest.raises(ValueError, match=f"{field} is 'some'; write .*{allowed}"):
-        forward(_params(UNEVEN), _tokens(), UNEVEN, "f32", **{field: "some"})
+    given, allowed = {
+        "remat": ("some", "one of none, full"),
+        "collect": (("some",), "some of kv_health, kv_amax, expert_probability"),
+    }[field]
+    with pytest.raises(ValueError, match=f"{field} is .*'some'.*; write {allowed}"):
+        Observe(**{field: given})

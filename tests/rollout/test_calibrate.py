@@ -23,7 +23,7 @@ from oracles import decoder_oracle, quant_oracle
 
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.batch import of_sequences, pack
-from fp8rl_jax.models import ModelConfig, forward, init_cache, param_shapes, quantize_params
+from fp8rl_jax.models import ModelConfig, Tokens, forward, init_cache, param_shapes, quantize_params
 from fp8rl_jax.models import rope_tables as make_rope
 from fp8rl_jax.models.kv_cache import LayerCache
 from fp8rl_jax.models.taps import Observe
@@ -190,10 +190,9 @@ def _program(recipe, cached=False):
     def run(params, tokens, scales):
         return forward(
             quantize_params(params, recipe, with_scales({}, scales)),
-            tokens,
+            Tokens.of(tokens, _ROPE),
             _MODEL,
             recipe,
-            rope=_ROPE,
             cache=init_cache(_MODEL, recipe, 4, 12) if cached else None,
             observe=Observe(collect=("kv_health",)),
         )
@@ -260,7 +259,7 @@ def test_one_missing_scale_is_enough():
 def test_without_scales_nothing_runs():
     """Neither the forward pass nor the quantiser takes a calibrated recipe without its scales."""
     with pytest.raises(ValueError, match=r"calibrated scales, which these weights lack"):
-        forward(_params(), _tokens(), _MODEL, _CALIBRATED)
+        forward(_params(), Tokens.of(_tokens()), _MODEL, _CALIBRATED)
     with pytest.raises(ValueError, match=r"calibrated scales: pass this layer's"):
         quantize_kv(jnp.ones((3, 4)), _CALIBRATED, "k")
 

@@ -19,7 +19,7 @@ from small_models import DENSE, LATENT
 from fp8rl_jax import models
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.kernels import attention
-from fp8rl_jax.models import PAGE, forward, init_cache, init_paged_cache
+from fp8rl_jax.models import PAGE, Tokens, hidden_states, init_cache, init_paged_cache
 from fp8rl_jax.models.kv_cache import LayerCache, StoredKV, run_cache
 from fp8rl_jax.quant import get_recipe, quantize_kv
 
@@ -122,15 +122,8 @@ def test_the_whole_forward(model, recipe):
 
     @exact_jit
     def step(tokens, positions, cache):
-        return forward(
-            weights,
-            tokens,
-            model,
-            recipe,
-            positions=positions,
-            cache=cache,
-            rope=rope,
-            output="hidden",
+        return hidden_states(
+            weights, Tokens.of(tokens, rope, positions=positions), model, recipe, cache=cache
         )
 
     rows = init_cache(model, recipe, 2, 192)

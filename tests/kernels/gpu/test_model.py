@@ -30,7 +30,16 @@ from fp8rl_jax.kernels.gpu import (
     norm,
 )
 from fp8rl_jax.learner import ForwardPass, response_logprobs
-from fp8rl_jax.models import ModelConfig, forward, init_cache, layers, rope_tables, trainable_params
+from fp8rl_jax.models import (
+    ModelConfig,
+    Tokens,
+    forward,
+    hidden_states,
+    init_cache,
+    layers,
+    rope_tables,
+    trainable_params,
+)
 from fp8rl_jax.quant import get_recipe
 from fp8rl_jax.rollout import Batching, ContinuousSampler, Requests, SamplerConfig, make_sampler
 
@@ -310,12 +319,12 @@ def test_fused_quantisation(monkeypatch, interpreted, more, changes, before, aft
 
     def rollout():
         cache = init_cache(config, recipe, 2, 8)
-        out = forward(weights, tokens, config, recipe, cache=cache)
+        out = forward(weights, Tokens.of(tokens), config, recipe, cache=cache)
         return out.logits, out.cache
 
     def loss(params):
         paired = trainable_params(params, weights, recipe)
-        hidden = forward(paired, tokens, config, recipe, output="hidden").hidden
+        hidden = hidden_states(paired, Tokens.of(tokens), config, recipe).hidden
         return (hidden.astype(jnp.float32) * probe).sum()
 
     def run():

@@ -18,7 +18,7 @@ import pytest
 from hf_checkpoints import CONFIGS, bf16, named, params_of, write
 
 from fp8rl_jax.base.exact_jit import exact_jit
-from fp8rl_jax.models import forward, hf, init_params, rope_tables
+from fp8rl_jax.models import Tokens, forward, hf, init_params, rope_tables
 from fp8rl_jax.models.hf.config_json import config_json
 from fp8rl_jax.quant import quantize
 
@@ -65,7 +65,7 @@ def _assert_same_logits(model, config, params) -> tuple[np.ndarray, np.ndarray]:
     """Compares their logits with ours; returns the tokens, and their logits."""
     tokens = np.random.default_rng(0).integers(0, 60, (2, _LENGTH)).astype(np.int32)
     expected = _logits(model, tokens)
-    program = exact_jit(lambda p, t, rope: forward(p, t, config, "f32", rope=rope).logits)
+    program = exact_jit(lambda p, t, rope: forward(p, Tokens.of(t, rope), config, "f32").logits)
     ours = np.asarray(program(params, tokens, rope_tables(config, _LENGTH)))
     assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
     return tokens, expected

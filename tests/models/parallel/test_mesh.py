@@ -27,7 +27,10 @@ def test_a_mesh_of_the_context_is_refused():
 
     def run(parallel):
         return jax.eval_shape(
-            lambda p: models.forward(p, tokens, NARROW, "fp8", parallel=parallel).logits, params
+            lambda p: (
+                models.forward(p, models.Tokens.of(tokens), NARROW, "fp8", parallel=parallel).logits
+            ),
+            params,
         )
 
     with jax.sharding.use_abstract_mesh(mesh):
