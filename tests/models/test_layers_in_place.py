@@ -15,6 +15,7 @@ from fp8rl_jax.kernels import dispatch
 from fp8rl_jax.models import (
     Tokens,
     forward,
+    hidden_states,
     init_cache,
     init_paged_cache,
     init_params,
@@ -133,7 +134,7 @@ def test_both_platforms_give_the_same_tree(monkeypatch, changes, more):
     def step(params, tokens):
         weights = quantize_params(params, recipe, with_scales({}, scales))
         caches = init_cache(config, recipe, 2, 64), init_paged_cache(config, recipe, 3, table)
-        run = functools.partial(forward, weights, tokens, config, recipe)
+        run = functools.partial(hidden_states, weights, Tokens.of(tokens), config, recipe)
         return [run(cache=cache).cache for cache in caches]
 
     for length in (1, 5):
