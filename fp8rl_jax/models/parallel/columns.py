@@ -133,11 +133,11 @@ def combine(aux: dict) -> dict:
     """
 
     def every(finite: jax.Array) -> jax.Array:
-        axes = tuple(axes_of(finite))
+        axes = tuple(sorted(axes_of(finite)))
         return lax.pmin(finite.astype(jnp.int32), axes) > 0 if axes else finite
 
     def add(counts):
-        axes = tuple(axes_of(counts))
+        axes = tuple(sorted(axes_of(counts)))
         return jax.tree.map(lambda x: lax.psum(x, axes), share(counts)) if axes else counts
 
     def largest(x: jax.Array) -> jax.Array:
