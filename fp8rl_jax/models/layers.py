@@ -3,7 +3,6 @@
 ::
 
     Linear  --multiply-->  quant.matmul            one product, input and output tapped
-    SplitLinear                                    `Linear` on one device inside a shard_map
     RMSNorm                                        a kernel on a GPU, jnp elsewhere
 
 Every operation computes in float32 and rounds once, to bf16, at its end (`compute_value`). On a GPU
@@ -221,23 +220,51 @@ class Part(nn.Module):
 
 class Linear(Part):
     """A linear layer, with a bias if models/arrays.py has one. Its quantised input and its output
-    are tapped. Without `adds_bias` the caller adds it, to a product in float32."""
+    are tapped. Without `adds_bias` the caller adds it, to a product in float32.
+
+    Inside a shard_map the kernel may be sharded by columns, and the input may have all features or
+    this device's shard of them. The result has this device's columns if the kernel is sharded, else
+    all columns; nothing is tapped.
+    """
 
     adds_bias: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
         """Maps (..., in) to (..., out), both in the compute dtype."""
+        recipe, parallel = self.recipe, self.parallel
         x = as_activation(x)
-        kernel = kernel_of(self, self.config, self.parallel)
-        x = tap_activation(self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel))
-        bias = vector(self, self.config, self.parallel, "bias")
-        rows, product = Rows(self.parallel.devices), _product(self.recipe, bias)
-        y = multiply(self.recipe, x.matrix(), kernel, rows, product)
+        kernel = kernel_of(self, self.config, parallel)
+        bias = vector(self, self.config, parallel, "bias")
+        if parallel.inside:
+            x, kernel, rows = _split(recipe, parallel, x, kernel)
+            bias = None if bias is None else columns.gather_or_slice(bias, kernel.shape[-1])
+        else:
+            x = tap_activation(self, "input", x, functools.partial(_as_multiplied, recipe, kernel))
+            rows = Rows(parallel.devices)
+        y = multiply(recipe, x.matrix(), kernel, rows, _product(recipe, bias))
         y = y.reshape(*x.shape[:-1], y.shape[-1])
         if not self.adds_bias:
             return y
-        return tap(self, "output", add_bias(self.recipe, self.parallel, y, bias))
+        y = add_bias(recipe, parallel, y, bias)
+        return y if parallel.inside else tap(self, "output", y)
+
+
+def _split(
+    recipe: Recipe, parallel: Parallel, x: Activation, kernel: LayerWeight
+) -> tuple[Activation, LayerWeight, Rows]:
+    """Returns the operands of a linear layer inside a shard_map, and how its product treats rows:
+    whether it gathers the input's features, quantised, or `x` has them all."""
+    depth = kernel.shape[0]
+    cut = columns.is_sharded(kernel)
+    gather = None
+    if cut and gathers_quantised(recipe, x.shape[-1]):
+        gather = AXIS if x.shape[-1] < depth else None
+    else:
+        x = dataclasses.replace(x, value=columns.gather_or_slice(x.value, depth))
+    if cut and gather is None:
+        kernel = columns.count_once(kernel, parallel.tensor)
+    return x, kernel, Rows(gather=gather)
 
 
 def _as_multiplied(recipe: Recipe, kernel: LayerWeight, x: jax.Array) -> jax.Array:
@@ -250,46 +277,9 @@ def _as_multiplied(recipe: Recipe, kernel: LayerWeight, x: jax.Array) -> jax.Arr
     return quantize_operand(rows, recipe.activation, state)[0].dequantize().reshape(x.shape)
 
 
-class SplitLinear(nn.Module):
-    """`Linear` on one device inside a shard_map, with a kernel that may be sharded by columns.
-
-    The input has all features or this device's shard of them. The result has this device's columns
-    if the kernel is sharded, else all columns.
-    """
-
-    recipe: Recipe
-    parallel: Parallel
-    adds_bias: bool = True
-
-    @nn.compact
-    def __call__(self, x: jax.Array | Activation) -> jax.Array:
-        x = as_activation(x)
-        kernel = columns.gather_stored(self.get_variable("params", "kernel"))
-        depth, cut = kernel.shape[0], columns.is_sharded(kernel)
-        if cut and gathers_quantised(self.recipe, x.shape[-1]):
-            gather = AXIS if x.shape[-1] < depth else None
-        else:
-            x = dataclasses.replace(x, value=columns.gather_or_slice(x.value, depth))
-            gather = None
-        if cut and gather is None:
-            kernel = columns.count_once(kernel, self.parallel.tensor)
-        bias = None
-        if self.has_variable("params", "bias"):
-            whole = _taken(self.get_variable("params", "bias"))
-            bias = columns.gather_or_slice(whole, kernel.shape[-1])
-        product = _product(self.recipe, bias)
-        y = multiply(self.recipe, x.matrix(), kernel, Rows(gather=gather), product)
-        y = y.reshape(*x.shape[:-1], -1)
-        return add_bias(self.recipe, self.parallel, y, bias) if self.adds_bias else y
-
-
-def linear(part: Part, name: str, adds_bias: bool = True) -> nn.Module:
-    """Makes a `Linear` of `part` under the recipe of the layer `name`, or inside a shard_map a
-    `SplitLinear` with the same parameters."""
-    recipe = part.recipe.for_module(name)
-    if part.parallel.inside:
-        return SplitLinear(recipe, part.parallel, adds_bias, name=name)
-    return Linear(part.config, recipe, part.parallel, adds_bias, name=name)
+def linear(part: Part, name: str, adds_bias: bool = True) -> Linear:
+    """Makes a `Linear` of `part` under the recipe of the layer `name`."""
+    return Linear(part.config, part.recipe.for_module(name), part.parallel, adds_bias, name=name)
 
 
 def linears(

@@ -100,7 +100,7 @@ def shared_input(x: Activation, recipe: Recipe, layers: dict[str, int], parts: i
       parts: number of devices on the axis `tensor`.
 
     Returns:
-      The same values, as float32 if all the layers are split (`SplitLinear` rounds them again):
+      The same values, as float32 if all the layers are split (`Linear` rounds them again):
       each device has a part of the gradient's sum, and bf16 would round every part.
     """
     if parts == 1 or not all(is_cut(recipe.for_module(n), k, parts) for n, k in layers.items()):
