@@ -18,7 +18,7 @@ the learner minus that of the rollout.
 
 Read `frame` first: it has the form of a study, and the one loop that runs it. Each study is the
 value STUDY of a module: `layers`, `cases`, `kv`, `scale`, `training`, `accuracy`, `recipes`,
-`gradients`, `head`, `staleness`. `writing` has tables and panels, `scoring` samples and scores,
+`gradients`, `staleness`. `writing` has tables and panels, `scoring` samples and scores,
 `gemm_flow` and `outliers` what one study measures.
 
 Studies use only public names of the library. Not done: a study over several processes, and one

@@ -1,4 +1,4 @@
-"""`python -m studies NAME`, from the root of a checkout: layers, cases, kv, head, scale, training,
+"""`python -m studies NAME`, from the root of a checkout: layers, cases, kv, scale, training,
 accuracy, recipes, gradients, staleness, all."""
 
 from __future__ import annotations
@@ -234,11 +234,6 @@ _COMMANDS = (
         "an FP8 KV cache, FP8 linear layers and both against a bf16 learner; calibrated scales",
         "few questions; without a model, two layers trained for a minute",
         _STEPS,
-    ),
-    _command(
-        "head",
-        "the output head in bf16 and in FP8 against one in float32, beside FP8 linear layers",
-        "few questions; without a model, two layers trained for a minute",
     ),
     _command(
         "scale",

@@ -25,15 +25,8 @@ from fp8rl_jax.base.exact_jit import exact_jit, exact_when_called
 from fp8rl_jax.batch import Batch, of_sequences
 from fp8rl_jax.envs import Question
 from fp8rl_jax.learner import response_logprobs
-from fp8rl_jax.models import (
-    ModelConfig,
-    init_scaling,
-    logprobs_of_logits,
-    output_head,
-    quantize_params,
-    scaled_logits,
-)
-from fp8rl_jax.models.logprobs import inverse_temperature, rows_at
+from fp8rl_jax.models import ModelConfig, init_scaling, quantize_params
+from fp8rl_jax.models.logprobs import inverse_temperature
 from fp8rl_jax.models.router import selection_scores
 from fp8rl_jax.models.taps import LOGITS, ROUTING, Observe
 from fp8rl_jax.quant import Recipe
@@ -43,12 +36,9 @@ from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.runtime import Runtime
 from studies.progress import Note, Part, silent
 
-_ROUTER_LOGITS, _HIDDEN = "router_logits", "norm/output"
+_ROUTER_LOGITS = "router_logits"
 _MOST_LOGITS = 1 << 26  # most float32 logits of a score in memory at once
 _ROWS = 128  # most sequences that are scored at once
-
-
-Head = Callable[[jax.Array, Any], jax.Array]
 
 
 class View(NamedTuple):
@@ -59,14 +49,11 @@ class View(NamedTuple):
       replay: what replaces the routers' choices: 'none', or 'experts' or 'weights' of another view
         (`algo.routing_replay`).
       of: name of that other view.
-      head: (hidden states (M, D), output head (D, V)) -> float32 logits (M, V), instead of the
-        recipe's; its name says what it does.
     """
 
     recipe: Recipe
     replay: str = "none"
     of: str = ""
-    head: Head | None = None
 
 
 class Comparison(NamedTuple):
@@ -190,8 +177,7 @@ class Scorer:
         self._runtime, self._views, self._note = runtime, views, note
         taps = (LOGITS, *(_ROUTER_LOGITS, *ROUTING) * bool(runtime.resolved.model.num_experts))
         recipes = {view.recipe for view in views.values()}
-        programs = {(view.recipe, view.head) for view in views.values()}
-        self._score = {own: _make_score(runtime, *own, taps) for own in programs}
+        self._score = {recipe: _make_score(runtime, recipe, taps) for recipe in recipes}
         self._quantize = {
             recipe: exact_jit(functools.partial(quantize_params, recipe=recipe))
             for recipe in recipes
@@ -234,7 +220,7 @@ class Scorer:
             given = processes.place(
                 dataclasses.replace(batch, routing=routing), self._runtime.layout.rows
             )
-            found[name] = self._score[view.recipe, view.head](
+            found[name] = self._score[view.recipe](
                 weights[view.recipe], given, self._runtime.engine.rope
             )
         mask, model = batch.mask, self._runtime.resolved.model
@@ -282,30 +268,14 @@ def answer_logprobs(
     }
 
 
-def _make_score(
-    runtime: Runtime, recipe: Recipe, head: Head | None, taps: tuple[str, ...]
-) -> Callable:
+def _make_score(runtime: Runtime, recipe: Recipe, taps: tuple[str, ...]) -> Callable:
     """Returns (weights, batch, rope) -> (logp (B, R), entropy (B, R), taps)."""
-    model, parallel = runtime.resolved.model, runtime.layout.parallel
     forward_pass = runtime.engine.forward_pass(recipe)
-    taps = taps if head is None else (*taps, _HIDDEN)
 
     @exact_jit
     def score(weights, batch: Batch, rope):
         logp, entropy, aux = response_logprobs(forward_pass, weights, batch, rope, Observe(taps))
-        found = aux["taps"]
-        if head is not None:
-            shape = batch.targets.shape
-            hidden = rows_at(found.pop(_HIDDEN), *batch.predictions)
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            logits = head(rows, output_head(weights, model, parallel))
-            temperature = batch.draws.temperature.reshape(-1)
-            logp, entropy, _ = logprobs_of_logits(
-                scaled_logits(logits, temperature), batch.targets.reshape(-1)
-            )
-            logp, entropy = (x.reshape(shape) for x in (logp, entropy))
-            found[LOGITS] = logits.reshape(*shape, -1)
-        return logp, entropy, found
+        return logp, entropy, aux["taps"]
 
     return score
 

@@ -65,13 +65,8 @@ class Scoring:
             "rollout": self.rollout,
             "pairs": {name: list(pair) for name, pair in self.pairs.items()},
             "views": {
-                name: {
-                    **described(v.recipe),
-                    "replay": v.replay,
-                    "of": v.of,
-                    **({"head_by": v.head.__name__} if v.head else {}),
-                }
-                for name, v in self.views.items()
+                name: described(view.recipe) | {"replay": view.replay, "of": view.of}
+                for name, view in self.views.items()
             },
         }
 

@@ -446,7 +446,7 @@ def test_all_of_several_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "_study", study)
     assert commands.run(["all", "--quick", "--seeds=3,4"]) == 0
     assert asked.pop("layers") == [3]
-    several = ("cases", "kv", "head", "training", "accuracy", "recipes", "gradients", "staleness")
+    several = ("cases", "kv", "training", "accuracy", "recipes", "gradients", "staleness")
     several += ("scale",)
     assert asked == {name: [3, 4] for name in several}
 
