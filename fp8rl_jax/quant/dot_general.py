@@ -51,7 +51,6 @@ def make_dot_general(
     def dot_general(
         lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, out_sharding=None
     ):
-        del precision, out_sharding
         dtype = jnp.dtype(preferred_element_type or lhs.dtype)
         dimensions = tuple(tuple(map(tuple, axes)) for axes in dimension_numbers)  # hashable
         return _follow(recipe, devices, dimensions, dtype, lhs, rhs, (state, probe))
@@ -105,5 +104,4 @@ def _follow(recipe: Recipe, devices: int, dimensions, dtype, lhs, rhs, site):
 
 def keep_dtypes(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
     """Returns inputs and (quantised) kernels unchanged; for Flax's `promote_dtype=`."""
-    del dtype, inexact
     return list(args)

@@ -306,7 +306,6 @@ def _backward(
     recipe: Recipe, lhs: Rows, dtype, residual: _Residual, dy: jax.Array
 ) -> tuple[Activation, BoundWeight, None]:
     """Returns the cotangents of x and w; w's holds the site's observations."""
-    del dtype
     gather = lhs.gather
     experts = residual.experts
     seen = residual.seen

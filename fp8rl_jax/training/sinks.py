@@ -60,7 +60,6 @@ class TensorBoard:
     def __init__(self, directory: pathlib.Path, config):
         from tensorboardX.event_file_writer import EventsWriter
 
-        del config
         place = directory.resolve() / "tensorboard"  # `s3:x` would be an address to tensorboardX
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()

@@ -36,7 +36,6 @@ RewardFunction = Callable[..., float]
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
     """Returns 1 if the response is the answer, ignoring white space around both; else 0."""
-    del prompt
     return float(response.strip() == answer.strip())
 
 

@@ -258,7 +258,6 @@ def _exchange_forward(implementation, size, rows, table):
 
 
 def _exchange_backward(implementation, size, residual, cotangent):
-    del size
     table, like = residual
     return exchange(implementation, like.shape[0], cotangent, table.T), None
 
