@@ -74,9 +74,13 @@ def test_shapes_of_a_model(field, value):
             {"rope_type": "yarn", "rope_beta_slow": 33.0},
             r"rope_beta_fast.*model\.rope_beta_slow = 33\.0",
         ),
+        (
+            {"partial_rotary_factor": 0.5, "rope_interleave": True},
+            r"partial_rotary_factor is 0\.5 and rope_interleave True.*set rope_interleave=False",
+        ),
     ],
 )
-def test_bands_of_a_longer_context_have_an_order(fields, words):
+def test_rotary_settings_that_contradict_each_other(fields, words):
     with pytest.raises(UserError, match=words):
         dataclasses.replace(preset("qwen3_0p6b"), **fields)
 

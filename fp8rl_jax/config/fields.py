@@ -31,6 +31,8 @@ from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.envs.rewards.terms import BUILT_IN, IN_WORKERS
 from fp8rl_jax.models import REMAT, ModelConfig
+from fp8rl_jax.models.families import BY_TYPE
+from fp8rl_jax.models.presets import PRESETS as MODELS
 from fp8rl_jax.quant.recipe import BACKWARDS
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
 from fp8rl_jax.rl.aggregation import AGGREGATIONS
@@ -105,6 +107,23 @@ _OF_CHECKPOINTS = (
     "rope_mscale",
     "rope_mscale_all_dim",
 )
+# Rules that `model.family` decides.
+_OF_FAMILIES = (
+    "qk_norm",
+    "qk_norm_by_head",
+    "qkv_bias",
+    "o_bias",
+    "attention_sinks",
+    "sandwich_norms",
+    "pre_norms",
+    "unit_offset_norms",
+    "hidden_act",
+    "scale_embeddings",
+    "rope_local_base_freq",
+    "rope_interleave",
+    "partial_rotary_factor",
+    "moe_bias",
+)
 # Default shapes of the model; a shape that is not here has ModelConfig's default.
 _SMALL = {
     "hidden_size": 128,
@@ -121,7 +140,7 @@ _SHAPES = {
         bounds=BOUNDS.get(f"model.{field.name}"),
     )
     for field in dataclasses.fields(ModelConfig)
-    if field.name not in ("vocab_size", *_OF_CHECKPOINTS)  # that of the tokenizer or checkpoint
+    if field.name not in ("vocab_size", *_OF_CHECKPOINTS, *_OF_FAMILIES)
 }
 
 # {section: {field: Field}}, in the order of `--help-config`.
@@ -188,8 +207,15 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "name": Field(
             "",
-            "shapes of a published model, such as qwen3_0p6b; leave the fields below "
-            "at their defaults",
+            "shapes of a published model; leave the fields below at their defaults",
+            choices=("", *MODELS),
+        ),
+        "family": Field(
+            "qwen3",
+            "family that decides the form of the layers (norms, biases, activation), named as "
+            "the model_type of its config.json; the fields below are the sizes",
+            choices=tuple(BY_TYPE),
+            names="model_type",
         ),
         "check_finite": Field(True, "refuse a checkpoint with weights that are NaN or infinite"),
         **_SHAPES,
@@ -881,6 +907,14 @@ REMOVED: dict[str, tuple[Any, str]] = {
         )
         for field in dataclasses.fields(ModelConfig)
         if field.name in _OF_CHECKPOINTS
+    },
+    **{
+        f"model.{field.name}": (
+            field.default,
+            f"the family decides it: write model.family, one of {', '.join(BY_TYPE)}",
+        )
+        for field in dataclasses.fields(ModelConfig)
+        if field.name in _OF_FAMILIES
     },
 }
 

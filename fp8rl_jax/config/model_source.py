@@ -20,7 +20,8 @@ from fp8rl_jax.base.json_file import read_json
 from fp8rl_jax.base.paths import expanded, hub_download
 from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.models import ModelConfig
-from fp8rl_jax.models.presets import PRESETS, preset
+from fp8rl_jax.models.families import BY_TYPE
+from fp8rl_jax.models.presets import preset
 
 _SOURCES = ("checkpoint", "name")
 _OF_LOADING = ("check_finite",)  # fields that do not describe shapes
@@ -46,7 +47,7 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
     fields = {k: v for k, v in config.model.to_dict().items() if k not in _OF_LOADING}
     checkpoint, name = (fields.pop(source) for source in _SOURCES)
     if not (checkpoint or name):
-        return ModelConfig(vocab_size=1, **fields), None
+        return BY_TYPE[fields.pop("family")].of_sizes(fields | {"vocab_size": 1}), None
     if checkpoint and name:
         raise UserError(
             f"model.checkpoint is {checkpoint!r} and model.name {name!r}: the checkpoint has its "
@@ -60,8 +61,6 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
                 f"own shapes: leave model.{field} out"
             )
     if name:
-        if name not in PRESETS:
-            raise UserError(f"model.name is {name!r}; write one of {', '.join(PRESETS)}")
         return preset(name), None
     described = _read_directory(checkpoint)
     has_tokenizer = os.path.isfile(os.path.join(checkpoint, "tokenizer.json"))

@@ -144,7 +144,7 @@ class ModelConfig:
     norm_topk_prob: bool = _field("divide the weights of a token's experts by their sum", True)
     scoring_func: str = _field(
         "router: softmax; sigmoid with a correction bias that enters the selection alone "
-        "(DeepSeek-V3, arXiv:2412.19437, 2.1.2)",
+        "(DeepSeek-V3, arXiv:2412.19437, 2.1.2), which deepseek_v3 and glm4_moe always have",
         "softmax",
     )
     n_group: int = _field("groups of experts", 1)
@@ -219,11 +219,6 @@ class ModelConfig:
             f"{self.rope_beta_slow}: write a larger number, such as 32.0 with 1.0",
         )
         yield (
-            not self.pre_norms and not self.sandwich_norms,
-            "model.pre_norms is False and model.sandwich_norms too, so that nothing is normed: set "
-            "one of them to True",
-        )
-        yield (
             self.sliding_window_pattern == 1,
             "model.sliding_window_pattern is 1, so that every layer attends to all tokens: set "
             "model.sliding_window=0, or write 0 or a number from 2",
@@ -232,8 +227,9 @@ class ModelConfig:
             default = getattr(ModelConfig, name)
             yield (
                 self.latent and getattr(self, name) != default,
-                f"model.{name} and model.kv_lora_rank are both set: latent attention has none; "
-                f"set model.{name}={default}",
+                f"model.kv_lora_rank is set, and {name} is {getattr(self, name)!r}, which latent "
+                f"attention does not have: set model.kv_lora_rank=0, or {name}={default!r}, if "
+                "need be by another model.family",
             )
         yield (
             not self.latent and self.num_attention_heads % self.num_key_value_heads > 0,
@@ -247,8 +243,8 @@ class ModelConfig:
         )
         yield (
             self.partial_rotary_factor == 0.5 and self.rope_interleave,
-            "model.partial_rotary_factor is 0.5 and model.rope_interleave True: a half of a head "
-            "is rotated by halves alone; set model.rope_interleave=False",
+            "partial_rotary_factor is 0.5 and rope_interleave True: a half of a head is rotated by "
+            "halves alone; set rope_interleave=False",
         )
         width = "qk_rope_head_dim" if self.latent else "head_dim"
         part = "" if self.partial_rotary_factor == 1 else ", of which half are rotated"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -62,7 +63,7 @@ class ForwardOutput:
     Attributes:
       logits: (B, T, V) float32, or None of `hidden_states`.
       hidden: (B, T, D) after the final norm, in the compute dtype.
-      cache: the given cache with the new keys and values, or None.
+      cache: the given KVCache or PagedCache with the new keys and values, or None.
       aux: dict of observations, see below.
 
     `aux` holds::
@@ -80,7 +81,7 @@ class ForwardOutput:
 
     logits: jax.Array | None
     hidden: jax.Array
-    cache: KVCache | PagedCache | None
+    cache: Any
     aux: dict
 
 
@@ -242,8 +243,9 @@ def hidden_states(
     """Runs the decoder up to the output head; arguments and errors are those of `forward`."""
     check_context(parallel)
     recipe = get_recipe(recipe)
-    slots = tokens.ids.shape[1] if cache is None else cache.slots
-    tables = tokens.rope or rope_tables(config, slots)
+    tables = tokens.rope or rope_tables(
+        config, tokens.ids.shape[1] if cache is None else cache.slots
+    )
     cos, sin = (jnp.asarray(table)[tokens.positions] for table in tables)
     by_shard_map = parallel.uses_shard_map(recipe)
     if by_shard_map and not {*observe.taps, *observe.swaps} <= {*ROUTING}:

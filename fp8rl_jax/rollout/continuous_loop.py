@@ -311,7 +311,6 @@ class ContinuousLoop:
             cache=cache,
             parallel=self.loop.parallel,
         )
-        assert isinstance(out.cache, PagedCache)
         return out.hidden, out.cache.runs
 
     def _prefill(self, prepared, requests, state: BatchState) -> BatchState:

@@ -308,7 +308,6 @@ class Loop:
             taps[LOGITS] = jnp.zeros((batch, slots_new, self.model.vocab_size))
         ends = (requests.lengths - 1)[:, None, None]
         last = jnp.take_along_axis(prefill.hidden, ends, axis=1)[:, 0]
-        assert isinstance(prefill.cache, KVCache)
         cache = prefill.cache.repeat(sampler.group_size).grow(slots - prompt_slots)
         shape = (batch, slots_new)
         rollout = Rollout(
@@ -374,7 +373,6 @@ class Loop:
             taps = self._write_taps(rollout.taps, out.aux["taps"], positions)
             rollout = dataclasses.replace(rollout, taps=taps)
         done = state.done | rollout.finished | (index + 1 >= requests.limits)
-        assert isinstance(out.cache, KVCache)
         return LoopState(index, drawn[0], done, out.cache, rollout)
 
 

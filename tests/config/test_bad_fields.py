@@ -130,17 +130,13 @@ _SEVERAL = {
         ["model.sliding_window=9", "model.sliding_window_pattern=1"],
         ["model.sliding_window_pattern is 1", "from 2"],
     ),
-    "biases of experts that are not there": (
-        ["model.moe_bias=True"],
-        ["model.moe_bias is True", "model.num_experts"],
+    "gpt-oss without experts": (
+        ["model.family=gpt_oss"],
+        ["model.family is 'gpt_oss'", "model.num_experts 0", "set model.num_experts"],
     ),
-    "sinks beside a latent": (
-        ["model.kv_lora_rank=32", "model.attention_sinks=True"],
-        ["model.attention_sinks", "model.kv_lora_rank", "False"],
-    ),
-    "a half of a head, pairs beside each other": (
-        ["model.partial_rotary_factor=0.5", "model.rope_interleave=True"],
-        ["model.partial_rotary_factor", "model.rope_interleave"],
+    "biases beside a latent": (
+        ["model.kv_lora_rank=32", "model.family=qwen2"],
+        ["qkv_bias is True", "model.kv_lora_rank=0", "model.family"],
     ),
     "cosine shorter than its warm-up": (
         ["sft.end_fraction=0.5", "sft.steps=10", "sft.warmup_steps=30"],

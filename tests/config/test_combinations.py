@@ -51,7 +51,7 @@ _LATENT = [
     "model.qk_rope_head_dim=8",
     "model.v_head_dim=16",
     "model.head_dim=24",
-    "model.qk_norm=False",
+    "model.family=deepseek_v3",
     "model.num_key_value_heads=2",
 ]
 # What sets a field, where not the next number or choice does.

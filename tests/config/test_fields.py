@@ -34,7 +34,7 @@ _FIELDS = all_fields()
 # Text fields that take any text (other checks read them); a field that loses its choices is none.
 _TEXTS = {
     "run": "dir cache_dir compilation_cache loggers project",
-    "model": "checkpoint name hidden_act scoring_func",
+    "model": "checkpoint scoring_func",
     "precision": "rollout learner weight_policy activation_policy gradient_policy reference "
     "bf16_modules kv_cache",
     "data": "tokenizer system_prompt bos_token eos_token pad_token",

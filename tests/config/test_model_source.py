@@ -18,12 +18,17 @@ from random_model import quantized
 
 from fp8rl_jax import cli, models, train
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.config import saved_config
-from fp8rl_jax.config.model_source import identity
+from fp8rl_jax.config import default_config, saved_config
+from fp8rl_jax.config.model_source import identity, read_model
 from fp8rl_jax.config.resolve import resolve_config
 from fp8rl_jax.data import PretrainedTokenizer, encode_prompt, load_tokenizer
 from fp8rl_jax.models.arrays import LINEAR, SMALL, role_of
+from fp8rl_jax.models.families import FAMILIES
+from fp8rl_jax.models.families.family import PLAIN
+from fp8rl_jax.models.families.fields import Fields
+from fp8rl_jax.models.hf.config_json import config_json, family_of, read_config
 from fp8rl_jax.models.presets import PRESETS
+from fp8rl_jax.models.rope import softmax_scale
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.policy import export
 from fp8rl_jax.quant import is_weight
@@ -355,6 +360,25 @@ def test_a_run_is_exported_with_its_own_tokenizer(kind, tmp_path):
     assert (exported.chat_template is None) == (kind == "file")
     if exported.chat_template is not None:
         assert exported.chat_template.render([], {"tools": [{}]}) == "tools"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_a_model_from_sizes_is_one_of_its_family(family):
+    """It can be saved as one, and read again it has the same form."""
+    sizes = {"num_experts": 8} if family.mark in ("num_experts", "kv_lora_rank") else {}
+    sizes |= {family.mark: 32} if family.mark not in ("", "num_experts") else {}
+    config = default_config()
+    config.model.update({"family": family.model_type, **sizes})
+    model, _ = read_model(config)
+    assert family_of(model) is family
+    read = read_config(Fields(config_json(model, "float32"), "config.json"))
+    for rule in (PLAIN.keys() | {"scoring_func"}) - {"query_pre_attn_scalar"}:
+        assert getattr(read, rule) == getattr(model, rule), rule
+    assert softmax_scale(read) == softmax_scale(model)
+    if family.mark:
+        config.model[family.mark] = 0
+        with pytest.raises(UserError, match=rf"{family.model_type}.*model\.{family.mark} 0"):
+            read_model(config)
 
 
 @pytest.mark.slow

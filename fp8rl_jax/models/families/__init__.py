@@ -26,6 +26,8 @@ FAMILIES: tuple[Family, ...] = (
     OLMO2,
     DEEPSEEK_V3,
 )
+# {model_type of a config.json: its family}.
+BY_TYPE = {name: family for family in FAMILIES for name in (family.model_type, *family.aliases)}
 
 
 def nearest(config: ModelConfig) -> Family:

@@ -83,6 +83,7 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     aliases=("kimi_k2",),
     is_like=lambda config: config.latent,
+    mark="kv_lora_rank",
     names=same(
         q_lora_rank=0,
         kv_lora_rank=None,

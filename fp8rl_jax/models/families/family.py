@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.models.families.fields import Fields
 
@@ -74,6 +75,7 @@ class Family:
         'sliding_window' has windows; with 'sliding_window_pattern', in some of its layers.
       supported: {field of config.json: (values that are supported, what to say of others)}.
       activation: name and only value of the activation in config.json.
+      mark: field of ModelConfig that is above 0 in all its models, or ''.
       rope_theta: base of the rotary frequencies where the file has none.
       head_dim: width of a head where the file has none; 0 for hidden_size / num_attention_heads.
       aliases: further model types that are read, and written as this one.
@@ -96,6 +98,7 @@ class Family:
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     supported: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")
+    mark: str = ""
     rope_theta: float = 10_000.0
     head_dim: int = 0
     aliases: tuple[str, ...] = ()
@@ -111,6 +114,27 @@ class Family:
         """Fields of ModelConfig that all models of the family have alike."""
         varying = {*self.names, *self.absent}
         return {n: value for n, value in (PLAIN | self.rules).items() if n not in varying}
+
+    def of_sizes(self, sizes: Values) -> ModelConfig:
+        """Returns a model of the family that no file describes.
+
+        `sizes` are fields of ModelConfig. Rules that are not among them are the family's; one that
+        its files state is that of a file without it.
+
+        Raises:
+          UserError: the sizes lack the family's mark, or contradict themselves.
+        """
+        if self.mark and not sizes[self.mark]:
+            raise UserError(
+                f"model.family is {self.model_type!r} and model.{self.mark} 0, which no model of "
+                f"this family has: set model.{self.mark}, or name another family"
+            )
+        stated = {
+            ours: self.absent.get(theirs, value) for ours, (theirs, value) in self.names.items()
+        }
+        rules = {**PLAIN, **self.rules, **stated, **self.absent}
+        config = ModelConfig(**{name: rules[name] for name in PLAIN} | sizes)
+        return dataclasses.replace(config, **self.more_rules(config))
 
     @property
     def has_windows(self) -> bool:

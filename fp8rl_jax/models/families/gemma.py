@@ -96,6 +96,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     aliases=(IMAGES,),
     is_like=lambda config: config.sandwich_norms,
+    mark="sliding_window",
     rules=_RULES | {"num_experts": 0},
     names=same(query_pre_attn_scalar=None),
     absent={

@@ -46,6 +46,7 @@ GLM4_MOE = Family(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     is_like=lambda config: config.num_experts > 0 and config.scoring_func == "sigmoid",
+    mark="num_experts",
     names={
         "qkv_bias": ("attention_bias", False),
         "qk_norm": ("use_qk_norm", False),
@@ -61,6 +62,7 @@ GLM4_MOE = Family(
     normalise=_one_share,
     read=read_experts,
     write=_written,
+    more_rules=lambda config: {"scoring_func": "sigmoid"},
     presets={
         "glm4p5_air": _glm4p5(
             *(4096, 10_944, 46),

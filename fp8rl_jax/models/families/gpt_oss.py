@@ -63,6 +63,7 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     is_like=lambda config: config.moe_bias or config.attention_sinks,
+    mark="num_experts",
     rules={
         "attention_sinks": True,
         "moe_bias": True,

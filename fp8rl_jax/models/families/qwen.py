@@ -74,6 +74,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     is_like=lambda config: config.num_experts > 0,
+    mark="num_experts",
     rules={"qk_norm": True, "n_shared_experts": 0, "routed_scaling_factor": 1.0},
     names=same(
         num_experts=None, num_experts_per_tok=None, moe_intermediate_size=None, norm_topk_prob=False

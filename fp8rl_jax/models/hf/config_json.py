@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.families import FAMILIES, nearest
+from fp8rl_jax.models.families import BY_TYPE, FAMILIES, nearest
 from fp8rl_jax.models.families.family import (
     FULL,
     SHARED,
@@ -30,7 +30,6 @@ from fp8rl_jax.models.families.fields import EVERY_LAYER, Fields
 from fp8rl_jax.models.hf.rope_json import read_rope, rope_json
 from fp8rl_jax.models.stacks import ALL, layer_windows
 
-_BY_TYPE = {name: family for family in FAMILIES for name in (family.model_type, *family.aliases)}
 # Fields of a source's config.json that are not copied: other fields or files replace them.
 _DROPPED = {
     "rope_parameters",
@@ -79,11 +78,11 @@ def family_of_file(fields: Fields) -> Family:
       UserError: the type is unknown or missing.
     """
     name = str(fields.values.get("model_type"))
-    if name not in _BY_TYPE:
+    if name not in BY_TYPE:
         raise fields.error(
-            "model_type", f"only {', '.join(_BY_TYPE)} are supported: take a model of these"
+            "model_type", f"only {', '.join(BY_TYPE)} are supported: take a model of these"
         )
-    return _BY_TYPE[name]
+    return BY_TYPE[name]
 
 
 def read_config(fields: Fields) -> ModelConfig:
