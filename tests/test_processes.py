@@ -25,7 +25,6 @@ from jax._src import distributed
 from marks import slow
 from tiny_run import CONFIG, overrides, reproducible
 
-from fp8rl_jax import cli
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config import load_config
@@ -487,12 +486,14 @@ def test_each_process_reads_its_part_of_a_checkpoint(fsdp, expert, fp8, tmp_path
 
 
 @pytest.mark.slow
-def test_bench_of_processes(capsys, monkeypatch):
+def test_times_of_processes(monkeypatch):
     """Both forms train, in turns; only the second one gathers."""
     monkeypatch.setenv("PYTHONPATH", str(CONFIG.parent))
     fields = [f"--config.{name}={value}" for name, value in _SMALL.items()]
-    assert cli.run(["bench", "processes", "--config", str(CONFIG), *fields, "--pairs=2"]) == 0
-    head, one, two, *_ = capsys.readouterr().out.splitlines()
+    script = CONFIG.parents[2] / "docs" / "scripts" / "processes.py"
+    command = [sys.executable, str(script), str(CONFIG), *fields]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    head, one, two, *_ = output.splitlines()
     assert head.split()[-2:] == ["gathers", "KiB"]
     assert one.startswith("1 x 2") and one.split()[-2:] == ["0", "0.0"]
     assert two.startswith("2 x 1") and int(two.split()[-2]) > 4
