@@ -78,9 +78,10 @@ def test_shapes_of_a_model(field, value):
             {"partial_rotary_factor": 0.5, "rope_interleave": True},
             r"partial_rotary_factor is 0\.5 and rope_interleave True.*set rope_interleave=False",
         ),
+        ({"pre_norms": False}, r"pre_norms is False and sandwich_norms too.*set one of them"),
     ],
 )
-def test_rotary_settings_that_contradict_each_other(fields, words):
+def test_rules_that_contradict_each_other(fields, words):
     with pytest.raises(UserError, match=words):
         dataclasses.replace(preset("qwen3_0p6b"), **fields)
 

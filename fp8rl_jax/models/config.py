@@ -219,6 +219,11 @@ class ModelConfig:
             f"{self.rope_beta_slow}: write a larger number, such as 32.0 with 1.0",
         )
         yield (
+            not self.pre_norms and not self.sandwich_norms,
+            "pre_norms is False and sandwich_norms too, so that nothing is normed: set one of them "
+            "to True",
+        )
+        yield (
             self.sliding_window_pattern == 1,
             "model.sliding_window_pattern is 1, so that every layer attends to all tokens: set "
             "model.sliding_window=0, or write 0 or a number from 2",

@@ -25,6 +25,7 @@ from fp8rl_jax.models.decoder_layer import DecoderLayer, PerLayer
 from fp8rl_jax.models.kv_cache import KVCache, PagedCache, run_cache
 from fp8rl_jax.models.layers import StackedLayer, kernel_init, norm_of
 from fp8rl_jax.models.logprobs import head_logits, output_head
+from fp8rl_jax.models.packing import Packed
 from fp8rl_jax.models.parallel.columns import split_columns
 from fp8rl_jax.models.parallel.mesh import ONE_DEVICE, Parallel, check_context
 from fp8rl_jax.models.rope import rope_tables
@@ -242,6 +243,7 @@ def hidden_states(
 ) -> ForwardOutput:
     """Runs the decoder up to the output head; arguments and errors are those of `forward`."""
     check_context(parallel)
+    assert cache is None or not isinstance(tokens.places, Packed)
     recipe = get_recipe(recipe)
     tables = tokens.rope or rope_tables(
         config, tokens.ids.shape[1] if cache is None else cache.slots
