@@ -11,9 +11,9 @@ error, and a promise of equal bits must not depend on them. Each is of one of fo
   RECORDED  left to the user; written to environment.json, compared at --resume, part of cache names
   harmless  changes no number and no outcome
 
-tests/test_jax_settings.py lists the harmless ones, and fails if a new version of JAX has a setting
-that is in no table. Orbax
-and optax read nothing from the environment that changes what is saved or computed.
+tests/helpers/harmless_settings.py lists the harmless ones, and tests/test_jax_settings.py fails if
+a new version of JAX has a setting that is in no table. Orbax and optax read nothing from the
+environment that changes what is saved or computed.
 """
 
 from __future__ import annotations

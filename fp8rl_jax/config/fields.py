@@ -1,6 +1,6 @@
 """The table of all fields of a configuration, a row for each: all that is said of a field.
 
-Fields of section `model` are those of `models.ModelConfig`, which also checks them; their bounds,
+Sizes in section `model` are fields of `models.ModelConfig`, which also checks them; their bounds,
 and those of numbers that are parameters of a function too, are in `fp8rl_jax.base.bounds`.
 """
 
@@ -901,20 +901,18 @@ FIELDS: dict[str, dict[str, Field]] = {
 REMOVED: dict[str, tuple[Any, str]] = {
     "algo.dual_clip": (0.0, "write it in the loss, as in algo.loss='ppo(dual_clip=3.0)'"),
     **{
-        f"model.{field.name}": (
-            field.default,
-            "a longer context is that of a published model: set model.checkpoint or model.name",
+        f"model.{name}": (getattr(ModelConfig, name), instead)
+        for names, instead in (
+            (
+                _OF_CHECKPOINTS,
+                "a longer context is that of a published model: set model.checkpoint or model.name",
+            ),
+            (
+                _OF_FAMILIES,
+                f"the family decides it: write model.family, one of {', '.join(BY_TYPE)}",
+            ),
         )
-        for field in dataclasses.fields(ModelConfig)
-        if field.name in _OF_CHECKPOINTS
-    },
-    **{
-        f"model.{field.name}": (
-            field.default,
-            f"the family decides it: write model.family, one of {', '.join(BY_TYPE)}",
-        )
-        for field in dataclasses.fields(ModelConfig)
-        if field.name in _OF_FAMILIES
+        for name in names
     },
 }
 
