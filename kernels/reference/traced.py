@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -92,8 +93,7 @@ def ordered_dots(jaxpr: Any) -> set[Dot]:
         x, w = (variable.aval for variable in equation.invars)
         is_ours = ORDERED in str(equation.source_info.name_stack)
         if is_ours and x.dtype != jnp.float64:
-            numbers = equation.params["dimension_numbers"]
-            found.add(Dot(x.shape, w.shape, x.dtype, numbers))
+            found.add(Dot(x.shape, w.shape, x.dtype, equation.params["dimension_numbers"]))
     return found
 
 
@@ -121,10 +121,5 @@ def _holds(way: Way, dot: Dot) -> bool:
 def dots_that_differ(way: Way, dots: Iterable[Dot]) -> list[Dot]:
     """Returns the first three dots, by size, whose bits differ from the way's order. Each is run at
     its own size, with this process's threads."""
-    differ: list[Dot] = []
-    for dot in sorted(dots, key=lambda dot: dot.sizes):
-        if not _holds(way, dot):
-            differ.append(dot)
-            if len(differ) == 3:
-                break
-    return differ
+    by_size = sorted(dots, key=lambda dot: dot.sizes)
+    return list(itertools.islice((dot for dot in by_size if not _holds(way, dot)), 3))
