@@ -267,13 +267,21 @@ def attention_vjp(
       Gradients with respect to the dequantised q, k and v, and to the sinks if given, float32.
     """
 
-    def kernel(arrays, scales, oldest, gap, sinks):
+    def kernel(q, k, v, positions, cotangent, scales, oldest, gap, sinks):
         return gpu_kernels().attention_gradient.attention_vjp(
-            *arrays, scale=scale, oldest=oldest, gap=gap, sinks=sinks, **scales
+            q,
+            k,
+            v,
+            positions,
+            cotangent,
+            scale=scale,
+            oldest=oldest,
+            gap=gap,
+            sinks=sinks,
+            **scales,
         )
 
-    def plain(arrays, scales, oldest, gap, sinks):
-        q, k, v, positions, cotangent = arrays
+    def plain(q, k, v, positions, cotangent, scales, oldest, gap, sinks):
         way = _way(implementation)
         run: Callable = functools.partial(reference.attention_gradient.attention_vjp, way=way)
         if k.shape[1] >= _LONG and not way.exact:
@@ -290,5 +298,6 @@ def attention_vjp(
             sinks=sinks,
         )
 
-    arrays = (q, k, v, positions, cotangent)
-    return by_platform(implementation, kernel, plain, arrays, scales, oldest, gap, sinks)
+    return by_platform(
+        implementation, kernel, plain, q, k, v, positions, cotangent, scales, oldest, gap, sinks
+    )

@@ -485,7 +485,7 @@ def attention(
     splits = -(-slots // operands.SPLIT)
     if one_split is None:
         one_split = operands.takes_one_split(batch, queries, heads, kv_heads, slots)
-    if operands.in_float32(q, k, v, *ropes):
+    if operands.in_float32(q, k, v, q_rope, k_rope):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         ropes = tuple(None if x is None else x.astype(jnp.float32) for x in ropes)
     window = None if window is None else window.reshape(1).astype(jnp.int32)

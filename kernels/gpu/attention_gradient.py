@@ -314,10 +314,12 @@ def attention_vjp(
     out, logsumexp = fast_attention.forward(operands)
     delta = (cotangent.astype(jnp.float32) * out).sum(-1)
     delta = jnp.where(positions[..., None] >= 0, delta, 0)  # `out` is NaN at negative positions
-    of_rows = rounded(cotangent, operands.arrays[0].dtype), logsumexp, delta
-    (dq,) = operands.call(query_gradient_kernel, QUERY_TILES, *of_rows, out=(q.shape,))
+    dout = rounded(cotangent, operands.arrays[0].dtype)
+    (dq,) = operands.call(
+        query_gradient_kernel, QUERY_TILES, dout, logsumexp, delta, out=(q.shape,)
+    )
     dk, dv = operands.call(
-        key_gradient_kernel, KEY_TILES, *of_rows, out=(k.shape, v.shape), over="keys"
+        key_gradient_kernel, KEY_TILES, dout, logsumexp, delta, out=(k.shape, v.shape), over="keys"
     )
     if sinks is None:
         return dq, dk, dv
