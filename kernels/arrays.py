@@ -96,9 +96,10 @@ def axes_of(tree) -> frozenset:
     return frozenset().union(*axes)
 
 
-def varying_as(results, *arrays: jax.Array):
-    """Types `results`, inside a shard_map, as varying over every axis that an array varies over."""
-    axes = axes_of(arrays)
+def varying_as(results, *trees):
+    """Types `results`, inside a shard_map, as varying over every axis that an array varies over.
+    `trees`: arrays, or trees of them."""
+    axes = axes_of(trees)
     return lax.pcast(results, tuple(sorted(axes)), to="varying") if axes else results
 
 

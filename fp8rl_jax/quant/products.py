@@ -132,12 +132,13 @@ def _of_experts(
     supported, else by ``multiply(tile, matrix)`` tile by tile; (tiles, R, columns) in `dtype`."""
 
     def at_once(x, w, experts):
-        matrices = w.mT if transposed else w
-        return _by_kernel("grouped_matmul", recipe, x, matrices, experts, dtype=dtype)
+        return _by_kernel(
+            "grouped_matmul", recipe, x, w.mT if transposed else w, experts, dtype=dtype
+        )
 
     def by_tile(x, w, experts):
         columns = w.shape[-2] if transposed else w.shape[-1]
-        nothing = varying_as(jnp.zeros((x.shape[1], columns), dtype), *jax.tree.leaves(x))
+        nothing = varying_as(jnp.zeros((x.shape[1], columns), dtype), x)
 
         def one(_, tile):
             rows, expert = tile
@@ -212,7 +213,7 @@ def wgrad(recipe: Recipe, x: Matrix, dy: Matrix, experts: Experts, count: int) -
             return lax.cond(expert < count, more, lambda: total), None
 
         zeros = jnp.zeros((count, x.shape[-1], dy.shape[-1]))
-        zeros = varying_as(zeros, *jax.tree.leaves((x, dy)))
+        zeros = varying_as(zeros, x, dy)
         return scan_in_bits(add, zeros, (x, dy, experts))[0]
 
     if not has_grouped_kernels(recipe) or x.shape[1] % K_BLOCK:

@@ -389,12 +389,12 @@ def head_logprobs(
         return _combine(statistics, targets, columns)
 
     if chunk == rows:
-        return of(*per_row)
+        return of(hidden, targets, inverse_temperature)
 
     def step(found, i, rows_of_chunk):
         return tuple(x.at[i].set(y) for x, y in zip(found, of(*rows_of_chunk), strict=True))
 
-    zeros = varying_as(jnp.zeros((-(-rows // chunk), chunk), jnp.float32), *per_row, head)
+    zeros = varying_as(jnp.zeros((-(-rows // chunk), chunk), jnp.float32), per_row, head)
     found = _over_chunks(step, (zeros,) * 3, chunk, per_row, count)
     return tuple(x.reshape(-1)[:rows] for x in found)
 
@@ -481,6 +481,6 @@ def head_logprobs_vjp(
         dhead, dhidden = gradients([pad_to(x, 0, chunk) for x in per_row])
     else:
         shapes = (hidden.shape[1], width), (-(-rows // chunk), chunk, hidden.shape[1])
-        zeros = (varying_as(jnp.zeros(s, jnp.float32), *per_row, head) for s in shapes)
+        zeros = (varying_as(jnp.zeros(s, jnp.float32), per_row, head) for s in shapes)
         dhead, dhidden = _over_chunks(add, tuple(zeros), chunk, per_row, count)
     return dhidden.reshape(-1, hidden.shape[1])[:rows, :depth], dhead[:depth, :columns]

@@ -298,7 +298,7 @@ def layer_matmuls(
         tile or tile_for(rows, columns),
     )
     # Inside a shard_map Pallas types results as equal everywhere.
-    return [varying_as(y[:rows], x, *stacks) for y in found]
+    return [varying_as(y[:rows], x, stacks) for y in found]
 
 
 def matmul(

@@ -118,5 +118,5 @@ def triton_call(
             **constants,
         )
     # Under shard_map jax-triton types its results as equal on every device.
-    found = varying_as(tuple(found), *operands)
+    found = varying_as(tuple(found), operands)
     return tuple(None if shape is None else x for shape, x in zip(results, found, strict=True))

@@ -236,7 +236,7 @@ def attention(
     if table is not None and batch > 1 and batch * queries >= _MANY_QUERIES > queries > 1:
         return _by_length(run, max(_BLOCK // queries, 1), table, of_queries)
     if queries < _MANY_QUERIES:
-        return run(table, *of_queries)
+        return run(table, q, positions, q_scale, q_rope)
     count = -(-queries // _BLOCK)
     size = -(-queries // count)
 
@@ -350,8 +350,8 @@ def _of_block(
         visible = jnp.minimum(positions.max() // width + 1, steps)
 
     def zeros(*shape: int) -> jax.Array:
-        given = (q, k, v, positions, *(x for x in (k_scale, v_scale, window) if x is not None))
-        return varying_as(jnp.zeros(shape, jnp.float32), *given)
+        zero = jnp.zeros(shape, jnp.float32)
+        return varying_as(zero, q, k, v, positions, k_scale, v_scale, window)
 
     def raised(step: int | jax.Array, top: jax.Array) -> jax.Array:
         return jnp.maximum(top, max_last(scores(step)[0]))

@@ -135,7 +135,7 @@ def attention_vjp_by_blocks(
     rows = ends[0] - 1, ends[1] + slots, ends[2], ends[3] + slots
 
     def zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
-        return varying_as(jnp.full(shape, value, jnp.float32), *operands)
+        return varying_as(jnp.full(shape, value, jnp.float32), operands)
 
     def gradients(sums, queries_of_block):
         query, dout, ends = queries_of_block
