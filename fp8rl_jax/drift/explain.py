@@ -105,18 +105,19 @@ def _same(evidence: Evidence) -> bool:
 
 def _layers(evidence: Evidence) -> dict | None:
     """Returns the verdict if the recipes differ only in the layers or modules they quantise."""
-    one, other = evidence.rollout_recipe, evidence.learner_recipe
-    elsewhere = (
-        dataclasses.replace(r, first_layers=0, last_layers=0, bf16_modules=()) for r in (one, other)
+    recipes = {"rollout": evidence.rollout_recipe, "learner": evidence.learner_recipe}
+    rollout, learner = (
+        dataclasses.replace(r, first_layers=0, last_layers=0, bf16_modules=())
+        for r in recipes.values()
     )
-    if _same(evidence) or not same_forward(*elsewhere):
+    if _same(evidence) or not same_forward(rollout, learner):
         return None
     first = evidence.result["first"]
     layer = None if first is None else first["layer"]
     kept = {
         side: f"first_layers={r.first_layers}, last_layers={r.last_layers}, "
         f"bf16_modules={','.join(r.bf16_modules) or 'none'}"
-        for side, r in (("rollout", one), ("learner", other))
+        for side, r in recipes.items()
     }
     return _verdict(
         "layers",
@@ -133,11 +134,11 @@ def _recipes(evidence: Evidence) -> dict | None:
     if _same(evidence):
         return None
     one, other = evidence.rollout_recipe, evidence.learner_recipe
-    without_kv = (
+    rollout, learner = (
         dataclasses.replace(r, kv="none", kv_policy=one.kv_policy, fp8_attention=False)
         for r in (one, other)
     )
-    if same_forward(*without_kv):
+    if same_forward(rollout, learner):
         return _verdict(
             "kv",
             f"The rollout's K and V are {kv_cache_text(one)}, the learner's are "
@@ -157,8 +158,10 @@ def _recipes(evidence: Evidence) -> dict | None:
     if one.compute_dtype != other.compute_dtype:
         parts.append(f"computing in: rollout {one.compute_dtype}, learner {other.compute_dtype}")
     if one.head != other.head:
-        heads = (recipe.for_head().compute_dtype for recipe in (one, other))
-        parts.append("output head: rollout {}, learner {}".format(*heads))
+        rollout, learner = (recipe.for_head() for recipe in (one, other))
+        parts.append(
+            f"output head: rollout {rollout.compute_dtype}, learner {learner.compute_dtype}"
+        )
     return _verdict(
         "recipe",
         f"Rollout and learner run different recipes ({one.name}, {other.name}): "
@@ -210,8 +213,9 @@ def _operation(evidence: Evidence) -> dict | None:
     first = evidence.result["first"]
     if first is None:
         return None
-    name, layer = first["op"], first["layer"]
-    what, advice = OPERATIONS[name].what, OPERATIONS[name].advice
+    name = first["op"]
+    layer = first["layer"]
+    what, advice = OPERATIONS[name].kind
     where = "" if layer is None else f" in layer {layer}"
     sentence = (
         f"The first value that differs is {name}{where}: {what}. "
@@ -222,8 +226,7 @@ def _operation(evidence: Evidence) -> dict | None:
         sentence = sentence.replace("The first value", "Of the values that were compared the first")
         sentence = sentence.replace(" computed before it", " compared before it")
         sentence += f" {len(hidden)} could not be compared."
-    dequantised = name.endswith(("/input", "_read"))
-    beyond = None if dequantised else first["float32_only"]
+    beyond = None if name.endswith(("/input", "_read")) else first["float32_only"]
     compute = evidence.learner_recipe.compute_dtype
     if beyond in ("rollout", "learner") and str(compute) == "bfloat16":
         sentence += f" The {beyond}'s values there are not rounded to bf16."
