@@ -159,7 +159,8 @@ def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray)
     special |= dict.fromkeys(tokenizer.eos_ids, "(end)")
 
     def described(row: int, slot: int) -> dict:
-        position, token = int(batch.prompt_lengths[row]) + slot, int(rollout.tokens[row, slot])
+        token = int(rollout.tokens[row, slot])
+        position = int(batch.prompt_lengths[row]) + slot
         before = [int(t) for t in batch.tokens[row, :position] if int(t) not in special]
         return {
             "row": row,
@@ -170,7 +171,8 @@ def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray)
             "before": tokenizer.decode(before)[-40:],
         }
 
-    return [described(*place) for place in compare.worst_tokens(d, np.asarray(rollout.mask))]
+    worst = compare.worst_tokens(d, np.asarray(rollout.mask))
+    return [described(row, slot) for row, slot in worst]
 
 
 def observe(
@@ -186,7 +188,8 @@ def observe(
         if not budget.allows(seconds):
             seen.left_out = [name for names in pending for name in names]
             break
-        names, began = pending.pop(0), budget.clock()
+        names = pending.pop(0)
+        began = budget.clock()
         tapped = programs.rollout(names)
         learner_logp, learner_taps = programs.learner(batch, names)
         seconds = max(seconds, budget.clock() - began)
@@ -203,7 +206,8 @@ def observe(
             seen.unobservable += names
         else:
             _add(seen, tapped.taps, learner_taps, batch, mask)
-    order, layers = list(OPERATIONS), programs.runtime.resolved.model.num_hidden_layers
+    order = list(OPERATIONS)
+    layers = programs.runtime.resolved.model.num_hidden_layers
 
     def place(row: dict) -> tuple[int, int]:
         outside = -1 if row["op"] == MODEL_TAPS[0] else layers
@@ -214,8 +218,7 @@ def observe(
 
 
 def _add(seen: Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.ndarray) -> None:
-    slots = batch.tokens.shape[1]
-    valid = compare.valid_positions(batch.lengths, slots)
+    valid = compare.valid_positions(batch.lengths, batch.tokens.shape[1])
     for name in rollout:
         if name == LOGITS:
             seen.rollout_logits = rollout[name]
@@ -247,7 +250,7 @@ def _contributions(
         return float(np.abs(d[mask]).mean())
 
     @functools.cache  # operations share inputs
-    def left_with(*operations: str) -> float:
+    def left_with(operations: tuple[str, ...]) -> float:
         return left({name: every for name in operations if name in seen.rollout})
 
     recipe = programs.runtime.resolved.learner_recipe
@@ -268,12 +271,12 @@ def _contributions(
                 "op": name,
                 "local": max(sizes),
                 "layers": [layer for layer, size in enumerate(sizes) if size > noise],
-                "adds": left_with(*inputs) - left_with(*inputs, name),
+                "adds": left_with(inputs) - left_with((*inputs, name)),
             }
         )
     free = [name for name in names if name not in CUTS]
     return {
-        "drift_without_swaps": left_with(),
+        "drift_without_swaps": left({}),
         "by_operation": sorted(found, key=lambda row: -row["adds"]),
         "by_layer": [
             {"layer": i, "left": left(dict.fromkeys(free, np.arange(layers) == i))}
@@ -296,11 +299,13 @@ def compare_weights(rollout: dict, learner: dict) -> dict:
     for name, leaf in one.items():
         pair = (leaf, other[name])
         if all(isinstance(x, QArray) for x in pair):
-            arrays = [[np.asarray(x.qvalue).view(np.uint8), np.asarray(x.scale)] for x in pair]
+            mine, theirs = (
+                [np.asarray(x.qvalue).view(np.uint8), np.asarray(x.scale)] for x in pair
+            )
         else:
             values = (x.dequantize() if isinstance(x, QArray) else x for x in pair)
-            arrays = [[np.asarray(x, np.float32)] for x in values]
-        if any(compare.bits_differ(a, b).any() for a, b in zip(*arrays, strict=True)):
+            mine, theirs = ([np.asarray(x, np.float32)] for x in values)
+        if any(compare.bits_differ(a, b).any() for a, b in zip(mine, theirs, strict=True)):
             differing.append(name)
     return {"comparable": True, "leaves": len(other), "differing": differing}
 
@@ -326,8 +331,9 @@ def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> 
     logits = seen.rollout_logits
     if logits is None or seen.logits is None or seen.logits["differ"]:
         return {}
-    mask, config = np.asarray(rollout.mask), programs.runtime.config.rollout
-    rows, targets = jnp.asarray(logits[mask]), rollout.tokens[mask]
+    mask = np.asarray(rollout.mask)
+    config = programs.runtime.config.rollout
+    rows = jnp.asarray(logits[mask])
     warm = rows / config.temperature
     definitions = {"full vocabulary": warm, "without temperature": rows}
     if config.top_k or config.top_p < 1:
@@ -337,7 +343,7 @@ def _alternatives(programs, rollout: Host, logp: np.ndarray, seen: Observed) -> 
     def follows(values: np.ndarray) -> str:
         for name, logits in definitions.items():
             expected = np.asarray(jax.nn.log_softmax(logits))
-            expected = np.take_along_axis(expected, targets[:, None], 1)[:, 0]
+            expected = np.take_along_axis(expected, rollout.tokens[mask][:, None], 1)[:, 0]
             if np.abs(values[mask] - expected).max() < 1e-4:
                 return name
         return "another"

@@ -58,16 +58,15 @@ def analyse_drift(
     questions = affordable(runtime, asked)
     if len(questions) < len(asked):
         note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
-    programs = Programs.on(runtime, state, questions)
-    return {"source": source} | analyse(programs, note)
+    return {"source": source} | analyse(Programs.on(runtime, state, questions), note)
 
 
 def _kept_step(runtime: Runtime, checkpoint: str | None) -> KeptStep | None:
     """Loads the kept step of the run in `checkpoint`; None if the run had another configuration."""
-    directory, config = pathlib.Path(checkpoint or ""), runtime.config
+    directory = pathlib.Path(checkpoint or "")
     if checkpoint is None or not (directory / "config.json").is_file():
         return None
-    ran_with = training_config(directory, named_functions(config))
-    if differences(as_saved(ran_with), as_saved(config)):
+    ran_with = training_config(directory, named_functions(runtime.config))
+    if differences(as_saved(ran_with), as_saved(runtime.config)):
         return None
     return KeptStep.load(runtime, directory)

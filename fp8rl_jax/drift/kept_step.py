@@ -117,8 +117,7 @@ class KeptStep:
         shutil.rmtree(directory / _NAME, ignore_errors=True)
         checkpoints = Checkpoints(directory / _NAME, keep=1)
         mask = self.rollout["mask"].astype(np.uint8)  # checkpoints hold no bool
-        arrays = self.rollout | {"mask": mask, "logp": logp}
-        checkpoints.save(self.step, self.policy | arrays, meta)
+        checkpoints.save(self.step, self.policy | self.rollout | {"mask": mask, "logp": logp}, meta)
         checkpoints.close()
 
     @staticmethod
@@ -177,28 +176,32 @@ class KeptStep:
 
     def programs(self, runtime: Runtime, groups: np.ndarray) -> Programs:
         """Returns sampler and learner before the update, on the questions at indices `groups`."""
-        optimizer = optimizer_of_phase(runtime.config, "rl")
         state = runtime.engine.new_state(
-            self.policy["params"], optimizer, self.policy["scaling_state"]
+            self.policy["params"],
+            optimizer_of_phase(runtime.config, "rl"),
+            self.policy["scaling_state"],
         )
-        scales = scales_in(self.policy["scaling_state"])
-        scaling = with_scales(state.scaling_state, processes.place(scales, state.step.sharding))
+        scaling = with_scales(
+            state.scaling_state,
+            processes.place(scales_in(self.policy["scaling_state"]), state.step.sharding),
+        )
         state = dataclasses.replace(state, scaling_state=scaling)
         weights = runtime.engine.refit(state).weights
         questions = [self.questions[i] for i in groups]
-        firsts = self.first_ids[groups]
-        return Programs(runtime, state, weights, questions, self.key, first_ids=firsts)
+        return Programs(
+            runtime, state, weights, questions, self.key, first_ids=self.first_ids[groups]
+        )
 
     def groups(self, runtime: Runtime) -> np.ndarray:
         """Returns the groups of the first update with the largest drift, as many as are
         `affordable`; ascending."""
-        config, devices = runtime.config, batch_divisor(runtime.mesh)
-        size, parts = config.rollout.group_size, config.learner.gradient_accumulation_steps
+        size = runtime.config.rollout.group_size
         worst = self._differences().max(axis=1)
         worst = np.maximum.reduceat(worst, np.arange(0, len(worst), size))
         order = np.argsort(-worst, kind="stable")
         count = len(affordable(runtime, [self.questions[i] for i in order]))
-        unit = math.lcm(size, parts * devices) // size  # groups that make equal parts
+        parts = runtime.config.learner.gradient_accumulation_steps * batch_divisor(runtime.mesh)
+        unit = math.lcm(size, parts) // size  # groups that make equal parts
         return np.sort(order[: max(count // unit, 1) * unit])
 
 
@@ -213,7 +216,8 @@ def analyse_step(
     Returns the result of `analyse`, with 'step', 'drift' (its largest |dlogp|), 'again' (see
     `_run_again`), 'questions' (how many were analysed) and 'of' (how many the step has).
     """
-    every, groups = np.arange(len(kept.questions)), kept.groups(runtime)
+    every = np.arange(len(kept.questions))
+    groups = kept.groups(runtime)
     whole = kept.programs(runtime, every)
     note(f"running the sampler and the train step of RL step {kept.step} again")
     ran, again = _run_again(whole, kept, budget)

@@ -34,7 +34,8 @@ from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Samples
 
 BUDGET_SECONDS = 180.0  # an analysis of a model of 1M parameters takes 30 to 60 on two cores
-_COPIED, _COPIED_ONCE_DRIFTED = 1 << 30, 8 << 30  # bytes of a policy
+_COPIED = 1 << 30  # bytes of a policy
+_COPIED_ONCE_DRIFTED = 8 << 30
 
 
 class DriftMonitor:
@@ -62,7 +63,8 @@ class DriftMonitor:
         self._budget, self._clock, self._stopping = budget, clock, stopping
         self._policy: dict[str, Any] | None = None
         self._said: set[str] = set()
-        self._largest, self._bytes = 0.0, 0
+        self._largest = 0.0
+        self._bytes = 0
         self._command = f"`fp8rl drift --checkpoint {directory}`"
 
     @property
@@ -167,7 +169,7 @@ class DriftMonitor:
 
     def _analyse(self, kept: KeptStep, seconds: float) -> None:
         """Analyses a step, writes drift.json, and notes the verdict."""
-        minutes, step = f"{self._budget / 60:g} minutes", f"RL step {kept.step}"
+        step = f"RL step {kept.step}"
         now = lambda: math.inf if self._stopping() else self._clock()
         budget = Budget(self._clock() + self._budget, now)
         if not budget.allows(seconds):
@@ -175,7 +177,7 @@ class DriftMonitor:
             return
         self._note(
             f"drift: looking for the operation in {step} itself (drift {kept.drift:.1e}), for "
-            f"about {minutes} at most; the run waits"
+            f"about {self._budget / 60:g} minutes at most; the run waits"
         )
         try:
             result = analyse_step(self._runtime, kept, lambda t: self._note(f"  {t}"), budget)

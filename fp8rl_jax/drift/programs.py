@@ -40,10 +40,10 @@ _MOST_BYTES = 4 << 30
 def affordable(runtime: Runtime, questions: list[Question]) -> list[Question]:
     """Returns the first of the questions, as many as have all tapped values within 4 GiB, but at
     least one for each device that takes rows of a batch."""
-    config, divisor = runtime.config.rollout, batch_divisor(runtime.mesh)
+    divisor = batch_divisor(runtime.mesh)
     values = tapped_values(runtime.resolved.model, runtime.resolved.sequence_tokens).values()
     row = _COPIES * sum(x.size * x.dtype.itemsize for x in values)
-    count = min(len(questions), _MOST_BYTES // (row * config.group_size))
+    count = min(len(questions), _MOST_BYTES // (row * runtime.config.rollout.group_size))
     return questions[: max(count // divisor, 1) * divisor]
 
 
@@ -72,23 +72,25 @@ class Programs:
         """Returns Programs at a state, whose KV scales are measured on the questions."""
         engine = runtime.engine
         state = engine.calibrate(state, of_sequences(*runtime.prompts(questions)))
-        weights = engine.refit(state).weights
-        return cls(runtime, state, weights, questions, engine.keys["rollout"])
+        return cls(runtime, state, engine.refit(state).weights, questions, engine.keys["rollout"])
 
     @property
     def prompts(self) -> Prompts:
         """The sampler's input."""
-        config, tokens = self.runtime.config.rollout, self.runtime.prompts(self.questions)
-        rows = len(self.questions) * config.group_size
-        temperature = np.full(rows, config.temperature, np.float32)
+        config = self.runtime.config.rollout
+        temperature = np.full(
+            len(self.questions) * config.group_size, config.temperature, np.float32
+        )
+        tokens, lengths = self.runtime.prompts(self.questions)
         if self.first_ids is None:
-            return Prompts.numbered(*tokens, self.key, temperature)
-        return Prompts(*tokens, self.key, temperature, self.first_ids)
+            return Prompts.numbered(tokens, lengths, self.key, temperature)
+        return Prompts(tokens, lengths, self.key, temperature, self.first_ids)
 
     def rollout(self, taps: Sequence[str] = ()) -> Host:
         """Samples the questions; returns the rollout on the host."""
-        engine, config = self.runtime.sampling.engine, self.runtime.config.rollout
-        sampler, weights = engine.sampler, self.runtime.for_sampling(self.weights)
+        engine = self.runtime.sampling.engine
+        config = self.runtime.config.rollout
+        sampler = engine.sampler
         if taps:
             sampler = engine.make_sampler(
                 config.group_size,
@@ -97,12 +99,13 @@ class Programs:
                 tuple(taps),
                 engine.resolved.recorded_numbers > 0,
             )
-        return processes.fetch(engine.sample(weights, self.prompts, sampler=sampler))
+        return processes.fetch(
+            engine.sample(self.runtime.for_sampling(self.weights), self.prompts, sampler=sampler)
+        )
 
     def batch(self, rollout: Host) -> Host:
         """Returns the learner's batch for a rollout, with alternating advantages +1 and -1."""
-        rows = rollout.tokens.shape[0]
-        advantages = np.where(np.arange(rows) % 2, -1.0, 1.0).astype(np.float32)
+        advantages = np.where(np.arange(len(rollout.tokens)) % 2, -1.0, 1.0).astype(np.float32)
         return self.runtime.engine.batch(rollout, self.prompts, advantages)
 
     def learner(self, batch: Host, taps: Sequence[str] = ()) -> tuple[np.ndarray, Taps]:
@@ -147,9 +150,9 @@ class Programs:
           their log-probabilities can be compared; it computes gradients, since XLA rewrites some
           operations in forward-only programs.
         """
-        rt, state = self.runtime, self.state
-        recipe, layers = rt.resolved.learner_recipe, rt.resolved.model.num_hidden_layers
-        names, nowhere = tuple(taps), np.zeros(layers, bool)
+        rt = self.runtime
+        recipe = rt.resolved.learner_recipe
+        nowhere = np.zeros(rt.resolved.model.num_hidden_layers, bool)
         values = {name: jnp.asarray(value) for name, value in taps.items()}
         batch = processes.place(batch, rt.layout.rows)
         forward_pass = rt.engine.forward_pass(recipe, rt.config.learner.remat)
@@ -157,7 +160,7 @@ class Programs:
         def objective(params, weights, state, batch, rope, swaps):
             paired = trainable_params(params, weights, recipe, state.scaling_state)
             logp, _, aux = response_logprobs(
-                forward_pass, paired, batch, rope, Observe(names, swaps)
+                forward_pass, paired, batch, rope, Observe(tuple(taps), swaps)
             )
             return (logp * batch.mask).sum(), (logp, aux["taps"])
 
@@ -174,7 +177,7 @@ class Programs:
                 name: Swap(jnp.asarray(chosen.get(name, nowhere)), value)
                 for name, value in values.items()
             }
-            (logp, own), _ = score(state, batch, rt.engine.rope, swaps)
+            (logp, own), _ = score(self.state, batch, rt.engine.rope, swaps)
             return np.asarray(logp), own
 
         return swapped

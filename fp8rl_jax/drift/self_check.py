@@ -91,8 +91,7 @@ def self_check(runtime: Runtime) -> SelfCheck:
     config = cut.config
     state = cut.engine.new_state(cut.engine.init_params(), optimizer_of_phase(config, "rl"))
     questions = cut.questions["train"][: config.rollout.prompts_per_step]
-    programs = Programs.on(cut, state, questions)
-    rollout, _, logp, _ = run_both(programs)
+    rollout, _, logp, _ = run_both(Programs.on(cut, state, questions))
     mask = np.asarray(rollout.mask)
     differ = bits_differ(logp, rollout.logprobs)[mask]
     gap = np.abs(logp.astype(np.float64) - rollout.logprobs)[mask]
@@ -130,7 +129,7 @@ def _place(runtime: Runtime) -> pathlib.Path | None:
     """Returns the file of the cached check for this configuration, code and machine, or None."""
     config = runtime.config
     sections = {name: plain(fields.to_dict()) for name, fields in config.items() if name != "run"}
-    sections["shapes"], sections["seed"] = repr(runtime.resolved.model), config.run.seed
+    sections |= {"shapes": repr(runtime.resolved.model), "seed": config.run.seed}
     files = files_of_functions(named_functions(config))
     if (root := cache_root(config)) is None:
         return None
@@ -163,7 +162,8 @@ def _cut(runtime: Runtime) -> Runtime:
     config = ml_collections.ConfigDict(runtime.config.to_dict())
     cache_slots = runtime.resolved.sequence_tokens
     if config.rollout.slots:  # fewer than responses, so that slots are refilled here too
-        config.rollout.slots, config.rollout.pages = batch_divisor(runtime.sampling.mesh), 0
+        config.rollout.slots = batch_divisor(runtime.sampling.mesh)
+        config.rollout.pages = 0
         cache_slots = 0
     config.rollout.max_new_tokens = min(config.rollout.max_new_tokens, _NEW_TOKENS)
     both = math.lcm(batch_divisor(runtime.mesh), batch_divisor(runtime.sampling.mesh))
@@ -176,13 +176,17 @@ def _cut(runtime: Runtime) -> Runtime:
     config.precision.health = False
     model = runtime.resolved.model
     if model.sliding_window:  # keys that it hides, and a layer of each kind
-        window, every = min(model.sliding_window, _WINDOW), min(model.sliding_window_pattern, 2)
-        model = dataclasses.replace(model, sliding_window=window, sliding_window_pattern=every)
+        model = dataclasses.replace(
+            model,
+            sliding_window=min(model.sliding_window, _WINDOW),
+            sliding_window_pattern=min(model.sliding_window_pattern, 2),
+        )
 
     def shorten(recipe: Recipe) -> Recipe:
         first = min(recipe.first_layers, 1)
-        last = min(recipe.last_layers, 1, layers - first)
-        return dataclasses.replace(recipe, first_layers=first, last_layers=last)
+        return dataclasses.replace(
+            recipe, first_layers=first, last_layers=min(recipe.last_layers, 1, layers - first)
+        )
 
     resolved = dataclasses.replace(
         runtime.resolved,
