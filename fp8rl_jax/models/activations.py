@@ -35,9 +35,10 @@ def gated_activation(
     `by_kernel_or_jnp`; only the value has a gradient.
     """
 
-    def kernel(gate, up, *settings):
-        run = gpu_kernels().norm.gated_activation
-        return run(rows_of(gate), rows_of(up), activation, *settings)
+    def kernel(gate, up, dtype, quantisation):
+        return gpu_kernels().norm.gated_activation(
+            rows_of(gate), rows_of(up), activation, dtype, quantisation
+        )
 
     def plain(gate, up):
         gate, up = _clamped(activation, gate.astype(jnp.float32), up.astype(jnp.float32))
@@ -61,8 +62,8 @@ def _exponent(activation: str, x: jax.Array) -> tuple[jax.Array, jax.Array | Non
         return x, None
     if activation == "clamped_swiglu":
         return x * jnp.float32(SWIGLU_ALPHA), jnp.float32(SWIGLU_ALPHA)
-    factor, inner = jnp.float32(GELU_FACTOR), prevent_fma(x * x) * jnp.float32(GELU_CUBE)
-    inner = prevent_fma(inner)
+    factor = jnp.float32(GELU_FACTOR)
+    inner = prevent_fma(prevent_fma(x * x) * jnp.float32(GELU_CUBE))
     return x * factor * (1.0 + inner), factor * (1.0 + 3.0 * inner)
 
 
@@ -72,8 +73,8 @@ def _gated_activation_forward(recipe, activation, quantise, gate, up):
 
 def _gated_activation_backward(recipe, activation, quantise, residual, cotangent):
     residual = kept(residual)
-    given = [x.astype(jnp.float32) for x in residual]
-    gate, up = _clamped(activation, *given)
+    whole_gate, whole_up = (x.astype(jnp.float32) for x in residual)
+    gate, up = _clamped(activation, whole_gate, whole_up)
     dy = cotangent.value.astype(jnp.float32)
     exponent, rise = _exponent(activation, gate)
     sigmoid = 1.0 / (1.0 + jnp.exp(-exponent))
@@ -81,7 +82,7 @@ def _gated_activation_backward(recipe, activation, quantise, residual, cotangent
     slope = sigmoid + (part if rise is None else jnp.where(part == 0, 0.0, part * rise))
     grads = [dy * up * slope, dy * gate * sigmoid]
     if activation == "clamped_swiglu":  # those at the limits have their gradients
-        inside = given[0] <= SWIGLU_LIMIT, jnp.abs(given[1]) <= SWIGLU_LIMIT
+        inside = whole_gate <= SWIGLU_LIMIT, jnp.abs(whole_up) <= SWIGLU_LIMIT
         grads = [jnp.where(keeps, g, 0.0) for keeps, g in zip(inside, grads, strict=True)]
     return tuple(g.astype(x.dtype) for g, x in zip(grads, residual, strict=True))
 

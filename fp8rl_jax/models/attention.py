@@ -72,9 +72,7 @@ def _store(k: jax.Array, v: jax.Array, recipe: Recipe, scales: Scales) -> Stored
 
 def _query(q: jax.Array, recipe: Recipe, scales: Scales):
     """Returns (q, its scale): E4M3 under FP8 attention, else unchanged."""
-    if not recipe.fp8_attention:
-        return q, None
-    return quantize_kv(q, recipe, "q", scales.get("q"))
+    return quantize_kv(q, recipe, "q", scales.get("q")) if recipe.fp8_attention else (q, None)
 
 
 def _attend(
@@ -107,18 +105,35 @@ def _attend(
         "sinks": layer.sinks,
     }
 
-    def kernel(arrays, others, dtype, quantisation):
-        return run(*arrays, **others, dtype=dtype, quantisation=quantisation, implementation="gpu")
+    def kernel(q, k, v, positions, others, dtype, quantisation):
+        return run(
+            q,
+            k,
+            v,
+            positions,
+            **others,
+            dtype=dtype,
+            quantisation=quantisation,
+            implementation="gpu",
+        )
 
-    def plain(arrays, others):
-        way = "exact" if recipe.kernels == "exact" else "reference"
-        return run(*arrays, **others, implementation=way, keys_by_feature=kv.keys_by_feature)
+    def plain(q, k, v, positions, others):
+        return run(
+            q,
+            k,
+            v,
+            positions,
+            **others,
+            implementation="exact" if recipe.kernels == "exact" else "reference",
+            keys_by_feature=kv.keys_by_feature,
+        )
 
     *rows, heads, dim = q.shape
     quantise = reader is not None and dim == kernels.K_BLOCK
-    arrays = q, kv.k, kv.v, positions
     shape = *rows, heads * dim
-    return by_kernel_or_jnp(reader or recipe, quantise, kernel, plain, shape, arrays, others)
+    return by_kernel_or_jnp(
+        reader or recipe, quantise, kernel, plain, shape, q, kv.k, kv.v, positions, others
+    )
 
 
 def _scales(kv: StoredKV, scales: Scales):
@@ -161,7 +176,8 @@ def self_attention(
 
 
 def _self_attention_forward(recipe, scale, q, k, v, places, layer):
-    kv, query = _store(k, v, recipe, layer.scales), _query(q, recipe, layer.scales)
+    kv = _store(k, v, recipe, layer.scales)
+    query = _query(q, recipe, layer.scales)
     residual = kernels.keep((query, kv, places, layer))
     query, cache, positions = as_sequences(query, kv, places)
     out = _attend(recipe, scale, query, cache, positions, layer).value
@@ -197,9 +213,10 @@ self_attention.defvjp(_self_attention_forward, _self_attention_backward)
 
 def _rotated(config: ModelConfig, recipe: Recipe, q: jax.Array, k: jax.Array, rope):
     """Returns q and k (B, T, heads, Dh) after RoPE by the tables `rope`, cos and sin."""
+    cos, sin = rope
     if config.rope_interleave:
-        q, k = deinterleave(q), deinterleave(k)
-    return tuple(apply_rope(recipe, x, *rope) for x in (q, k))
+        q, k = (deinterleave(x) for x in (q, k))
+    return tuple(apply_rope(recipe, x, cos, sin) for x in (q, k))
 
 
 def _add_by_head(recipe: Recipe, y: jax.Array, bias: StackedLayer) -> jax.Array:
@@ -242,9 +259,7 @@ def _inputs_by_kernel(
             biases=layer.biases and tuple(bias.stack for bias in layer.biases),
             dtype=recipe.compute_dtype,
         )
-        query = q, None
-        if recipe.fp8_attention:
-            query = q_stored, layer.scales.get("q", q_scale)
+        query = (q_stored, layer.scales.get("q", q_scale)) if recipe.fp8_attention else (q, None)
         return q, k, query, cache.with_merged(StoredKV(*arrays))
 
     def plain(qkv, layer, rope, cache, positions):
@@ -273,12 +288,12 @@ class Attention(Part):
         Returns ((B, T, H*Dh), cache, {'q' | 'k' | 'v': (B, T, heads, Dh)} before quantisation);
         where devices share the heads, H counts this device's heads.
         """
-        config, recipe, parallel = self.config, self.recipe, self.parallel
-        scale = softmax_scale(config)
-        sharers = parallel.tensor if splits_heads(config, parallel.tensor) else 1
-        sinks = vector(self, config, parallel, "sinks", nn.initializers.normal(0.02))
+        recipe = self.recipe
+        scale = softmax_scale(self.config)
+        sharers = self.parallel.tensor if splits_heads(self.config, self.parallel.tensor) else 1
+        sinks = vector(self, self.config, self.parallel, "sinks", nn.initializers.normal(0.02))
         if sinks is not None:
-            sinks = gather_or_slice(sinks, config.num_attention_heads // sharers)
+            sinks = gather_or_slice(sinks, self.config.num_attention_heads // sharers)
         scales = layer_scales(self.variables.get("params", {}), recipe)
         layer = OfLayer(scales, window, sinks)
         # One kernel makes attention's inputs from the projections and writes to the cache, with the
@@ -293,13 +308,14 @@ class Attention(Part):
         if one_kernel and cache is not None:
             inputs = dataclasses.replace(layer, biases=biases, gains=gains)
             q, k, query, cache = _inputs_by_kernel(
-                config, recipe, (q, k, v), inputs, (cos, sin), cache, positions
+                self.config, recipe, (q, k, v), inputs, (cos, sin), cache, positions
             )
-            reader = recipe.for_module("o_proj") if parallel.tensor == 1 else None
+            reader = recipe.for_module("o_proj") if self.parallel.tensor == 1 else None
             read = _attend(recipe, scale, query, cache, positions, layer, reader)
             return read, cache, {"q": q, "k": k, "v": v}
-        q, k = _rotated(config, recipe, q, k, (cos, sin))
-        q, k = tap(self, "q_rope", q), tap(self, "k_rope", k)
+        q, k = _rotated(self.config, recipe, q, k, (cos, sin))
+        q = tap(self, "q_rope", q)
+        k = tap(self, "k_rope", k)
         q, k, v = (
             tap(self, f"{name}_read", y, functools.partial(_as_read, recipe, name, scales))
             for name, y in (("q", q), ("k", k), ("v", v))
@@ -321,17 +337,17 @@ class Attention(Part):
         Returns (q, k and v (B, T, heads, Dh), biases, gains): what the kernel has to add and to
         norm by, or None.
         """
-        config, parallel = self.config, self.parallel
+        config = self.config
         kv_width = config.num_key_value_heads * config.head_dim
         widths = {
             "q_proj": config.num_attention_heads * config.head_dim,
             "k_proj": kv_width,
             "v_proj": kv_width,
         }
-        x = shared_input(x, self.recipe, widths, parallel.tensor)
-        norm = norm_of(config, self.recipe, parallel)
+        x = shared_input(x, self.recipe, widths, self.parallel.tensor)
+        norm = norm_of(config, self.recipe, self.parallel)
         norms_rows = config.qk_norm and not config.qk_norm_by_head
-        apart = by_kernel and config.qkv_bias and parallel.tensor == 1 and not norms_rows
+        apart = by_kernel and config.qkv_bias and self.parallel.tensor == 1 and not norms_rows
         q, k, v = linears(self, list(widths), x, adds_bias=not apart)
         if norms_rows:
             q = norm(name="q_norm")(gather_or_slice(q, widths["q_proj"])).value
@@ -342,7 +358,8 @@ class Attention(Part):
         )
         norms_heads = config.qk_norm and config.qk_norm_by_head
         if norms_heads and not by_kernel:
-            q, k = norm(name="q_norm")(q).value, norm(name="k_norm")(k).value
+            q = norm(name="q_norm")(q).value
+            k = norm(name="k_norm")(k).value
         biases = gains = None
         params = self.variables.get("params", {})
         if apart:

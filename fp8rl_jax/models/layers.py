@@ -162,9 +162,7 @@ def add_bias(
       y: (..., N), a product: float32 if there is a bias, else in the compute dtype.
       bias: (N,) float32, or None.
     """
-    if bias is None:
-        return y
-    return _plus_bias(recipe, parallel, y, _taken(bias))
+    return y if bias is None else _plus_bias(recipe, parallel, y, _taken(bias))
 
 
 def _taken(bias: jax.Array | StackedLayer) -> jax.Array:
@@ -232,21 +230,23 @@ class Linear(Part):
     @nn.compact
     def __call__(self, x: jax.Array | Activation) -> jax.Array:
         """Maps (..., in) to (..., out), both in the compute dtype."""
-        recipe, parallel = self.recipe, self.parallel
+        parallel = self.parallel
         x = as_activation(x)
         kernel = kernel_of(self, self.config, parallel)
         bias = vector(self, self.config, parallel, "bias")
         if parallel.inside:
-            x, kernel, rows = _split(recipe, parallel, x, kernel)
+            x, kernel, rows = _split(self.recipe, parallel, x, kernel)
             bias = None if bias is None else columns.gather_or_slice(bias, kernel.shape[-1])
         else:
-            x = tap_activation(self, "input", x, functools.partial(_as_multiplied, recipe, kernel))
+            x = tap_activation(
+                self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel)
+            )
             rows = Rows(parallel.devices)
-        y = multiply(recipe, x.matrix(), kernel, rows, _product(recipe, bias))
+        y = multiply(self.recipe, x.matrix(), kernel, rows, _product(self.recipe, bias))
         y = y.reshape(*x.shape[:-1], y.shape[-1])
         if not self.adds_bias:
             return y
-        y = add_bias(recipe, parallel, y, bias)
+        y = add_bias(self.recipe, parallel, y, bias)
         return y if parallel.inside else tap(self, "output", y)
 
 
@@ -337,8 +337,9 @@ def kernel_init(init_scale: float = 1.0, stacks: int = 0) -> nn.initializers.Ini
 
     `stacks`: number of leading axes (experts or heads).
     """
-    axes = tuple(range(stacks))
-    return nn.initializers.variance_scaling(init_scale**2, "fan_in", "normal", batch_axis=axes)
+    return nn.initializers.variance_scaling(
+        init_scale**2, "fan_in", "normal", batch_axis=tuple(range(stacks))
+    )
 
 
 class Kernel(nn.Module):
@@ -373,9 +374,7 @@ def by_kernel_or_jnp(
       shape: (..., D), of the result.
       operands: arrays, or trees of them.
     """
-    operand = None
-    if quantise and fuses_quantisation(recipe):
-        operand = recipe.activation
+    operand = recipe.activation if quantise and fuses_quantisation(recipe) else None
 
     def by_kernel(*operands):
         if operand is None:
@@ -420,13 +419,14 @@ def rms_norm(
     devices of `parallel`.
     """
 
-    def kernel(x, weight, *settings):
+    def kernel(x, weight, dtype, quantisation):
         layer = None
         if isinstance(weight, StackedLayer):
-            weight, layer = weight.stack, weight.layer
+            layer = weight.layer
+            weight = weight.stack
         if x.ndim == 4:  # heads: part of attention's inputs
             return gpu_kernels().attention_inputs.rms_norm(x, weight, eps, layer)
-        return gpu_kernels().norm.rms_norm(rows_of(x), weight, eps, *settings, layer=layer)
+        return gpu_kernels().norm.rms_norm(rows_of(x), weight, eps, dtype, quantisation, layer)
 
     def plain(x, weight):
         if isinstance(weight, StackedLayer):
@@ -443,7 +443,8 @@ def _rms_norm_forward(recipe, eps, quantise, parallel, x, weight):
 
 def _rms_norm_backward(recipe, eps, quantise, parallel, residual, cotangent):
     x, weight = kept(residual)
-    y, dy = x.astype(jnp.float32), cotangent.value.astype(jnp.float32)
+    y = x.astype(jnp.float32)
+    dy = cotangent.value.astype(jnp.float32)
     inverse = _inverse_rms(y, eps)
     y = y * inverse
     dy_weighted = dy * weight
@@ -487,5 +488,6 @@ class RMSNorm(nn.Module):
 
 def norm_of(config: ModelConfig, recipe: Recipe, parallel: Parallel) -> Callable[..., RMSNorm]:
     """Returns `RMSNorm` with a model's epsilon and offset."""
-    offset = config.unit_offset_norms
-    return functools.partial(RMSNorm, config.rms_norm_eps, recipe, parallel, offset=offset)
+    return functools.partial(
+        RMSNorm, config.rms_norm_eps, recipe, parallel, offset=config.unit_offset_norms
+    )

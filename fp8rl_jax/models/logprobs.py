@@ -186,8 +186,8 @@ def _kernel_forward(recipe: Recipe, hidden, head, master, targets, inverse, coun
     own = recipe.for_head()
     operands = (compute_value(hidden, own), compute_value(head, own), targets, inverse, count)
 
-    def kernel(*operands):
-        return gpu_kernels().head.head_logprobs(*operands)
+    def kernel(hidden, head, targets, inverse, count):
+        return gpu_kernels().head.head_logprobs(hidden, head, targets, inverse, count)
 
     def plain(*operands):  # within `by_own_rows`
         return _row_logprobs(recipe, ONE_DEVICE, *operands[:-1])
@@ -201,8 +201,9 @@ def _kernel_backward(recipe: Recipe, residual, cotangents):
     operands, logsumexp, like, own = residual
 
     def kernel(operands, logsumexp, dlogp):
-        *by_row, count = operands
-        return gpu_kernels().head.head_logprobs_vjp(*by_row, logsumexp, dlogp, count)
+        hidden, head, targets, inverse, count = operands
+        run = gpu_kernels().head.head_logprobs_vjp
+        return run(hidden, head, targets, inverse, logsumexp, dlogp, count)
 
     def elsewhere(operands, logsumexp, dlogp):
         def logp(hidden, head):

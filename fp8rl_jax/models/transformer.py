@@ -101,17 +101,19 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens, cache, positions, cos, sin, valid):
-        config, recipe = self.config, self.recipe
+        config = self.config
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
         table = self.parallel.replicate(self.param("embed_tokens", init, shape))
-        x = compute_value(_embed(table, tokens, recipe.kernels), recipe)
+        x = compute_value(_embed(table, tokens, self.recipe.kernels), self.recipe)
         if config.scale_embeddings:
             factor = jnp.asarray(math.sqrt(config.hidden_size), x.dtype).astype(jnp.float32)
-            x = compute_value(prevent_fma(x.astype(jnp.float32) * factor), recipe)
+            x = compute_value(prevent_fma(x.astype(jnp.float32) * factor), self.recipe)
         x = tap(self, "embed", x)
-        stored_runs, auxes, windows = [], [], layer_windows(config)
-        for index, run in enumerate(layer_groups(layer_stacks(config), recipe)):
+        stored_runs = []
+        auxes = []
+        windows = layer_windows(config)
+        for index, run in enumerate(layer_groups(layer_stacks(config), self.recipe)):
             settings = (
                 config,
                 run.recipe,
@@ -122,20 +124,22 @@ class Transformer(nn.Module):
             layers = run.span.stop - run.span.start
             carried = x, run_cache(cache, index, layers)
             reach = None if windows is None else jnp.asarray(windows[run.layers])
-            others = positions, cos, sin, valid
             if cache is not None and not watched(self):  # taps need modules; the bits are the same
                 layer = DecoderLayer(*settings, parent=None)
                 by_kernel = resolve(run.recipe.kernels) != "reference"
                 named = self.variables["params"][run.name]
-                carried, aux = _scan_in_place(layer, by_kernel, named, reach, carried, *others)
+                carried, aux = _scan_in_place(
+                    layer, by_kernel, named, reach, carried, positions, cos, sin, valid
+                )
             else:
                 number = None if cache is None else jnp.arange(layers, dtype=jnp.int32)
-                scan = self._scan(settings, run)
-                carried, aux = scan(carried, PerLayer(number, reach), *others)
+                carried, aux = self._scan(settings, run)(
+                    carried, PerLayer(number, reach), positions, cos, sin, valid
+                )
             x, written = carried
             stored_runs.append(None if written is None else written.stored)
             auxes.append(aux)
-        x = norm_of(config, recipe, self.parallel)(name="norm")(x).value
+        x = norm_of(config, self.recipe, self.parallel)(name="norm")(x).value
         if not config.tie_word_embeddings and self.is_initializing():
             self.param("lm_head", kernel_init(), shape[::-1])
         if cache is not None:
@@ -263,10 +267,11 @@ def hidden_states(
     if observe.swaps:
         variables[SWAPS] = by_module(observe.swaps, runs)
 
-    def apply(variables, *arguments) -> tuple:
+    def apply(variables, ids, cache, places, cos, sin, valid) -> tuple:
+        run = functools.partial(module.apply, variables, ids, cache, places, cos, sin, valid)
         if not observe.taps:
-            return *module.apply(variables, *arguments), {}
-        (hidden, cache, aux), collected = module.apply(variables, *arguments, mutable=[TAPS])
+            return *run(), {}
+        (hidden, cache, aux), collected = run(mutable=[TAPS])
         values = by_name(collected[TAPS], runs)
         return hidden, cache, aux, {name: values[name] for name in observe.taps if name in values}
 

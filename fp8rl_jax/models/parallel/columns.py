@@ -57,12 +57,13 @@ def split_columns(
     The returned function takes and returns global arrays; see `models.transformer`.
     """
 
-    def split(variables, tokens, cache, *others):
-        axes, parts = parallel.rows(tokens.shape[0]), parallel.tensor
+    def split(variables, tokens, cache, positions, cos, sin, valid):
+        axes = parallel.rows(tokens.shape[0])
         weights = weight_specs(
             variables["params"], config, recipe, parallel.mesh, stored=axes is not None
         )
-        rows, heads = PartitionSpec(axes), AXIS if splits_heads(config, parts) else None
+        rows = PartitionSpec(axes)
+        heads = AXIS if splits_heads(config, parallel.tensor) else None
         by_layer = PartitionSpec(None, axes)  # (L, B, ...)
         # (L, B, S, Hkv, ...); the scales of a latent are (L, B, S).
         stored = PartitionSpec(None, axes, None, heads) if heads else by_layer
@@ -72,7 +73,7 @@ def split_columns(
             (specs | {"params": weights}, rows, stored, rows, rows, rows, rows),
             (rows, stored, WHOLE, by_layer),
         )
-        return run(variables, tokens, cache, *others)
+        return run(variables, tokens, cache, positions, cos, sin, valid)
 
     return split
 
@@ -203,10 +204,10 @@ def split_head(
     if not parallel.uses_shard_map(recipe):
         return product(hidden, head)
     vocabulary = head.shape[1]
-    spec, rows = head_spec(vocabulary, parallel.tensor), PartitionSpec(parallel.rows(len(hidden)))
+    rows = PartitionSpec(parallel.rows(len(hidden)))
     run = parallel.shard_map(
         lambda hidden, head: gather_or_slice(product(hidden, head), vocabulary),
-        (rows, jax.tree.map(lambda _: spec, head)),
+        (rows, jax.tree.map(lambda _: head_spec(vocabulary, parallel.tensor), head)),
         rows,
     )
     return run(hidden.astype(jnp.float32), head)

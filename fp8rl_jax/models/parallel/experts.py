@@ -89,22 +89,24 @@ def _padded(config: ModelConfig, count: int, rows, weights, chosen):
 
 def _shared_rows(config: ModelConfig, run, rows, weights, chosen, experts):
     """Splits replicated rows over the devices, runs each part, and all-gathers the results."""
-    count, devices = rows.shape[0], lax.axis_size(EXPERT)
-    share_size = -(-count // devices)
-    arrays = _padded(config, share_size * devices, rows, weights, chosen)
+    count = rows.shape[0]
+    share_size = -(-count // lax.axis_size(EXPERT))
+    arrays = _padded(config, share_size * lax.axis_size(EXPERT), rows, weights, chosen)
     *arrays, index = share((*arrays, lax.axis_index(EXPERT)))
-    own = [lax.dynamic_slice_in_dim(y, index * share_size, share_size) for y in arrays]
-    y = run(*own, experts)
+    rows, weights, chosen = (
+        lax.dynamic_slice_in_dim(y, index * share_size, share_size) for y in arrays
+    )
+    y = run(rows, weights, chosen, experts)
     return lax.all_gather(y, EXPERT, axis=0, tiled=True, to="invarying")[:count]
 
 
 def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, experts):
     """Runs `_one_pass` on the rows (m, D) of this device in `passes_of` passes."""
-    count, passes = rows.shape[0], passes_of(rows.shape[0], lax.axis_size(EXPERT))
+    passes = passes_of(rows.shape[0], lax.axis_size(EXPERT))
     run = functools.partial(_one_pass, config, recipe)
     if passes == 1:
         return run(rows, weights, chosen, experts)
-    size = -(-count // passes)
+    size = -(-rows.shape[0] // passes)
     arrays = _padded(config, passes * size, rows, weights, chosen)
     arrays = tuple(y.reshape(passes, size, -1) for y in arrays)
     arrays, experts = share((arrays, experts))  # gradients of experts are summed over passes first
@@ -120,7 +122,7 @@ def _in_passes(config: ModelConfig, recipe: Recipe, rows, weights, chosen, exper
         return run(rows, weights, chosen, bound)
 
     y = lax.scan(lambda _, x: (None, step(experts, x)), None, (arrays, probes))[1]
-    return y.reshape(passes * size, -1)[:count]
+    return y.reshape(passes * size, -1)[: rows.shape[0]]
 
 
 def _one_pass(config: ModelConfig, recipe: Recipe, rows, weights, chosen, experts):
@@ -240,8 +242,7 @@ def exchange(implementation: str, size: int, rows: jax.Array, table: jax.Array) 
         )
 
     def dense(rows, table):
-        width = min(rows.shape[0], size)
-        numbers = jnp.arange(width, dtype=jnp.int32)
+        numbers = jnp.arange(min(rows.shape[0], size), dtype=jnp.int32)
         source = starts(table[me])[:, None] + numbers
         source = jnp.where(numbers < table[me][:, None], source, rows.shape[0])
         found = lax.all_to_all(moe.fill_rows(rows, source), EXPERT, 0, 0)  # (n, width, D)
