@@ -149,8 +149,7 @@ def _gain(place: str, size: str) -> Array:
 
 def _bias(place: str, size: str) -> Array:
     """Makes the row of the bias of an attention's linear layer at `place`."""
-    hf = f"self_attn.{place.rpartition('/')[2]}.bias"
-    return _array(f"{place}/bias", size, BIAS, (), hf)
+    return _array(f"{place}/bias", size, BIAS, (), f"self_attn.{place.rpartition('/')[2]}.bias")
 
 
 def _gated_mlp(
@@ -266,8 +265,7 @@ def array_of(path: Path) -> Array:
     path = _in_layer(path)
     if path[-1] in FACTORS:
         kernel = _BY_PATH[(*path[:-1], "kernel")]
-        axes = kernel.axes if kernel.axes == EXPERTS else ()
-        return Array(path, "", ADAPTER, axes, "")
+        return Array(path, "", ADAPTER, kernel.axes if kernel.axes == EXPERTS else (), "")
     if path[-1] in LAYER_SCALES.values():
         return Array(path, "", SCALE, (), "")
     return _BY_PATH[path]
@@ -295,9 +293,7 @@ def array_in(keys) -> Array | None:
     """
     names = [getattr(key, "key", "") for key in keys]  # keys of dicts; '' for dataclasses
     start = next((place for place, name in enumerate(names) if name in _ROOTS), None)
-    if start is None:
-        return None
-    return array_of(tuple(itertools.takewhile(bool, names[start:])))
+    return None if start is None else array_of(tuple(itertools.takewhile(bool, names[start:])))
 
 
 def role_of(path: Path) -> str:

@@ -63,35 +63,32 @@ class DecoderLayer(Part):
         x, cache = carried
         if cache is not None:
             cache = dataclasses.replace(cache, layer=per_layer.number)
-        config, spec, recipe, parallel = self.config, self.spec, self.recipe, self.parallel
-        norm = norm_of(config, recipe, parallel)
-        h = as_activation(x)
-        if config.pre_norms:
-            h = norm(quantise=True, name="input_layernorm")(x)
+        config = self.config
+        recipe = self.recipe
+        norm = norm_of(config, recipe, self.parallel)
+        h = norm(quantise=True, name="input_layernorm")(x) if config.pre_norms else as_activation(x)
         attention = LatentAttention if config.latent else Attention
-        rope = _own_tables(config, per_layer.window, cos, sin)
-        a, cache, qkv = attention(config, recipe, parallel, name="self_attn")(
-            h, cache, positions, *rope, per_layer.window
+        cos, sin = _own_tables(config, per_layer.window, cos, sin)
+        a, cache, qkv = attention(config, recipe, self.parallel, name="self_attn")(
+            h, cache, positions, cos, sin, per_layer.window
         )
-        sandwich, before_mlp = config.sandwich_norms, "post_attention_layernorm"
-        residual = None if sandwich else x
+        before_mlp = "post_attention_layernorm"
+        residual = None if config.sandwich_norms else x
         (y,) = linears(self, ["o_proj"], as_activation(a), residual)
-        if sandwich:
+        if config.sandwich_norms:
             y = gather_or_slice(y, x.shape[-1])
             y = plus(x, norm(name="attention_norm")(y).value, recipe)
             before_mlp = "pre_feedforward_layernorm"
         x = tap(self, "residual_attention", y)
-        mlp = not spec.experts or config.n_shared_experts > 0  # experts quantise after sorting
-        h2 = as_activation(x)
-        if config.pre_norms:
-            h2 = norm(quantise=mlp, name=before_mlp)(x)
+        mlp = not self.spec.experts or config.n_shared_experts > 0  # experts quantise after sorting
+        h2 = norm(quantise=mlp, name=before_mlp)(x) if config.pre_norms else as_activation(x)
         aux: dict = {}
-        residual = None if sandwich or spec.experts else x
-        if spec.experts:
+        residual = None if config.sandwich_norms or self.spec.experts else x
+        if self.spec.experts:
             y, aux = sparse_mlp(self, h2, valid, self.collect)
         else:
             y = gated_mlp(self, h2, config.intermediate_size, residual)
-        if sandwich:
+        if config.sandwich_norms:
             y = norm(name="post_feedforward_layernorm")(y).value
         x = tap(self, "residual_mlp", y if residual is not None else plus(x, y, recipe))
         aux["finite"] = jnp.isfinite(x.astype(jnp.float32)).all()
@@ -103,7 +100,7 @@ class DecoderLayer(Part):
         if "kv_amax" in self.collect:
             valid_only = {n: jnp.where(valid[:, :, None, None], y, 0) for n, y in qkv.items()}
             aux["kv_amax"] = {name: find_amax(y, (1, 2, 3)) for name, y in valid_only.items()}
-        aux = combine(aux) if parallel.inside else aux
+        aux = combine(aux) if self.parallel.inside else aux
         return (x, cache and dataclasses.replace(cache, layer=None)), aux
 
 

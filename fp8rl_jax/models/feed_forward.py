@@ -61,8 +61,7 @@ class SharedExperts(Part):
     @nn.compact
     def __call__(self, x: Activation) -> jax.Array:
         """Maps (B, T, D) to (B, T, D), in the compute dtype."""
-        width = self.config.n_shared_experts * self.config.moe_intermediate_size
-        return gated_mlp(self, x, width)
+        return gated_mlp(self, x, self.config.n_shared_experts * self.config.moe_intermediate_size)
 
 
 def sparse_mlp(
@@ -79,27 +78,27 @@ def sparse_mlp(
       (y, aux): y (B, T, D) in the compute dtype; aux {'expert_tokens': (E,) int32, tokens of each
       expert} and, if in `collect`, 'expert_probability': (E,) float32, `sum_probability`.
     """
-    config, recipe, parallel = part.config, part.recipe, part.parallel
-    router = Router(config, parallel, name="router")()
-    experts = Experts(config, parallel, name="experts")()
-    own_rows = parallel.by_own_rows  # every device sorts and multiplies its own rows
-    product = functools.partial(router_logits, implementation=recipe.kernels)
+    config = part.config
+    router = Router(config, part.parallel, name="router")()
+    experts = Experts(config, part.parallel, name="experts")()
+    own_rows = part.parallel.by_own_rows  # every device sorts and multiplies its own rows
+    product = functools.partial(router_logits, implementation=part.recipe.kernels)
     logits = own_rows(product, x.value, shared=(router.kernel, router.bias))
     logits = tap(part, "router_logits", logits)
     select = functools.partial(select_experts, config)
     chosen = tap(part, "router_experts", own_rows(select, logits, shared=(router.correction,)))
     weights = own_rows(functools.partial(routing_weights, config), logits, chosen)
     weights = tap(part, "router_weights", weights)
-    split = parallel.expert_devices(config) > 1
-    run = functools.partial(exchange_forward if split else moe_forward, config, recipe)
-    spec = parallel.expert_spec(config)
+    split = part.parallel.expert_devices(config) > 1
+    run = functools.partial(exchange_forward if split else moe_forward, config, part.recipe)
+    spec = part.parallel.expert_spec(config)
     computed = jnp.where(valid[..., None], chosen, config.num_experts)
     y = own_rows(run, x.value, weights, computed, shared=(experts,), spec=spec)
     y = tap(part, "experts_output", y)
     if config.n_shared_experts:
-        whole = dataclasses.replace(parallel, tensor=1)  # every device has all columns
-        shared_experts = SharedExperts(config, recipe, whole, name="shared_experts")
-        y = plus(y, shared_experts(x), recipe)
+        whole = dataclasses.replace(part.parallel, tensor=1)  # every device has all columns
+        shared_experts = SharedExperts(config, part.recipe, whole, name="shared_experts")
+        y = plus(y, shared_experts(x), part.recipe)
     aux = {"expert_tokens": expert_tokens(config, chosen, valid)}
     if "expert_probability" in collect:
         aux["expert_probability"] = sum_probability(config, logits, valid)

@@ -109,8 +109,7 @@ class LayerCache:
                 return old.at[(page, *between, positions % PAGE)].set(as_bytes(x))
 
         else:
-            layer = jnp.broadcast_to(self.layer, positions.shape)
-            place = jnp.stack([layer, positions], axis=-1)
+            place = jnp.stack([jnp.broadcast_to(self.layer, positions.shape), positions], axis=-1)
 
             def put(old: jax.Array, slots_last: bool, x: jax.Array) -> jax.Array:
                 # The batch is a batching dimension, so on a mesh each device writes its own rows.

@@ -152,27 +152,30 @@ class LatentAttention(Part):
         Returns ((B, T, H * v_head_dim), cache, {'latent': (B, T, 1, R) before quantisation}).
         """
         assert window is None and self.parallel.tensor == 1  # refused before
-        config, recipe, parallel = self.config, self.recipe, self.parallel
-        heads, rank = config.num_attention_heads, config.kv_lora_rank
-        nope, rotated = config.qk_nope_head_dim, config.qk_rope_head_dim
+        config = self.config
+        recipe = self.recipe
+        rank = config.kv_lora_rank
+        nope = config.qk_nope_head_dim
         if config.q_lora_rank:
             q = linear(self, "q_a_proj")(x)
-            normed = RMSNorm(_LATENT_EPS, recipe, parallel, True, name="q_a_layernorm")(q)
+            normed = RMSNorm(_LATENT_EPS, recipe, self.parallel, True, name="q_a_layernorm")(q)
             q = linear(self, "q_b_proj")(normed)
         else:
             q = linear(self, "q_proj")(x)
-        q = q.reshape(*x.shape[:2], heads, nope + rotated)
+        q = q.reshape(*x.shape[:2], config.num_attention_heads, nope + config.qk_rope_head_dim)
         compressed = linear(self, "kv_a_proj_with_mqa")(x)
-        latent = RMSNorm(_LATENT_EPS, recipe, parallel, name="kv_a_layernorm")(
+        latent = RMSNorm(_LATENT_EPS, recipe, self.parallel, name="kv_a_layernorm")(
             compressed[..., :rank]
         ).value
-        q_rope, k_rope = q[..., nope:], compressed[..., None, rank:]
+        q_rope = q[..., nope:]
+        k_rope = compressed[..., None, rank:]
         if config.rope_interleave:
-            q_rope, k_rope = deinterleave(q_rope), deinterleave(k_rope)
+            q_rope, k_rope = (deinterleave(y) for y in (q_rope, k_rope))
         q_rope, k_rope = (apply_rope(recipe, y, cos, sin) for y in (q_rope, k_rope))
-        q_rope, k_rope = tap(self, "q_rope", q_rope), tap(self, "k_rope", k_rope)[:, :, 0]
-        k_b = Kernel(config, parallel, name="k_b_proj")()
-        absorbed = by_head(recipe.for_module("k_b_proj"), parallel.devices, q[..., :nope], k_b)
+        q_rope = tap(self, "q_rope", q_rope)
+        k_rope = tap(self, "k_rope", k_rope)[:, :, 0]
+        k_b = Kernel(config, self.parallel, name="k_b_proj")()
+        absorbed = by_head(recipe.for_module("k_b_proj"), self.parallel.devices, q[..., :nope], k_b)
         absorbed = tap(self, "q_absorbed", absorbed)
         latent = tap(self, "latent_read", latent, functools.partial(_as_read, recipe))
         scale = softmax_scale(config)
@@ -182,7 +185,7 @@ class LatentAttention(Part):
             cache = cache.write(_store(latent, k_rope, recipe), positions)
             out = _attend(recipe, absorbed, q_rope, cache, positions, scale)
         out = tap(self, "attention", compute_value(out, recipe))
-        v_b = Kernel(config, parallel, name="v_b_proj")()
-        out = by_head(recipe.for_module("v_b_proj"), parallel.devices, out, v_b)
+        v_b = Kernel(config, self.parallel, name="v_b_proj")()
+        out = by_head(recipe.for_module("v_b_proj"), self.parallel.devices, out, v_b)
         out = tap(self, "values", out)
         return out.reshape(*x.shape[:2], -1), cache, {"latent": latent[:, :, None]}

@@ -74,9 +74,7 @@ def trained(params: Any) -> Any:
 
 def with_trained(params: Any, values: Any) -> Any:
     """Returns parameters with another trained part."""
-    if isinstance(params, Adapted):
-        return dataclasses.replace(params, adapters=values)
-    return values
+    return dataclasses.replace(params, adapters=values) if isinstance(params, Adapted) else values
 
 
 def frozen(tree: Any) -> Any:
@@ -190,8 +188,9 @@ def new_adapters(shapes: Any, rank: int, modules: Sequence[str], key: jax.Array)
                 f"{min(inputs, outputs)}, or leave the layer out of lora.modules"
             )
         bound = 1 / math.sqrt(inputs)
-        own = jax.random.fold_in(key, number)
-        a = jax.random.uniform(own, (*first, inputs, rank), jnp.float32, -bound, bound)
+        a = jax.random.uniform(
+            jax.random.fold_in(key, number), (*first, inputs, rank), jnp.float32, -bound, bound
+        )
         found[*path[:-1], FACTORS[0]] = a
         found[*path[:-1], FACTORS[1]] = jnp.zeros((*first, rank, outputs), jnp.float32)
     for pattern in modules:

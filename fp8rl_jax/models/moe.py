@@ -40,7 +40,8 @@ from fp8rl_jax.models.parallel.mesh import Parallel
 from fp8rl_jax.quant import Activation, Recipe, compute_value
 from fp8rl_jax.quant.varying import varying_vjp
 
-_FEWEST_ROWS, _MOST_ROWS = 8, 128  # per tile: matmuls pad to 8; wgrad's blocks have 128 rows
+_FEWEST_ROWS = 8  # per tile: matmuls pad to 8
+_MOST_ROWS = 128  # those of wgrad's blocks
 
 
 class Experts(nn.Module):
@@ -55,12 +56,11 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self) -> dict[str, LayerWeight]:
-        config, parallel = self.config, self.parallel
-        spec = parallel.expert_spec(config)
+        spec = self.parallel.expert_spec(self.config)
         names = ("gate_proj", "up_proj", "down_proj")
-        found = {name: Kernel(config, parallel, spec, name=name)() for name in names}
+        found = {name: Kernel(self.config, self.parallel, spec, name=name)() for name in names}
         for name in ("gate_bias", "up_bias", "down_bias"):
-            bias = vector(self, config, parallel, name, spec=spec)
+            bias = vector(self, self.config, self.parallel, name, spec=spec)
             if bias is not None:
                 found[name] = bias
         return found
@@ -200,8 +200,7 @@ def _plus_bias(y: jax.Array, bias: jax.Array, tiles: Tiles) -> jax.Array:
 
 def _filled(tiles: Tiles) -> jax.Array:
     """Returns which rows of tiles hold a token, (tiles, R, 1) bool."""
-    filled = tiles.assignment < tiles.place.size
-    return filled.reshape(tiles.experts.shape[0], -1, 1)
+    return (tiles.assignment < tiles.place.size).reshape(tiles.experts.shape[0], -1, 1)
 
 
 def _plus_bias_forward(y, bias, tiles):

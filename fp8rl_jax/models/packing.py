@@ -68,7 +68,8 @@ def packed(starts: jax.Array, longest: int, shared: jax.Array | None = None) -> 
     more = jnp.arange(min(pages_of(longest), pages), dtype=jnp.int32)
     if shared is None:
         return Packed(slot - starts, starts, jnp.minimum(first + more, pages - 1))
-    begin, count = shared[..., :1], shared[..., 1:]
+    begin = shared[..., :1]
+    count = shared[..., 1:]
     table = jnp.where(more < count, begin + more, first + more - count)
     of_tokens = PAGE * jnp.repeat(jnp.concatenate([begin, begin + count], 2), PAGE, axis=1)
     positions = slot - starts + of_tokens[..., 1] - of_tokens[..., 0]

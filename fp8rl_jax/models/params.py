@@ -148,10 +148,10 @@ def init_scaling(params, recipe: Recipe | str) -> dict[str, SiteScaling]:
     observing = [name for name, state in states.items() if state.weight is not None]
     sites = _sites(params, recipe) if observing else {}
     for name in observing:
-        (site, leaf), state = sites[name], states[name]
-        amax = {"weight": quantize_weight(leaf, site, state)[1]}
-        seen = update_site(site, SiteScaling(weight=state.weight), amax)
-        states[name] = dataclasses.replace(state, weight=seen.weight)
+        site, leaf = sites[name]
+        amax = {"weight": quantize_weight(leaf, site, states[name])[1]}
+        seen = update_site(site, SiteScaling(weight=states[name].weight), amax)
+        states[name] = dataclasses.replace(states[name], weight=seen.weight)
     return states
 
 
@@ -177,10 +177,11 @@ def update_scaling(params, recipe: Recipe | str, scaling, seen) -> dict[str, Sit
 
     def advance(name: str, state: SiteScaling) -> SiteScaling:
         site, leaf = sites[name]
-        amax = {}
-        for operand in ("activation", "gradient"):
-            if getattr(state, operand) is not None:
-                amax[operand] = getattr(seen[name], operand).amax
+        amax = {
+            operand: getattr(seen[name], operand).amax
+            for operand in ("activation", "gradient")
+            if getattr(state, operand) is not None
+        }
         if state.weight is not None:
             amax["weight"] = quantize_weight(leaf, site, state)[1]
         return update_site(site, state, amax)
@@ -215,10 +216,10 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
     def convert(path, leaf):
         name = _site(path)
         if role_of(path_of(path)) == LINEAR and name in sites:
-            site, state = sites[name][0], scaling.get(name)
-            if isinstance(leaf, QArray) and _has_format(leaf, site):
+            state = scaling.get(name)
+            if isinstance(leaf, QArray) and _has_format(leaf, sites[name][0]):
                 return leaf
-            q, _ = quantize_weight(plain_value(leaf), site, state)
+            q, _ = quantize_weight(plain_value(leaf), sites[name][0], state)
             if state is None or state.activation is None:
                 return q
             return BoundWeight(q, scaling=SiteScaling(activation=state.activation))
@@ -227,8 +228,9 @@ def quantize_params(params, recipe: Recipe | str, scaling: dict | None = None):
         is_head = path_of(path) == head
         return compute_value(plain_value(leaf), recipe.for_head() if is_head else recipe)
 
-    cut = split_layers(params, recipe)
-    weights = jax.tree_util.tree_map_with_path(convert, cut, is_leaf=is_weight)
+    weights = jax.tree_util.tree_map_with_path(
+        convert, split_layers(params, recipe), is_leaf=is_weight
+    )
     scales = scales_in(scaling)
     for run in [] if scales is None else _runs(params, recipe):
         attention = weights[run.name]["self_attn"]
@@ -289,8 +291,7 @@ def kernel_formats(weights, shardings):
         if array is None or not (array.role == LINEAR or array.hf == HEAD):
             return sharding
         if isinstance(weight, BoundWeight):
-            value = visit(path, weight.value, sharding.value)
-            return dataclasses.replace(sharding, value=value)
+            return dataclasses.replace(sharding, value=visit(path, weight.value, sharding.value))
         return jax.tree.map(by_column, weight, sharding)
 
     return jax.tree_util.tree_map_with_path(visit, weights, shardings, is_leaf=is_weight)
@@ -447,7 +448,8 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
     """Counts a model's parameters; allocates nothing."""
     total = idle = tables = 0
     for path, shape in leaf_shapes(config).items():
-        array, count = array_of(path), math.prod(shape)
+        array = array_of(path)
+        count = math.prod(shape)
         total += count
         if array.axes == EXPERTS:
             idle += count // config.num_experts * (config.num_experts - config.num_experts_per_tok)

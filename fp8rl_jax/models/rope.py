@@ -25,18 +25,18 @@ def frequencies(config: ModelConfig) -> np.ndarray:
       are rounded to integers, as in most models that were released with it, unless
       `rope_truncate` is False.
     """
-    half, factor = config.rope_dim // 2, config.rope_factor
+    half = config.rope_dim // 2
     plain = config.rope_theta ** (-np.arange(half) / half)
     context = config.rope_original_max_position_embeddings
     if config.rope_type == "default":
         return plain
     if config.rope_type == "linear":
-        return plain / factor
+        return plain / config.rope_factor
     if config.rope_type == "llama3":
         turns = context * plain / (2 * np.pi)
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        return plain * (kept + (1 - kept) / factor)
+        low = config.rope_low_freq_factor
+        kept = np.clip((turns - low) / (config.rope_high_freq_factor - low), 0, 1)
+        return plain * (kept + (1 - kept) / config.rope_factor)
 
     def pair(turns: float) -> float:
         """Returns the (fractional) pair that makes `turns` turns within the original context."""
@@ -45,9 +45,10 @@ def frequencies(config: ModelConfig) -> np.ndarray:
     ends = pair(config.rope_beta_fast), pair(config.rope_beta_slow)
     if config.rope_truncate:
         ends = math.floor(ends[0]), math.ceil(ends[1])
-    first, last = max(ends[0], 0), min(ends[1], 2 * half - 1)
+    first = max(ends[0], 0)
+    last = min(ends[1], 2 * half - 1)
     divided = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0, 1)
-    return plain * (1 - divided + divided / factor)
+    return plain * (1 - divided + divided / config.rope_factor)
 
 
 def _yarn_temperature(factor: float, mscale: float) -> float:
@@ -68,11 +69,10 @@ def _amplitude(config: ModelConfig) -> float:
     """Returns the tables' factor: the part of YaRN's temperature that `softmax_scale` lacks."""
     if config.rope_type != "yarn":
         return 1.0
-    mscale, of_scores = config.rope_mscale, config.rope_mscale_all_dim
     temperature = functools.partial(_yarn_temperature, config.rope_factor)
-    return (
-        temperature(mscale) / temperature(of_scores) if mscale and of_scores else temperature(1.0)
-    )
+    if config.rope_mscale and config.rope_mscale_all_dim:
+        return temperature(config.rope_mscale) / temperature(config.rope_mscale_all_dim)
+    return temperature(1.0)
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -94,8 +94,7 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[np.ndarray, np.ndarra
 
 def deinterleave(x: jax.Array) -> jax.Array:
     """Reorders (..., n): neighbouring pairs (0, 1), (2, 3), ... become pairs (0, n/2), ..."""
-    pairs = x.reshape(*x.shape[:-1], -1, 2)
-    return jnp.swapaxes(pairs, -1, -2).reshape(x.shape)
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], -1, 2), -1, -2).reshape(x.shape)
 
 
 @functools.partial(varying_vjp, static=1)
@@ -110,7 +109,8 @@ def apply_rope(recipe: Recipe, x: jax.Array, cos: jax.Array, sin: jax.Array) -> 
         rotated = 2 * cos.shape[-1]
         rest = x[..., rotated:].astype(jnp.float32)
         first, second = jnp.split(x[..., :rotated].astype(jnp.float32), 2, axis=-1)
-        cos, sin = cos[:, :, None], sin[:, :, None]
+        cos = cos[:, :, None]
+        sin = sin[:, :, None]
         rotated = jnp.concatenate(
             [
                 prevent_fma(first * cos) - prevent_fma(second * sin),

@@ -77,12 +77,11 @@ class Router(nn.Module):
 
     @nn.compact
     def __call__(self) -> RouterWeights:
-        config, parallel = self.config, self.parallel
-        shape = (config.hidden_size, config.num_experts)
+        shape = (self.config.hidden_size, self.config.num_experts)
         return RouterWeights(
-            kernel=parallel.replicate(self.param("kernel", kernel_init(), shape)),
-            bias=vector(self, config, parallel, "bias"),
-            correction=vector(self, config, parallel, "e_score_correction_bias"),
+            kernel=self.parallel.replicate(self.param("kernel", kernel_init(), shape)),
+            bias=vector(self, self.config, self.parallel, "bias"),
+            correction=vector(self, self.config, self.parallel, "e_score_correction_bias"),
         )
 
 
@@ -98,8 +97,7 @@ def _router_product_forward(implementation, x, kernel):
 def _router_product_backward(implementation, residual, dy):
     x, kernel = kept(residual)
     dx = block_matmul(dy, kernel.T, implementation=implementation).astype(x.dtype)
-    dkernel = matmul_at_once(x.astype(jnp.float32).T, dy, implementation)
-    return dx, dkernel.astype(kernel.dtype)
+    return dx, matmul_at_once(x.astype(jnp.float32).T, dy, implementation).astype(kernel.dtype)
 
 
 _router_product.defvjp(_router_product_forward, _router_product_backward)
@@ -137,8 +135,7 @@ def _probabilities(config: ModelConfig, logits: jax.Array) -> jax.Array:
     padded = jnp.pad(logits, missing, constant_values=-jnp.inf)
     if config.scoring_func == "sigmoid":
         return (1.0 / (1.0 + jnp.exp(-padded)))[..., :experts]
-    top = lax.stop_gradient(padded.max(-1, keepdims=True))
-    raised = jnp.exp(padded - top)
+    raised = jnp.exp(padded - lax.stop_gradient(padded.max(-1, keepdims=True)))
     inverse = broadcast_last(1.0 / sum_last(raised)[..., None], raised.shape[-1])
     return prevent_fma(raised * inverse)[..., :experts]
 

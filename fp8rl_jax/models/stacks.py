@@ -15,7 +15,8 @@ import numpy as np
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import Recipe
 
-DENSE_STACK, STACK = "dense_layers", "layers"
+DENSE_STACK = "dense_layers"
+STACK = "layers"
 RUNS = frozenset(s + end for s in (DENSE_STACK, STACK) for end in ("", "_first", "_last"))
 Path = tuple[str, ...]
 
@@ -91,7 +92,8 @@ def layer_groups(stacks: dict[str, int], recipe: Recipe) -> list[LayerGroup]:
     start = 0
     for stack, count in stacks.items():
         for name, segment, own in recipe.layer_segments(sum(stacks.values())):
-            first, last = max(segment.start, start), min(segment.stop, start + count)
+            first = max(segment.start, start)
+            last = min(segment.stop, start + count)
             if first < last:
                 name = stack + name.removeprefix(STACK)
                 span = slice(first - start, last - start)

@@ -21,7 +21,8 @@ from flax import traverse_util
 
 from fp8rl_jax.models.stacks import LayerGroup
 
-TAPS, SWAPS = "taps", "swaps"  # names of the Flax collections
+TAPS = "taps"  # names of the Flax collections
+SWAPS = "swaps"
 COLLECTED = ("kv_health", "kv_amax", "expert_probability")  # values of `collect`
 REMAT = ("none", "full")  # values of `remat`
 

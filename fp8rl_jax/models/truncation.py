@@ -79,8 +79,7 @@ class Truncation:
             last = _last_of_equal(scaled, value, self.top_k)[:, None]
             candidates = jnp.where(Cut(value, last).keeps(scaled), scaled, -jnp.inf)
         if self.top_p < 1.0:
-            top = max_last(scaled)[:, None]
-            weight = lax.optimization_barrier(jnp.exp(candidates - top))
+            weight = lax.optimization_barrier(jnp.exp(candidates - max_last(scaled)[:, None]))
             wanted = sum_last(weight) * np.float32(self.top_p)
             threshold = _least_value(candidates, weight, wanted)[:, None]
             last = jnp.where(threshold > value, _NO_TOKEN, last)
@@ -174,8 +173,7 @@ def _least_value(scaled: jax.Array, weight: jax.Array, wanted) -> jax.Array:
         )
 
     def reaches(order: jax.Array) -> jax.Array:
-        inside = scaled >= of_order(order)[:, None]
-        return sum_last(jnp.where(inside, weight, 0.0)) >= wanted
+        return sum_last(jnp.where(scaled >= of_order(order)[:, None], weight, 0.0)) >= wanted
 
     infinity = np.float32(np.inf).view(np.int32)
     low = jnp.full(scaled.shape[:1], -infinity - 1, jnp.int32)

@@ -97,8 +97,7 @@ class Unpacked:
         key = name, start, stop
         if self._last is None or self._last[0] != key:
             blocks = self._source.rows(name + _BLOCKS, start, stop)
-            scales = self._source.rows(name + _SCALES, start, stop)
-            self._last = key, unpack(blocks, scales)
+            self._last = key, unpack(blocks, self._source.rows(name + _SCALES, start, stop))
         return self._last[1]
 
 

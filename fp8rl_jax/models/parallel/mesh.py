@@ -19,7 +19,9 @@ from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import BoundWeight, Recipe
 from fp8rl_jax.sharding import BATCH_AXES, batch_divisor
 
-AXIS, EXPERT, STORAGE = "tensor", "expert", "fsdp"
+AXIS = "tensor"
+EXPERT = "expert"
+STORAGE = "fsdp"
 WHOLE = PartitionSpec()
 
 
@@ -132,8 +134,7 @@ class Parallel:
         axes = self.rows(x.shape[0]) if self.devices > 1 else None
         if axes is None:
             return own(x)
-        total = self.shard_map(lambda x: lax.psum(own(x), axes), PartitionSpec(axes), WHOLE)
-        return total(x)
+        return self.shard_map(lambda x: lax.psum(own(x), axes), PartitionSpec(axes), WHOLE)(x)
 
 
 ONE_DEVICE = Parallel()  # no mesh

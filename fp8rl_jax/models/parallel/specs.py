@@ -127,13 +127,13 @@ def _stack_spec(weight, logical: str, mesh, stored: bool):
     Experts are read sharded over the axis `expert`, with the states and probes of their sites,
     (L, E, ...).
     """
-    count, read = weight.shape[1], WHOLE
-    if logical == "experts" and count % mesh.shape[EXPERT] == 0:
+    read = WHOLE
+    if logical == "experts" and weight.shape[1] % mesh.shape[EXPERT] == 0:
         read = PartitionSpec(None, EXPERT)
     specs = jax.tree.map(lambda _: read, weight)
     if not stored:
         return specs
-    kept = PartitionSpec(None, stored_over(logical, count, mesh))
+    kept = PartitionSpec(None, stored_over(logical, weight.shape[1], mesh))
     value, master = (jax.tree.map(lambda _: kept, x) for x in (weight.value, weight.master))
     return dataclasses.replace(specs, value=value, master=master)
 
@@ -160,7 +160,7 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, mesh, stored: bool
         Weights without a master are read at every decoded token: experts are sharded over `expert`,
         columns over `tensor`, nothing over `fsdp`.
     """
-    parts, storage = mesh.shape[AXIS], mesh.shape[STORAGE] if stored else 1
+    parts = mesh.shape[AXIS]
     recipes = {run.name: run.recipe for run in layer_groups(layer_stacks(config), recipe)}
 
     def spec(keys, weight):
@@ -174,6 +174,6 @@ def weight_specs(params, config: ModelConfig, recipe: Recipe, mesh, stored: bool
             return _stack_spec(weight, array.axes[1], mesh, stored and trained)
         site = recipes[keys[0].key].for_module(array.path[-2])
         cut = array.columns and is_cut(site, weight.shape[-1], parts)
-        return _weight_spec(weight, cut, storage if trained else 1)
+        return _weight_spec(weight, cut, mesh.shape[STORAGE] if stored and trained else 1)
 
     return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_weight)
