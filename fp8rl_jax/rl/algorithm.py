@@ -78,9 +78,7 @@ def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
     ((_, loss),) = choose(
         algo.loss, LOSSES, "algo.loss", most=1, clip_low=algo.clip_low, clip_high=algo.clip_high
     )
-    corrections = []
-    if correction != "none":
-        corrections = choose(correction, CORRECTIONS, "algo.correction")
+    corrections = choose(correction, CORRECTIONS, "algo.correction") if correction != "none" else []
     if len({name for name, _ in corrections}) < len(corrections):
         raise UserError(f"algo.correction is {correction!r}: write each correction once")
     buffer = algo.overlong_buffer
@@ -171,8 +169,9 @@ def prepare(algorithm: Algorithm, outcomes: Outcomes) -> Prepared:
     if outcomes.keep_groups is not None:
         keep &= np.repeat(outcomes.keep_groups, shaped.shape[1])[:, None]
     metrics: dict[str, float] = {}
-    old = outcomes.old_logprobs.astype(np.float64)
-    log_ratio = np.where(mask, old - outcomes.rollout_logprobs, 0.0)
+    log_ratio = np.where(
+        mask, outcomes.old_logprobs.astype(np.float64) - outcomes.rollout_logprobs, 0.0
+    )
     weights = np.ones(mask.shape)
     candidates = keep
     for name, correction in algorithm.corrections.items():
@@ -208,8 +207,7 @@ def _advantages(
     advantages = np.where(scored, advantages, 0.0)
     divergence = np.zeros(mask.shape)
     if algorithm.kl_in_reward and algorithm.kl_coef:
-        old = outcomes.old_logprobs.astype(np.float64)
-        each = np.where(mask, old - outcomes.ref_logprobs, 0.0)
+        each = np.where(mask, outcomes.old_logprobs.astype(np.float64) - outcomes.ref_logprobs, 0.0)
         divergence = algorithm.kl_coef * np.cumsum(each[:, ::-1], axis=1)[:, ::-1]  # from t on
     if scale is token_std:  # REINFORCE++ subtracts the divergence, then normalises
         return scale(advantages - divergence, rewards, mask)

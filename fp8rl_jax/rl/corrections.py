@@ -140,8 +140,7 @@ def veto(least: float = 1e-4) -> Correction:
     """Drops a response with a token whose ``e^D`` is below `least` (Miles, slime)."""
 
     def correction(d, mask, advantages):
-        lowest = np.where(mask, _ratio(d), np.inf).min(axis=1, keepdims=True)
-        return _kept(lowest >= least, mask)
+        return _kept(np.where(mask, _ratio(d), np.inf).min(axis=1, keepdims=True) >= least, mask)
 
     return correction
 

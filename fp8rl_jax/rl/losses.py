@@ -55,7 +55,7 @@ def _mean_of_response(x: jax.Array, mask: jax.Array, sequences: jax.Array | None
 
 _mean_of_response.defvjp(
     lambda x, mask, sequences: (_mean_of_response(x, mask, sequences), (mask, sequences)),
-    lambda of, cotangent: (_mean_of_response(cotangent, *of), None, None),
+    lambda masks, cotangent: (_mean_of_response(cotangent, masks[0], masks[1]), None, None),
 )
 
 
@@ -70,9 +70,10 @@ def _clip_stats(ratio, advantages, mask, low: float, high: float) -> Stats:
 
 
 def _clipped(ratio, advantages, mask, clip_low: float, clip_high: float):
-    low, high = 1.0 - clip_low, 1.0 + clip_high
-    value = -jnp.minimum(ratio * advantages, jnp.clip(ratio, low, high) * advantages)
-    return value, _clip_stats(ratio, advantages, mask, low, high)
+    value = -jnp.minimum(
+        ratio * advantages, jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
+    )
+    return value, _clip_stats(ratio, advantages, mask, 1.0 - clip_low, 1.0 + clip_high)
 
 
 @bounded
@@ -123,9 +124,9 @@ def cispo(clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
 
     def loss(logp, old, advantages, mask, sequences=None):
         ratio = stop_gradient(jnp.exp(_log_ratio(logp, old, mask)))
-        low, high = 1.0 - clip_low, 1.0 + clip_high
-        value = -(jnp.clip(ratio, low, high) * advantages) * _inside(logp, mask)
-        stats = _clip_stats(ratio, advantages, mask, low, high)
+        weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
+        value = -(weight * advantages) * _inside(logp, mask)
+        stats = _clip_stats(ratio, advantages, mask, 1.0 - clip_low, 1.0 + clip_high)
         return _inside(value, mask), stats
 
     return loss
@@ -164,13 +165,16 @@ def gmpo(clip_low: float = 0.4, clip_high: float = 0.4) -> TokenLoss:
     """
 
     def loss(logp, old, advantages, mask, sequences=None):
-        each, advantages = _log_ratio(logp, old, mask), _inside(advantages, mask)
+        each = _log_ratio(logp, old, mask)
+        advantages = _inside(advantages, mask)
         sign = jnp.where(advantages > 0, 1.0, -1.0)
         clipped = sign * jnp.minimum(sign * each, sign * jnp.clip(each, -clip_low, clip_high))
         ratio = jnp.exp(_mean_of_response(clipped, mask, sequences))
         stats = _clip_stats(ratio * mask, advantages, mask, 0.0, jnp.inf)
-        low, high = (each < -clip_low) & (advantages < 0), (each > clip_high) & (advantages > 0)
-        for name, where in (("clipped_low", low), ("clipped_high", high)):
+        for name, where in (
+            ("clipped_low", (each < -clip_low) & (advantages < 0)),
+            ("clipped_high", (each > clip_high) & (advantages > 0)),
+        ):
             stats[name] = stop_gradient((where & mask).astype(jnp.float32))
         return _inside(-advantages * ratio, mask), stats
 
