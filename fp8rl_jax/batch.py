@@ -111,8 +111,8 @@ class Batch:
         if self.packing is not None:
             return self.packing.predictors, self.packing.predicted
         before = self.prompt_lengths[:, None] - 1
-        slots, responses = self.tokens.shape[1], self.targets.shape[1]
-        of_slot = jnp.arange(slots) - before
+        responses = self.targets.shape[1]
+        of_slot = jnp.arange(self.tokens.shape[1]) - before
         of_slot = jnp.where((of_slot >= 0) & (of_slot < responses), of_slot, -1)
         return before + jnp.arange(responses), of_slot
 
@@ -231,9 +231,8 @@ class Slots:
     def unpack(self, packed: np.ndarray, slots: int) -> np.ndarray:
         """Returns values (B, R) of packed response tokens by sequence, (N, slots); 0 elsewhere."""
         found = np.zeros((len(self.rows), slots), packed.dtype)
-        counts = self.lengths - self.prompts
         for index, (row, first, count) in enumerate(
-            zip(self.rows, self.responses, counts, strict=True)
+            zip(self.rows, self.responses, self.lengths - self.prompts, strict=True)
         ):
             found[index, :count] = packed[row, first : first + count]
         return found
@@ -251,9 +250,7 @@ def _fill(sizes: np.ndarray, capacity: int, most: int) -> np.ndarray:
     for index in np.argsort(-sizes, kind="stable"):
         rows[index] = np.argmax(left >= sizes[index])
         left[rows[index]] -= sizes[index]
-    if rows.max() < most:
-        return rows
-    return np.arange(len(sizes)) // (capacity // sizes.max())
+    return rows if rows.max() < most else np.arange(len(sizes)) // (capacity // sizes.max())
 
 
 def _fill_by_prompt(
@@ -340,14 +337,15 @@ def assign(
     rank = np.empty(most, np.int64)
     rank[np.argsort(-costs, kind="stable")] = np.arange(most)
     rows = rank[rows]
-    starts, begins = np.zeros_like(sizes), np.zeros_like(sizes)
+    starts = np.zeros_like(sizes)
+    begins = np.zeros_like(sizes)
     used = np.zeros(most, np.int64)
     held: dict[tuple[int, int], int] = {}  # where a row holds a prompt
     for index in np.lexsort((prompts.numbers, rows)):
-        row, prompt = rows[index], prompts.numbers[index]
+        row = rows[index]
         starts[index] = begins[index] = used[row]
         if prompts.slots[index]:
-            begins[index] = held.setdefault((row, prompt), used[row])
+            begins[index] = held.setdefault((row, prompts.numbers[index]), used[row])
         used[row] += sizes[index] if begins[index] == starts[index] else own[index]
     micro_batches = most_micro_batches(len(sizes), longest, capacity, devices)
     place = rows % devices * micro_batches + rows // devices
@@ -368,7 +366,8 @@ def pack(
     Returns:
       (the packed batch, where its sequences are).
     """
-    lengths, prompts = np.asarray(batch.lengths), np.asarray(batch.prompt_lengths)
+    lengths = np.asarray(batch.lengths)
+    prompts = np.asarray(batch.prompt_lengths)
     given = SharedPrompts.of(np.asarray(batch.tokens), prompts) if share_prompts else None
     rows, starts, begins, filled, count = assign(lengths, longest, capacity, devices, given)
     shared = 0 * starts if given is None else np.where(begins == starts, 0, given.slots)
@@ -412,9 +411,11 @@ def pack(
 
 def _pack_routing(routing: jax.Array, slots: Slots, shape: tuple[int, int]) -> jax.Array:
     """Packs the routers' results (N, L, T, k), on their devices."""
-    row, slot = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    row = np.zeros(shape, np.int32)
+    slot = np.zeros(shape, np.int32)
     for index, (at, start) in enumerate(zip(slots.rows, slots.starts, strict=True)):
         own = np.arange(slots.shared[index], slots.lengths[index])
         places = at, slice(start, start + len(own))
-        row[places], slot[places] = index, own
+        row[places] = index
+        slot[places] = own
     return jnp.moveaxis(routing[row, :, slot], 2, 1)

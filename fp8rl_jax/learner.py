@@ -220,8 +220,7 @@ def make_hidden(forward_pass: ForwardPass, micro_batches: int = 1) -> Callable:
 
     def hidden(weights, batch: Batch, rope):
         def run(part: Batch):
-            out = forward_pass.run(weights, part, rope)
-            return (), rows_at(out.hidden, *part.predictions)
+            return (), rows_at(forward_pass.run(weights, part, rope).hidden, *part.predictions)
 
         return over_parts(run, batch, forward_pass.parallel, micro_batches)[1]
 

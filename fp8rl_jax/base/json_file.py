@@ -68,9 +68,7 @@ def plain(value: Any) -> Any:
     """Copies a value, with each `Table` replaced by a dict, and each tuple by a list."""
     if isinstance(value, dict | Table):
         return {name: plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return value
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def is_file_name(name: Any) -> bool:

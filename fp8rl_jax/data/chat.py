@@ -254,9 +254,7 @@ def _changed(call: Any, change: Callable[[Any], Any]) -> Any:
         return call
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _changed(call["function"], change)}
-    if "arguments" in call:
-        return {**call, "arguments": change(call["arguments"])}
-    return call
+    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
 
 
 def _as_object(arguments: Any) -> Any:

@@ -69,8 +69,9 @@ def main(source: str, special_tokens: dict[str, str]) -> None:
     limit(resource.RLIMIT_DATA, _MEMORY)
     messages = [{"role": "user", "content": "x"}]
     try:
-        template = sandbox().from_string(source)
-        template.render(special_tokens, messages=messages, tools=None, add_generation_prompt=True)
+        sandbox().from_string(source).render(
+            special_tokens, messages=messages, tools=None, add_generation_prompt=True
+        )
     except MemoryError:
         os._exit(1)
     except Exception:

@@ -93,8 +93,9 @@ class _Loader:
         source: DataSet | None = None
         if is_generated(env.task):
             if any(counts.values()):
-                options = plain(env.task_options.to_dict())
-                by_split = make_questions(env.task, options, counts, self._seed)
+                by_split = make_questions(
+                    env.task, plain(env.task_options.to_dict()), counts, self._seed
+                )
         elif any(counts.values()):
             with about("env.task"):
                 source = read_rows(env.task, env)
@@ -120,7 +121,7 @@ class _Loader:
             evaluated = [questions["eval"]]
         evaluated = [self._drawn("eval", part) for part in evaluated]
         questions = {split: self._drawn(split, questions[split]) for split in ("sft", "train")}
-        questions["eval"] = list(itertools.chain(*evaluated))
+        questions["eval"] = list(itertools.chain.from_iterable(evaluated))
         if not self._forms:
             return Data(questions)
         return Data(

@@ -111,9 +111,7 @@ def attention_features(model: ModelConfig) -> int:
 def keys_seen(model: ModelConfig, lengths: np.ndarray) -> np.ndarray:
     """Returns how many keys the last query of sequences of these lengths sees, mean over layers."""
     windows = layer_windows(model)
-    if windows is None:
-        return lengths
-    return np.minimum(lengths[..., None], windows).mean(-1)
+    return lengths if windows is None else np.minimum(lengths[..., None], windows).mean(-1)
 
 
 def _pairs_left(model: ModelConfig, lengths: np.ndarray) -> np.ndarray:

@@ -183,8 +183,7 @@ def _found(text: str, right: bool = False) -> Answer | None:
 def _read(text: str, right: bool = False) -> Answer | None:
     """Reads the text of an answer; returns None for prose, and for texts without content."""
     text = _trimmed(text)
-    plain = WRAPPED.sub(r"\1", text).replace("\\ ", " ")
-    choice = _CHOICE.fullmatch(plain)
+    choice = _CHOICE.fullmatch(WRAPPED.sub(r"\1", text).replace("\\ ", " "))
     letter, content = ((choice[1] or choice[2]).casefold(), choice[3]) if choice else ("", "")
     number = whole_number(text, right)
     words = "" if number else _words(text)
@@ -371,8 +370,8 @@ def _solutions(text: str, relations: Any) -> Any:
     joined = re.search(r"(?<![a-zA-Z])(or|and)(?![a-zA-Z])", text)
     if not joined or len(relations.free_symbols) != 1:
         return relations
-    parts = [relation.as_set() for relation in relations.args]
-    return (sympy.Union if joined[1] == "or" else sympy.Intersection)(*parts)
+    join = sympy.Union if joined[1] == "or" else sympy.Intersection
+    return join(*[relation.as_set() for relation in relations.args])
 
 
 def _parse(latex: str) -> Any:

@@ -32,9 +32,7 @@ def _bare(text: str, start: int) -> Found:
         return found
     if _BARE_JSON.match(text, first):
         return in_json.llama(text, first)
-    if _BARE_PYTHON.match(text, first):
-        return in_python.listed(text, first)
-    return [], start
+    return in_python.listed(text, first) if _BARE_PYTHON.match(text, first) else ([], start)
 
 
 def _tagged(text: str, start: int) -> Found:
