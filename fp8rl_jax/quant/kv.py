@@ -101,8 +101,7 @@ def calibrated_scales(amax: dict[str, jax.Array], margin: float, step: jax.Array
 
     def scale(a: jax.Array) -> jax.Array:
         a = jnp.where(a == 0, 1.0, a) * jnp.float32(margin)
-        s = scaling.multiplier(a, fp8_max(E4M3))
-        return 1.0 / lax.optimization_barrier(s)
+        return 1.0 / lax.optimization_barrier(scaling.multiplier(a, fp8_max(E4M3)))
 
     return KVScales(scale(amax["q"]), scale(amax["k"]), scale(amax["v"]), step)
 

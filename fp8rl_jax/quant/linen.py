@@ -28,7 +28,8 @@ from fp8rl_jax.quant.dot_general import make_dot_general, matrix_shape
 from fp8rl_jax.quant.operands import SiteScaling, init_probe, init_site, update_site
 from fp8rl_jax.quant.recipe import Recipe, get_recipe
 
-SCALING, PROBES = "fp8_scaling", "fp8_probes"
+SCALING = "fp8_scaling"
+PROBES = "fp8_probes"
 _NAME = "site"  # the variable's name in both collections
 
 

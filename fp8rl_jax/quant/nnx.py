@@ -64,7 +64,8 @@ class Fp8DotGeneral(nnx.Module):
         """Multiplies as `make_dot_general(recipe)` does, with the states of this layer."""
         site = probe = None
         if self.recipe.stateful:
-            site, probe = self.scaling.get_value(), self.probe.get_value()
+            site = self.scaling.get_value()
+            probe = self.probe.get_value()
         return make_dot_general(self.recipe, site, probe)(lhs, rhs, dimension_numbers, **options)
 
 

@@ -384,7 +384,8 @@ def quantize_activation(
             scale = scale.T.reshape(*x.shape[:-1], -1)
         else:
             q, scale = gpu_kernels().norm.quantize_columns(rows, **settings)
-            q, scale = q.T, scale.reshape(*x.shape[:-2], -1, x.shape[-1])
+            q = q.T
+            scale = scale.reshape(*x.shape[:-2], -1, x.shape[-1])
         return QArray(q.reshape(x.shape), scale, operand.block)
 
     def plain(x):

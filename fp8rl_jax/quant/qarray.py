@@ -38,7 +38,8 @@ from fp8rl_jax.kernels import fp8_max, in_bits, stored, to_e4m3, widened
 from fp8rl_jax.kernels.reference.probe import wide_type
 from fp8rl_jax.quant import scaling
 
-E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+E5M2 = jnp.dtype(jnp.float8_e5m2)
 INT8 = jnp.dtype(jnp.int8)  # of stored keys and values, by scales that follow from the amax
 # The largest value plus half a step: above it, rounding to nearest overflows.
 _ROUNDING_LIMIT = {E4M3: 464.0, E5M2: 61440.0, INT8: 127.5}
@@ -193,8 +194,7 @@ def quantize_with(
     blocks = _resolve(x.shape, block_shape)
     padded, counts = _blocked(x, blocks)
     padded = padded.astype(jnp.float32)
-    inner = tuple(range(1, padded.ndim, 2))
-    amax = scaling.find_amax(padded, inner).reshape(counts)
+    amax = scaling.find_amax(padded, tuple(range(1, padded.ndim, 2))).reshape(counts)
     # Without the barrier XLA folds the quotients 448/amax and 1/s, and 54% of scales are wrong.
     s = stored(lax.optimization_barrier(policy.scale(state, amax, fp8_max(dtype))))
     spread = s.reshape(tuple(n for count in counts for n in (count, 1)))

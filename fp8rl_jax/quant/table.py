@@ -26,7 +26,8 @@ _LEGEND = (
 def text_of(title: str, recipe: Recipe) -> str:
     """Returns lines of at most `WIDTH` characters: the rows of `gemm_table` below their column
     names, then what else is true of the recipe."""
-    rows, facts = gemm_table(recipe), _facts(recipe)
+    rows = gemm_table(recipe)
+    facts = _facts(recipe)
     cells = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     widths[-2] = min(widths[-2], _POLICY)
@@ -65,7 +66,7 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
     'tensor', 'row' and 'column' name blocks that span an axis.
     """
     recipe = get_recipe(recipe)
-    x, w, dy = recipe.activation, recipe.weight, recipe.gradient
+    w = recipe.weight
     plain = ("float32" if recipe.compute_dtype == jnp.float32 else "bf16", "", "")
     product = "dequantised, multiplied in bf16" if recipe.fake else ""
     rows: list[dict[str, str]] = []
@@ -75,26 +76,26 @@ def gemm_table(recipe: Recipe | str) -> list[dict[str, str]]:
         keys = ("gemm", "operand", "format", "block", "policy", "note")
         rows.append(dict(zip(keys, (gemm, name, *cells, note), strict=True)))
 
-    add("fprop", "x", x, product)
+    add("fprop", "x", recipe.activation, product)
     add("fprop", "w", w, "once per update" if w else "")
-    if x is None or w is None or dy is None:
+    if recipe.activation is None or w is None or recipe.gradient is None:
         again = recipe.backward == "dequantized"
         for gemm, name, operand in (
             ("dgrad", "dy", None),
             ("dgrad", "w", w),
-            ("wgrad", "x", x),
+            ("wgrad", "x", recipe.activation),
             ("wgrad", "dy", None),
         ):
             bytes_of_fprop = operand if again else None
             add(gemm, name, bytes_of_fprop, "the bytes of fprop, in bf16" if bytes_of_fprop else "")
     else:
-        add("dgrad", "dy", dy, product)
+        add("dgrad", "dy", recipe.gradient, product)
         if w.has_square_blocks:
             add("dgrad", "w", w, "the bytes of fprop, transposed")
         else:
             add("dgrad", "w", w.transposed, "requantised from the bf16 value")
         note = "; ".join(filter(None, ("along tokens, from the bf16 value", product)))
-        for name, operand in (("x", x), ("dy", dy)):
+        for name, operand in (("x", recipe.activation), ("dy", recipe.gradient)):
             same = operand.transposed == operand
             add("wgrad", name, operand.transposed, "the same bytes" if same else note)
     scales = {

@@ -65,9 +65,7 @@ class varying_vjp(Generic[_T]):
         functools.update_wrapper(self, function)
 
     def __call__(self, *arguments) -> _T:
-        static = arguments[: self._static]
-        operands = share(arguments[self._static :])
-        return self._rule(*static, *operands)
+        return self._rule(*arguments[: self._static], *share(arguments[self._static :]))
 
 
 def spread(axes: frozenset, tree):
