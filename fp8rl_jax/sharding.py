@@ -75,8 +75,7 @@ def make_mesh(axes: dict[str, int], devices: Sequence[jax.Device] | None = None)
       UserError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = _sizes(axes, len(devices))
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=_TYPES, devices=devices)
+    return jax.make_mesh(_sizes(axes, len(devices)), MESH_AXES, axis_types=_TYPES, devices=devices)
 
 
 def make_meshes(axes: dict[str, int]) -> tuple[Mesh, Mesh | None]:
@@ -90,7 +89,8 @@ def make_meshes(axes: dict[str, int]) -> tuple[Mesh, Mesh | None]:
     own = axes.get("rollout", 0)
     if not own:
         return make_mesh(axes), None
-    devices, processes = jax.devices(), jax.process_count()
+    devices = jax.devices()
+    processes = jax.process_count()
     _left(len(devices), own)
     each = own // processes
     if own % processes or each >= jax.local_device_count():
@@ -104,7 +104,8 @@ def make_meshes(axes: dict[str, int]) -> tuple[Mesh, Mesh | None]:
         sides[0].extend(of_process[:-each])
         sides[1].extend(of_process[-each:])
     mesh = make_mesh(axes, sides[0])
-    parts, left = mesh.shape["tensor"] * mesh.shape["expert"], jax.local_device_count() - each
+    parts = mesh.shape["tensor"] * mesh.shape["expert"]
+    left = jax.local_device_count() - each
     if processes > 1 and left % parts:
         raise UserError(
             f"mesh.rollout is {own}, which leaves the learner {left} devices of each process, and "
@@ -172,9 +173,9 @@ def batch_divisor(mesh: Mesh | AbstractMesh) -> int:
 def together(batches: np.ndarray, devices: int) -> np.ndarray:
     """Returns the rows of `batches` (V, N, ...), of V batches, as (V * N, ...) with an equal part
     of each batch, in their order, on each device: a device's rows follow each other."""
-    most, rows, *rest = batches.shape
-    parts = batches.reshape(most, devices, rows // devices, *rest)
-    return np.ascontiguousarray(parts.swapaxes(0, 1).reshape(most * rows, *rest))
+    most, rows = batches.shape[:2]
+    parts = batches.reshape(most, devices, rows // devices, *batches.shape[2:])
+    return np.ascontiguousarray(parts.swapaxes(0, 1).reshape(most * rows, *batches.shape[2:]))
 
 
 def apart(rows: np.ndarray, most: int, devices: int) -> np.ndarray:

@@ -69,7 +69,8 @@ def train(
     """
     processes.check_joined()
     continued: bool = processes.decided(lambda: continues(config.run.dir, resume))
-    runtime, display = make_runtime(config), Display()
+    runtime = make_runtime(config)
+    display = Display()
     check = functools.partial(_self_check, runtime, display.note)
     with display, preflight(runtime, continued, check) as (lock, lines, checked):
         try:
@@ -128,7 +129,7 @@ def _execute(run: Run, resume: bool) -> Outcome:
 
 def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState, dict[str, Any]]:
     """Returns the newest checkpoint's state and metadata, or the initial state; opens the logs."""
-    config, engine = run.runtime.config, run.runtime.engine
+    engine = run.runtime.engine
     number = run.checkpoints.latest()
     if number is None:
         run.open_logs(None)
@@ -138,14 +139,16 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState,
             run.display.note("there is no checkpoint to resume from: starting anew")
         if run.logs.moved_to:
             run.display.note(f"what was logged before is in {run.logs.moved_to}")
-        if not config.sft.steps:
+        if not run.runtime.config.sft.steps:
             return begin_rl(run, params, None), {}
-        return engine.new_state(params, optimizer_of_phase(config, "sft")), {}
+        return engine.new_state(params, optimizer_of_phase(run.runtime.config, "sft")), {}
     meta = run.checkpoints.read_meta(number)
-    run.phase, run.drifted = meta["phase"], meta.get("drifted", False)
+    run.phase = meta["phase"]
+    run.drifted = meta.get("drifted", False)
     run.evaluation_failed = meta.get("evaluation_failed", False)
-    like = engine.like(optimizer_of_phase(config, run.phase))
-    state = run.checkpoints.restore(number, like)
+    state = run.checkpoints.restore(
+        number, engine.like(optimizer_of_phase(run.runtime.config, run.phase))
+    )
     run.open_logs(meta["offsets"])
     monitor.forget_after(meta["step"] if run.phase == "rl" else 0)
     run.display.note(f"resuming after {run.phase} step {meta['step']}")
@@ -153,7 +156,8 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState,
 
 
 def _describe(run: Run) -> None:
-    rt, model = run.runtime, run.runtime.resolved.model
+    rt = run.runtime
+    model = rt.resolved.model
     counts = parameter_counts(model)
     active = f" ({counts.active / 1e6:.2f}M a token)" if model.num_experts else ""
     shapes = adapted_shapes(rt.config, model)
@@ -209,7 +213,8 @@ def _sft(run: Run, state: TrainState) -> TrainState:
     cached = load_cached(run, state) if int(state.step) == 0 else None
     if cached is not None:
         run.display.note("supervised fine-tuning found in the cache")
-        return begin_rl(run, *cached)
+        params, scaling_state = cached
+        return begin_rl(run, params, scaling_state)
     state = run_sft(run, state)
     if int(state.step) < run.runtime.config.sft.steps:
         return state

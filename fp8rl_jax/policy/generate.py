@@ -65,8 +65,9 @@ def generate(
     Returns:
       Numbers of tokens, and durations.
     """
-    runtime, rows = policy.runtime, policy.rows
-    config, tokenizer = runtime.config.rollout, runtime.tokenizer
+    runtime = policy.runtime
+    config = runtime.config.rollout
+    tokenizer = runtime.tokenizer
     settings = SamplerConfig(
         config.max_new_tokens, 1, tokenizer.eos_ids, tokenizer.pad_id, config.top_k, config.top_p
     )
@@ -74,8 +75,7 @@ def generate(
         runtime.resolved.model, runtime.resolved.rollout_recipe, settings, runtime.layout.parallel
     )
     prepared = stream.prepare(policy.weights)
-    prompts, requests = _requests(runtime, rows, temperature)
-
+    prompts, requests = _requests(runtime, policy.rows, temperature)
     start = time.perf_counter()
     begin = stream.begin.lower(prepared, prompts, requests).compile()
     compiled = time.perf_counter() - start
@@ -86,25 +86,26 @@ def generate(
     advance = stream.advance.lower(prepared, requests, state).compile()
     compiled += time.perf_counter() - start
 
-    pieces = [tokenizer.detokenizer() for _ in rows]
-    open_rows, shown, decode = set(range(len(rows))), 0, 0.0
+    unfinished = {row: tokenizer.detokenizer() for row in range(len(policy.rows))}
+    shown = 0
+    decode = 0.0
     while True:
         out, index, done = jax.device_get((state.rollout, state.index, state.done))
-        for row in sorted(open_rows):
+        for row, text in list(unfinished.items()):
             part = slice(shown, int(index) + 1)
-            show(row, pieces[row].push(out.tokens[row, part][out.mask[row, part]]))
+            show(row, text.push(out.tokens[row, part][out.mask[row, part]]))
             if done[row]:
-                show(row, pieces[row].finish())
+                show(row, text.finish())
                 finished(row, bool(out.finished[row]))
-                open_rows.remove(row)
+                del unfinished[row]
         shown = int(index) + 1
-        if not open_rows:
+        if not unfinished:
             break
         start = time.perf_counter()
         state = jax.block_until_ready(advance(prepared, requests, state))
         decode += time.perf_counter() - start
-    new = int(out.mask[: len(rows)].sum())
-    return Timing(sum(map(len, rows)), new, len(rows), compiled, prefill, decode)
+    new = int(out.mask[: len(policy.rows)].sum())
+    return Timing(sum(map(len, policy.rows)), new, len(policy.rows), compiled, prefill, decode)
 
 
 def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
@@ -112,10 +113,10 @@ def _requests(runtime: Runtime, rows: list[list[int]], temperature: float):
     prompts, lengths = pad(runtime, rows)
     sample_ids = np.arange(len(lengths), dtype=np.int32)
     temperatures = np.full(len(lengths), temperature, np.float32)
-    new, engine = runtime.config.rollout.max_new_tokens, runtime.engine
+    new = runtime.config.rollout.max_new_tokens
     limits = np.where(sample_ids < len(rows), new, 0).astype(np.int32)
     prompts, lengths, sample_ids, temperatures, limits = jax.device_put(
         (prompts, lengths, sample_ids, temperatures, limits), runtime.layout.rows
     )
-    key = engine.keys["rollout"]
-    return prompts, Requests(lengths, key, sample_ids, temperatures, limits, engine.rope)
+    key = runtime.engine.keys["rollout"]
+    return prompts, Requests(lengths, key, sample_ids, temperatures, limits, runtime.engine.rope)

@@ -81,20 +81,20 @@ def load_policy(
         else encode_prompt(text, runtime.tokenizer, runtime.chat)
         for text in prompts
     ]
-    longest = max(map(len, rows))
-    runtime = runtime.with_slots(max_prompt_tokens=round_slots(longest))
+    runtime = runtime.with_slots(max_prompt_tokens=round_slots(max(map(len, rows))))
     if released:
-        params = runtime.engine.initial_params()
-        state, phase = runtime.engine.new_state(params, optax.identity()), "rl"
+        state = runtime.engine.new_state(runtime.engine.initial_params(), optax.identity())
+        phase = "rl"
         note(f"weights of {config.model.checkpoint}")
     else:
-        directory, count = pathlib.Path(config.run.dir), config.eval.average_last
-        state, phase = load_trained(runtime, directory, note, count)
+        state, phase = load_trained(
+            runtime, pathlib.Path(config.run.dir), note, config.eval.average_last
+        )
     if not is_fresh(state.scaling_state, int(state.step)):
-        few = rows[: config.eval.batch_size]
-        state = runtime.engine.calibrate(state, of_sequences(*pad(runtime, few)))
-    weights = runtime.engine.refit(state).weights
-    return Policy(runtime, weights, rows, phase, int(state.step))
+        state = runtime.engine.calibrate(
+            state, of_sequences(*pad(runtime, rows[: config.eval.batch_size]))
+        )
+    return Policy(runtime, runtime.engine.refit(state).weights, rows, phase, int(state.step))
 
 
 class Trained(NamedTuple):
@@ -205,12 +205,14 @@ def load_trained(
     saved = found.runtime
     state = found.state()
     if averaged := len(found.numbers) > 1:
-        read, old = found.read_params(), state.params
-        state = dataclasses.replace(state, params={}, opt_state=None)
-        params = jax.tree_util.tree_map_with_path(
-            lambda keys, x: processes.place(read(path_of(keys)), x.sharding), old
+        read = found.read_params()
+        state = dataclasses.replace(state, opt_state=None)
+        state = dataclasses.replace(
+            state,
+            params=jax.tree_util.tree_map_with_path(
+                lambda keys, x: processes.place(read(path_of(keys)), x.sharding), state.params
+            ),
         )
-        state = dataclasses.replace(state, params=params)
     found.checkpoints.close()
     note(found.text)
     same = runtime.resolved.learner_recipe == saved.resolved.learner_recipe
@@ -220,8 +222,7 @@ def load_trained(
     # Fine-tuning calibrates KV scales at evaluations only; between them the scales are outdated.
     same = runtime.resolved.rollout_recipe == saved.resolved.rollout_recipe and not averaged
     if same and is_fresh(state.scaling_state, int(state.step)):
-        scales = scales_in(state.scaling_state)
-        kept["scaling_state"] = with_scales(loaded.scaling_state, scales)
+        kept["scaling_state"] = with_scales(loaded.scaling_state, scales_in(state.scaling_state))
     return dataclasses.replace(loaded, **kept), found.phase
 
 

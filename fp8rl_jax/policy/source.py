@@ -49,7 +49,8 @@ def directory_config(
 def _released_config(directory: str, released: dict) -> ml_collections.ConfigDict:
     path = pathlib.Path(directory)
     config = default_config()
-    config.model.checkpoint, config.data.tokenizer = directory, "checkpoint"
+    config.model.checkpoint = directory
+    config.data.tokenizer = "checkpoint"
     config.sft.steps = 0
     most = released.get("max_position_embeddings")
     known = most if isinstance(most, int) else 2 * _NEW_TOKENS
