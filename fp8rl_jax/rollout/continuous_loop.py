@@ -190,38 +190,39 @@ class ContinuousLoop:
         self, prompts: jax.Array, requests: Requests, earlier: Earlier | None = None
     ) -> BatchState:
         """Returns the state before the first iteration; prompts (Q, Tp) are right-padded."""
-        loop, batching = self.loop, self.batching
-        new, group = loop.sampler.max_new_tokens, loop.sampler.group_size
-        tokens = jnp.repeat(jnp.pad(prompts, ((0, 0), (0, new))), group, axis=0)
+        loop = self.loop
+        new = loop.sampler.max_new_tokens
+        tokens = jnp.repeat(jnp.pad(prompts, ((0, 0), (0, new))), loop.sampler.group_size, axis=0)
         count, slots = tokens.shape
         least = least_pages(slots)
-        if batching.pages < least:
+        if self.batching.pages < least:
             raise ValueError(
-                f"a pool of {batching.pages} pages is too small for sequences of {slots} tokens; "
-                f"give at least {least}"
+                f"a pool of {self.batching.pages} pages is too small for sequences of {slots} "
+                f"tokens; give at least {least}"
             )
         done = requests.limits <= 0
         if earlier is not None:
-            start = jnp.repeat(requests.lengths, group)
+            start = jnp.repeat(requests.lengths, loop.sampler.group_size)
             tokens = _behind(tokens, start, earlier.tokens, earlier.counts)
             done = done | earlier.finished | (earlier.counts >= requests.limits)
         plan = schedule.new_schedule(
             requests.lengths,
             done,
-            slots=batching.slots,
-            pages=batching.pages,
+            slots=self.batching.slots,
+            pages=self.batching.pages,
             tokens=slots,
             pauses=loop.sampler.max_turns > 1,
         )
         if earlier is not None:
             plan = dataclasses.replace(plan, lengths=plan.lengths + earlier.counts)
-        zero, none = jnp.zeros((1,), jnp.int32), jnp.zeros((count,), jnp.int32)
+        zero = jnp.zeros((1,), jnp.int32)
+        none = jnp.zeros((count,), jnp.int32)
         replies = None
         if loop.sampler.max_turns > 1:
             replies = Replies(jnp.zeros((count, new), bool), none, none)
         return BatchState(
             pool=init_paged_cache(
-                loop.model, loop.recipe, batching.pages, plan.table, loop.parallel
+                loop.model, loop.recipe, self.batching.pages, plan.table, loop.parallel
             ).runs,
             schedule=plan,
             tokens=tokens,
@@ -258,8 +259,9 @@ class ContinuousLoop:
 
         def fill(state: BatchState) -> tuple[jax.Array, BatchState]:
             plan, source, target = schedule.admit(state.schedule)
-            pool = self._copy(state.pool, source, target)
-            state = dataclasses.replace(state, pool=pool, schedule=plan)
+            state = dataclasses.replace(
+                state, pool=self._copy(state.pool, source, target), schedule=plan
+            )
             prefills = wants(state)[0]
             state = _repeat(prefills, prefill, state)
             return prefills & wants(state)[1], state  # siblings of what was prefilled
@@ -275,7 +277,8 @@ class ContinuousLoop:
 
         Copies _COPIES pages at a time: all at once would need an extra page for every slot.
         """
-        pages, count = self.batching.pages, target.shape[0]
+        pages = self.batching.pages
+        count = target.shape[0]
         rounds = -(-count // _COPIES)
         slots = page_pool.first_true(target != 0, rounds * _COPIES, otherwise=count)
         source = source.at[slots].get(mode="clip")
@@ -287,7 +290,8 @@ class ContinuousLoop:
             def of_part(x: jax.Array) -> jax.Array:
                 return lax.dynamic_slice_in_dim(x, part * _COPIES, _COPIES)
 
-            old, new = of_part(source), of_part(target)
+            old = of_part(source)
+            new = of_part(target)
 
             def copy(x: jax.Array) -> jax.Array:
                 layers = jnp.arange(x.shape[0] // pages)[:, None]
@@ -319,8 +323,7 @@ class ContinuousLoop:
         chunk, together = self._chunks(state.tokens.shape[1])
         slots, counts = schedule.to_prefill(plan, chunk, together)
         table = jnp.pad(plan.table, ((0, 1), (0, 0)))[slots]
-        start = jnp.append(plan.cached, 0)[slots]
-        positions = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)
+        positions = jnp.append(plan.cached, 0)[slots][:, None] + jnp.arange(chunk, dtype=jnp.int32)
         # Positions after a chunk's tokens are rewritten before they are read, or are in page 0.
         positions = jnp.minimum(positions, plan.table.shape[1] * PAGE - 1)
         request = jnp.maximum(jnp.append(plan.request, 0)[slots], 0)
@@ -338,7 +341,8 @@ class ContinuousLoop:
         """Draws one token for every slot that can decode; results of other slots are dropped."""
         loop = self.loop
         plan, draws = schedule.make_room(state.schedule)
-        request, row = jnp.maximum(plan.request, 0), plan.rows(draws)
+        request = jnp.maximum(plan.request, 0)
+        row = plan.rows(draws)
         position = jnp.where(draws, plan.cached, 0)
         table = jnp.where(draws[:, None], plan.table, 0)
         # Idle slots all write slot 0 of page 0, at the same time: with one token, the same bits.
@@ -354,14 +358,15 @@ class ContinuousLoop:
         index = position + 1 - plan.prompt_lengths[plan.prompt]
         ended = draws & is_end(token, loop.sampler.eos_ids)
         full = draws & (index + 1 >= requests.limits[request])
-        plan, replies = schedule.decoded(plan, draws), state.replies
+        plan = schedule.decoded(plan, draws)
+        replies = state.replies
         if replies is None:
             plan = schedule.end(plan, ended | full)
         else:
-            begins, most = replies.begins[request], loop.sampler.max_turn_tokens
+            begins = replies.begins[request]
             complete = ended | full
-            if most:
-                complete = complete | (draws & (index + 1 - begins >= most))
+            if loop.sampler.max_turn_tokens:
+                complete = complete | (draws & (index + 1 - begins >= loop.sampler.max_turn_tokens))
             counts = replies.counts[request] + complete
             last = complete & (full | (counts >= loop.sampler.max_turns))
             plan = schedule.pause(schedule.end(plan, last), complete & ~last)

@@ -112,8 +112,7 @@ def make_calibrate(
             )
             return {name: find_amax(x, 1) for name, x in out.aux["kv_amax"].items()}, ()
 
-        largest = functools.partial(jax.tree.map, jnp.maximum)
-        amax, _ = over_parts(run, batch, parallel, add=largest)
+        amax, _ = over_parts(run, batch, parallel, add=functools.partial(jax.tree.map, jnp.maximum))
         return calibrated_scales(amax, margin, step)
 
     return exact_jit(calibrate)

@@ -244,7 +244,8 @@ class Loop:
         sampler = self.sampler
         logits = head_logits(hidden, prepared.head, self.recipe, self.parallel)
         scaled = scaled_logits(logits, temperature)
-        keeps, kept, drawn_from = None, None, scaled
+        keeps = kept = None
+        drawn_from = scaled
         if sampler.truncation is not None:
             keeps = sampler.truncation.cut(scaled, temperature).keeps(scaled)
             drawn_from = jnp.where(keeps, scaled, -jnp.inf)
@@ -267,23 +268,24 @@ class Loop:
         return self.draw(prepared, hidden, keys, requests.temperature)
 
     def _record(self, rollout: Rollout, index, done, token, logp, logits, kept) -> Rollout:
-        sampler, taps = self.sampler, rollout.taps
+        taps = rollout.taps
         if LOGITS in taps:
             taps = taps | {LOGITS: taps[LOGITS].at[:, index].set(logits)}
         return dataclasses.replace(
             rollout,
-            tokens=rollout.tokens.at[:, index].set(jnp.where(done, sampler.pad_id, token)),
+            tokens=rollout.tokens.at[:, index].set(jnp.where(done, self.sampler.pad_id, token)),
             mask=rollout.mask.at[:, index].set(~done),
             logprobs=rollout.logprobs.at[:, index].set(jnp.where(done, 0.0, logp)),
-            finished=rollout.finished | (~done & is_end(token, sampler.eos_ids)),
+            finished=rollout.finished | (~done & is_end(token, self.sampler.eos_ids)),
             taps=taps,
             kept=None if rollout.kept is None else rollout.kept.at[:, index].set(kept),
         )
 
     def prefill(self, prepared: Prepared, prompts: jax.Array, requests: Requests) -> LoopState:
         """Prefills prompts (P, Tp) and draws the first tokens."""
-        sampler, recipe = self.sampler, self.recipe
-        prompt_slots, slots_new = prompts.shape[1], sampler.max_new_tokens
+        sampler = self.sampler
+        prompt_slots = prompts.shape[1]
+        slots_new = sampler.max_new_tokens
         slots = sampler.cache_slots or prompt_slots + slots_new
         if slots < prompt_slots + slots_new:
             raise ValueError(
@@ -293,12 +295,12 @@ class Loop:
         slots = PAGE * pages_of(slots)
         slots += -slots % (KV_STEP if slots > KV_STEP else PAGE)  # else a CPU copies it, to pad
         batch = prompts.shape[0] * sampler.group_size
-        cache = init_cache(self.model, recipe, prompts.shape[0], prompt_slots, self.parallel)
+        cache = init_cache(self.model, self.recipe, prompts.shape[0], prompt_slots, self.parallel)
         prefill = hidden_states(
             prepared.weights,
             Tokens.of(prompts, requests.rope),
             self.model,
-            recipe,
+            self.recipe,
             cache=cache,
             parallel=self.parallel,
             observe=Observe(sampler.taps),
@@ -321,11 +323,11 @@ class Loop:
         )
         zero = jnp.int32(0)
         last = jnp.repeat(last, sampler.group_size, axis=0)
-        drawn = self._draw(prepared, requests, last, zero)
+        token, logp, logits, kept = self._draw(prepared, requests, last, zero)
         done = requests.limits <= 0
-        rollout = self._record(rollout, zero, done, *drawn)
+        rollout = self._record(rollout, zero, done, token, logp, logits, kept)
         done = done | rollout.finished | (requests.limits <= 1)
-        return LoopState(zero, drawn[0], done, cache, rollout)
+        return LoopState(zero, token, done, cache, rollout)
 
     def _begin_taps(self, prefill: dict[str, jax.Array], slots: int) -> dict[str, jax.Array]:
         """Returns buffers (..., P * G, slots, ...) that begin with the prompts' values
@@ -367,13 +369,13 @@ class Loop:
             observe=Observe(self.sampler.taps),
         )
         index = state.index + 1
-        drawn = self._draw(prepared, requests, out.hidden[:, 0], index)
-        rollout = self._record(state.rollout, index, state.done, *drawn)
+        token, logp, logits, kept = self._draw(prepared, requests, out.hidden[:, 0], index)
+        rollout = self._record(state.rollout, index, state.done, token, logp, logits, kept)
         if "taps" in out.aux:
             taps = self._write_taps(rollout.taps, out.aux["taps"], positions)
             rollout = dataclasses.replace(rollout, taps=taps)
         done = state.done | rollout.finished | (index + 1 >= requests.limits)
-        return LoopState(index, drawn[0], done, out.cache, rollout)
+        return LoopState(index, token, done, out.cache, rollout)
 
 
 def make_sampler(

@@ -55,7 +55,8 @@ def _first(found: jax.Array) -> jax.Array:
 
 def _cumulative(x: jax.Array) -> jax.Array:
     """Returns cumulative sums of x (B, N) float32 along a row, in steps that widen by `_STRIDE`."""
-    width, span = x.shape[1], 1
+    width = x.shape[1]
+    span = 1
     while span < width:
         reach = (_STRIDE - 1) * span
         behind = jnp.pad(x, ((0, 0), (reach, 0)))

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from fp8rl_jax.models import PAGE, pages_of
 from fp8rl_jax.rollout import page_pool
 
-WAITING, RUNNING, PAUSED, DONE = 0, 1, 2, 3
+WAITING, RUNNING, PAUSED, DONE = range(4)
 _FEW = 8  # slots that decode for each that would be worth a forward pass of prompts
 
 
@@ -163,10 +163,9 @@ def _prompt_pages(lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _evict(s: Schedule, prompts: jax.Array) -> Schedule:
     """Releases the pages of those ready prompts that are True in `prompts` (Q,)."""
-    pages = jnp.where((prompts & s.ready)[:, None], s.prompt_pages, 0)
     return dataclasses.replace(
         s,
-        refs=page_pool.release(s.refs, pages),
+        refs=page_pool.release(s.refs, jnp.where((prompts & s.ready)[:, None], s.prompt_pages, 0)),
         ready=s.ready & ~prompts,
         prompt_pages=jnp.where(prompts[:, None], 0, s.prompt_pages),
     )
@@ -182,8 +181,9 @@ def _leave(s: Schedule, slots: jax.Array, status: int) -> Schedule:
         cached = s.parked.cached.at[row].set(s.cached, mode="drop")
         s = dataclasses.replace(s, parked=Parked(table, cached))
     else:
-        pages = jnp.where(slots[:, None], s.table, 0)
-        s = dataclasses.replace(s, refs=page_pool.release(s.refs, pages))
+        s = dataclasses.replace(
+            s, refs=page_pool.release(s.refs, jnp.where(slots[:, None], s.table, 0))
+        )
     return dataclasses.replace(
         s,
         status=s.status.at[s.rows(slots)].set(status, mode="drop"),
@@ -205,8 +205,9 @@ def pause(s: Schedule, slots: jax.Array) -> Schedule:
 
 def _without(parked: Parked, requests: jax.Array) -> Parked:
     """Forgets the pages of requests that are True in `requests` (M,)."""
-    table = jnp.where(requests[:, None], 0, parked.table)
-    return Parked(table, jnp.where(requests, 0, parked.cached))
+    return Parked(
+        jnp.where(requests[:, None], 0, parked.table), jnp.where(requests, 0, parked.cached)
+    )
 
 
 def _give_up(s: Schedule, requests: jax.Array) -> Schedule:
@@ -221,7 +222,8 @@ def _last_parked(s: Schedule) -> jax.Array:
     """Returns (M,) bool, True for the highest request that has parked pages; all False if none."""
     if s.parked is None:
         return jnp.zeros(s.status.shape, bool)
-    has, number = s.parked.cached > 0, jnp.arange(s.status.shape[0])
+    has = s.parked.cached > 0
+    number = jnp.arange(s.status.shape[0])
     return has & (number == jnp.max(jnp.where(has, number, -1)))
 
 
@@ -287,18 +289,20 @@ class _Entry(NamedTuple):
 
 def _entries(s: Schedule) -> _Entry:
     """Returns how the first waiting requests would begin in the idle slots, one for each."""
-    idle, count = ~s.occupied, s.status.shape[0]
-    waiting = page_pool.first_true(s.status == WAITING, idle.shape[0], otherwise=count)
-    request = jnp.where(idle, waiting[jnp.cumsum(idle) - 1], count)
-    real = request < count
+    idle = ~s.occupied
+    waiting = page_pool.first_true(s.status == WAITING, idle.shape[0], otherwise=s.status.shape[0])
+    request = jnp.where(idle, waiting[jnp.cumsum(idle) - 1], s.status.shape[0])
+    real = request < s.status.shape[0]
     request = jnp.where(real, request, 0)
     prompt = request // s.group_size
     filling = s.occupied & (s.cached < s.prompt_lengths[s.prompt] - 1)
     busy = _mark(s.prompt, filling, s.ready.shape[0])
-    ready, full = s.ready[prompt], _prompt_pages(s.prompt_lengths[prompt])[0]
+    ready = s.ready[prompt]
+    full = _prompt_pages(s.prompt_lengths[prompt])[0]
     cached = jnp.where(ready, s.prompt_lengths[prompt] - 1, 0)
     held = jnp.where(ready[:, None], s.prompt_pages[prompt], 0)
-    first_own, returns = jnp.where(ready, full, 0), jnp.zeros_like(ready)
+    first_own = jnp.where(ready, full, 0)
+    returns = jnp.zeros_like(ready)
     if s.parked is not None:
         parked = s.parked.cached[request]
         returns = real & (parked > 0)
@@ -323,14 +327,14 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
     """
     s = share_prompts(s)
     entry = _entries(s)
-    width, count = s.table.shape[1], s.status.shape[0]
     needed = (s.lengths[entry.request] - 1) // PAGE + 1 - entry.first_own
-    grows = entry.first_own + needed < width
+    grows = entry.first_own + needed < s.table.shape[1]
     taken = jnp.cumsum(jnp.where(entry.eligible, needed + grows, 0)) - grows
     growing = (s.occupied & (s.table[:, -1] == 0)).sum()
     chosen = entry.eligible & (taken <= page_pool.count_free(s.refs) - growing)
 
-    page, first_own = jnp.arange(width), entry.first_own[:, None]
+    page = jnp.arange(s.table.shape[1])
+    first_own = entry.first_own[:, None]
     own = (page >= first_own) & (page < first_own + needed[:, None])
     refs, pages = page_pool.allocate(s.refs, own & chosen[:, None])
     begun = jnp.where((page < first_own) & chosen[:, None], entry.held, 0)
@@ -350,10 +354,10 @@ def admit(s: Schedule) -> tuple[Schedule, jax.Array, jax.Array]:
         table=jnp.where(chosen[:, None], row, s.table),
         request=jnp.where(chosen, entry.request, s.request),
         cached=jnp.where(chosen, entry.cached, s.cached),
-        status=jnp.where(_mark(entry.request, chosen, count), RUNNING, s.status),
+        status=jnp.where(_mark(entry.request, chosen, s.status.shape[0]), RUNNING, s.status),
     )
     if s.parked is not None:
-        back = _mark(entry.request, chosen & entry.returns, count)
+        back = _mark(entry.request, chosen & entry.returns, s.status.shape[0])
         admitted = dataclasses.replace(admitted, parked=_without(s.parked, back))
         short = (entry.eligible & entry.returns & ~chosen).any()
         admitted = _give_up(admitted, _last_parked(admitted) & (short | stuck))
@@ -403,7 +407,8 @@ def make_room(s: Schedule) -> tuple[Schedule, jax.Array]:
 def prefill_counts(s: Schedule) -> jax.Array:
     """Returns (4,) int32, numbers of slots that must prefill, of slots that could decode if those
     had, of slots that decode, and of waiting requests."""
-    prefilling, idle = s.prefilling.sum(), (~s.occupied).sum()
+    prefilling = s.prefilling.sum()
+    idle = (~s.occupied).sum()
     waiting = (s.status == WAITING).sum()
     # Siblings of a prompt's first sample are admitted when it is prefilled.
     more = jnp.minimum(jnp.minimum(prefilling * (s.group_size - 1), idle), waiting)
@@ -423,8 +428,7 @@ def to_prefill(s: Schedule, chunk: int, count: int = 1) -> tuple[jax.Array, jax.
     """Returns the first `count` slots that must prefill, (count,), and the number of tokens of each
     one's next chunk; B and 0 where there are fewer."""
     slots = page_pool.first_true(s.prefilling, count, otherwise=s.request.shape[0])
-    left = jnp.append(s.known - 1 - s.cached, 0)[slots]
-    return slots, jnp.minimum(left, chunk)
+    return slots, jnp.minimum(jnp.append(s.known - 1 - s.cached, 0)[slots], chunk)
 
 
 def prefilled(s: Schedule, slots: jax.Array, counts: jax.Array) -> Schedule:
