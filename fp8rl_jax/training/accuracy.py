@@ -69,13 +69,12 @@ def sample_metrics(rewards: np.ndarray, answers: Sequence[str | None] | None) ->
     pass@k for k = 1, 2, 4, .. and n, and maj@n for several samples with known `answers`; each with
     its standard error, NAME_se.
     """
-    n, correct = rewards.shape[1], rewards > CORRECT
-    found: dict[str, np.ndarray] = {}
-    for k in sorted({2**i for i in range(n.bit_length())} | {n}):
-        found[f"pass@{k}"] = pass_at_k(correct, k)
+    n = rewards.shape[1]
+    counts = sorted({2**i for i in range(n.bit_length())} | {n})
+    found = {f"pass@{k}": pass_at_k(rewards > CORRECT, k) for k in counts}
     if n > 1 and answers is not None:
         found[f"maj@{n}"] = majority(rewards, answers).astype(float)
-    record = {}
+    record: dict[str, float] = {}
     for name, values in found.items():
-        record[name], record[f"{name}_se"] = float(values.mean()), standard_error(values)
+        record |= {name: float(values.mean()), f"{name}_se": standard_error(values)}
     return record

@@ -27,6 +27,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,7 +71,8 @@ class Rollouts:
 
     def __init__(self, runtime: Runtime, questions: Stream, show: Show):
         self.questions = questions
-        self._runtime, self._show = runtime, show
+        self._runtime = runtime
+        self._show = show
         self._ahead = runtime.config.rollout.ahead
         self.share_weights = self._ahead > 0 and runtime.rollout_mesh is None
         self._begun: collections.deque[concurrent.futures.Future[Drawn]] = collections.deque()
@@ -105,8 +107,7 @@ class Rollouts:
         with times.of("wait") if self._ahead else contextlib.nullcontext():
             drawn = self._begun[0].result()
         # Newer versions draw behind a rollout that failed, or the end of a run that was extended.
-        most_versions = self._runtime.config.rollout.most_versions
-        oldest = max(0, step - self._ahead - (most_versions - 1))
+        oldest = max(0, step - self._ahead - (self._runtime.config.rollout.most_versions - 1))
         versions = drawn.samples.versions[drawn.samples.rollout.mask]
         assert ((versions >= oldest) & (versions <= step)).all()
         return drawn
@@ -181,12 +182,16 @@ class Rollouts:
         if not self._ahead and not self._learnt:
             return Beside()
         places = {id(q): i for i, q in enumerate(self._runtime.questions["train"])}
-        later, arrays = self._learnt, dict[str, np.ndarray]()
+        later = self._learnt
+        arrays: dict[str, np.ndarray] = {}
         rollouts = []
         for index, drawn in enumerate(self._finished()):
-            names = [*drawn.samples.by_name]
             rollouts.append(
-                {"metrics": drawn.metrics, "position": drawn.position, "rewards": names}
+                {
+                    "metrics": drawn.metrics,
+                    "position": drawn.position,
+                    "rewards": [*drawn.samples.by_name],
+                }
             )
             arrays |= _arrays(f"rollouts/{index}", drawn.samples, places)
             later = drawn.later
@@ -202,12 +207,11 @@ class Rollouts:
 
     def _finished(self) -> list[Drawn]:
         """Waits for the rollouts; returns those before the first that failed or was ended."""
-        found = []
-        for future in self._begun:
-            if future.cancelled() or future.exception() is not None:
-                break
-            found.append(future.result())
-        return found
+
+        def succeeded(future: concurrent.futures.Future[Drawn]) -> bool:
+            return not future.cancelled() and future.exception() is None
+
+        return [future.result() for future in itertools.takewhile(succeeded, self._begun)]
 
     def _unfinished(self) -> list[Version]:
         """Returns the versions that draw the rollouts behind the finished ones, if `stop` ended
@@ -228,14 +232,14 @@ class Rollouts:
     ) -> None:
         """Takes over what `beside` returned at the checkpoint of `step`, and begins again what was
         not finished. `weights_of`: returns a tree of `Beside.trees` by its name."""
-        self._first, runtime = step, self._runtime
+        self._first = step
         self._learnt = [
-            Responses(**_fields(f"begun/{index}", arrays, runtime))
+            Responses(**_fields(f"begun/{index}", arrays, self._runtime))
             for index in range(meta["begun"])
         ]
         self._later = self._learnt
         for index, saved in enumerate(meta["rollouts"]):
-            fields = _fields(f"rollouts/{index}", arrays, runtime)
+            fields = _fields(f"rollouts/{index}", arrays, self._runtime)
             fields["by_name"] = dict(zip(saved["rewards"], fields["by_name"], strict=True))
             self.questions.position = saved["position"]
             drawn = Drawn(Samples(**fields), self._later, saved["metrics"], saved["position"])
@@ -280,9 +284,10 @@ def _fields(prefix: str, arrays: Mapping[str, np.ndarray], runtime: Runtime) -> 
     fields: dict[str, Any] = {name: x for name, x in part(f"{prefix}/").items() if "/" not in name}
     key = jax.random.wrap_key_data(fields.pop("key"), impl="threefry2x32")
     questions = runtime.questions["train"]
-    rollout = part(f"{prefix}/rollout/")
     return fields | {
         "questions": [questions[index] for index in fields["questions"]],
-        "rollout": Rollout(**rollout, taps={}, truncation=runtime.resolved.truncation),
+        "rollout": Rollout(
+            **part(f"{prefix}/rollout/"), taps={}, truncation=runtime.resolved.truncation
+        ),
         "prompts": Prompts(key=key, **part(f"{prefix}/prompts/")),
     }

@@ -74,10 +74,13 @@ def request_shapes(runtime: Runtime, prompts: int, samples: int) -> Requests:
     """Returns the shapes of a rollout's requests: `samples` samples of `prompts` prompts."""
 
     def requests(rope):
-        ids, ones = jnp.zeros(samples, jnp.int32), jnp.ones(samples, jnp.int32)
-        lengths = jnp.ones(prompts, jnp.int32)
         return Requests(
-            lengths, jax.random.key(0, impl="threefry2x32"), ids, jnp.ones(samples), ones, rope
+            jnp.ones(prompts, jnp.int32),
+            jax.random.key(0, impl="threefry2x32"),
+            jnp.zeros(samples, jnp.int32),
+            jnp.ones(samples),
+            jnp.ones(samples, jnp.int32),
+            rope,
         )
 
     return jax.eval_shape(requests, _rope(runtime))
@@ -120,10 +123,10 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 
     The learner's programs have no inputs for replayed routing.
     """
-    rollout, rows = runtime.config.rollout, runtime.resolved.step_samples
-    state, batch, rope = _train_arguments(runtime, rows)
+    rollout = runtime.config.rollout
+    state, batch, rope = _train_arguments(runtime, runtime.resolved.step_samples)
     sampling = runtime.sampling
-    requests = request_shapes(sampling, rollout.prompts_per_step, rows)
+    requests = request_shapes(sampling, rollout.prompts_per_step, runtime.resolved.step_samples)
     prompts = jax.ShapeDtypeStruct((rollout.prompts_per_step, rollout.max_prompt_tokens), jnp.int32)
     return {
         "rollout": sampling.engine.sampler.trace(sampling.layout.weight_shapes, prompts, requests),
@@ -139,18 +142,19 @@ def traced_programs(runtime: Runtime) -> dict[str, jax.stages.Traced]:
 
 def trace_decode_step(runtime: Runtime) -> jax.stages.Traced:
     """Traces a decode step: one token of every concurrent sequence, with full-length KV caches."""
-    rollout, mesh = runtime.config.rollout, runtime.mesh
+    rollout = runtime.config.rollout
     rows = rollout.slots or runtime.resolved.step_samples
     settings = SamplerConfig(rollout.max_new_tokens, 1, (0,), 0)
     resolved = runtime.resolved
     loop = Loop(resolved.model, resolved.rollout_recipe, settings, runtime.layout.parallel)
-    weights, wanted = runtime.layout.weight_shapes, request_shapes(runtime, rows, rows)
+    weights = runtime.layout.weight_shapes
+    wanted = request_shapes(runtime, rows, rows)
     prompts = jax.ShapeDtypeStruct((rows, rollout.max_prompt_tokens), jnp.int32)
     state = jax.eval_shape(loop.prefill, jax.eval_shape(loop.prepare, weights), prompts, wanted)
 
     def place(path, leaf):
         if "cache" in jax.tree_util.keystr(path):
-            return sharding.batch_sharding(mesh, axis=1)
+            return sharding.batch_sharding(runtime.mesh, axis=1)
         return runtime.layout.rows if leaf.shape[:1] == (rows,) else runtime.layout.replicated
 
     state, wanted = (
@@ -204,7 +208,8 @@ def compile_for_h200(trace: Callable[[Runtime], jax.stages.Traced], planned: Pla
     Raises:
       UserError: JAX's CUDA plugin is not installed.
     """
-    resolved, model = planned.resolved, planned.resolved.model
+    resolved = planned.resolved
+    model = resolved.model
     mesh = h200.h200_mesh(dict(planned.mesh.shape), planned.hosts)
     recipes = (resolved.learner_recipe, resolved.rollout_recipe)
     # Layers that differ from most (dense, or in bf16) are all compiled.

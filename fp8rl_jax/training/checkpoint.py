@@ -145,7 +145,8 @@ class Checkpoints:
           OSError: it, or the one before it, cannot be written.
         """
         self.finish()
-        there, base = self._manager.all_steps(), frozen(state)
+        there = self._manager.all_steps()
+        base = frozen(state)
         if number in there:
             return
         state = with_frozen(state, None)
@@ -192,8 +193,9 @@ class Checkpoints:
             self.read_meta(number)
             for part in _parts(leaves):
                 chosen = [x if i in part else ocp.PLACEHOLDER for i, x in enumerate(leaves)]
-                wanted = jax.tree.unflatten(structure, chosen)
-                args = ocp.args.PyTreeRestore(wanted, restore_args=how)
+                args = ocp.args.PyTreeRestore(
+                    jax.tree.unflatten(structure, chosen), restore_args=how
+                )
                 with ocp.PyTreeCheckpointer() as reader:
                     tree = reader.restore(self._path / str(number) / "state", args=args)
                 found = jax.tree.leaves(tree)
@@ -223,7 +225,8 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint is truncated, damaged, of another model, or of another base.
         """
-        meta, base = self.read_meta(number), frozen(like)
+        meta = self.read_meta(number)
+        base = frozen(like)
         # What earlier versions wrote beside a run's own checkpoints has no such checksum.
         if base is not None and meta.get("base", "") not in ("", state_checksum(base)):
             raise UserError(
@@ -302,11 +305,13 @@ class Checkpoints:
         Raises:
           UserError: as for `restore`; damage of a parameter is found when it is read.
         """
-        meta, keys = self.read_meta(number), {}
+        meta = self.read_meta(number)
         if meta.get("structure") != _structure(like):
             raise self._unreadable(number, _OtherState())
-        for where, _ in jax.tree_util.tree_leaves_with_path(like.params):
-            keys[path_of(where)] = f".params{jax.tree_util.keystr(where)}"
+        keys = {
+            path_of(where): f".params{jax.tree_util.keystr(where)}"
+            for where, _ in jax.tree_util.tree_leaves_with_path(like.params)
+        }
         shapes = traverse_util.flatten_dict(like.params)
         settings = ocp.RestoreArgs(restore_type=np.ndarray)
 
@@ -414,14 +419,13 @@ def _nameless(directory: pathlib.Path, descriptor: int) -> pathlib.Path:
 
 def _parts(leaves: list) -> Iterator[list[int]]:
     """Yields indices of arrays to read together: at most `_PART_BYTES` in all, or one array."""
-    part, size = list[int](), 0
-    for index, leaf in enumerate(leaves):
-        nbytes = int(np.prod(leaf.shape)) * leaf.dtype.itemsize
-        if part and size + nbytes > _PART_BYTES:
+    sizes = [int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves]
+    part: list[int] = []
+    for index, size in enumerate(sizes):
+        if part and size + sum(sizes[i] for i in part) > _PART_BYTES:
             yield part
-            part, size = [], 0
+            part = []
         part.append(index)
-        size += nbytes
     yield part
 
 

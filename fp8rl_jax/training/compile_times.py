@@ -53,7 +53,8 @@ class CompileTimes:
 
     def begin(self) -> None:
         """Starts to count the seconds of a phase's first step."""
-        self._began, self._found = compile_seconds(), found_count()
+        self._began = compile_seconds()
+        self._found = found_count()
 
     def left(self, phase: str) -> float:
         """Returns the estimated seconds that are left; negative if it takes longer."""

@@ -104,18 +104,21 @@ class Conversations:
 
     def __call__(self, progress: Progress) -> Extension:
         assert progress.replies is not None
-        counted, paused = progress.replies.counts, np.asarray(progress.paused)
-        waits = paused & (counted > self._answered)
+        counted = progress.replies.counts
+        waits = np.asarray(progress.paused) & (counted > self._answered)
         stuck = bool((np.asarray(progress.done) | waits).all())
         self._ask(progress.rollout, progress.replies)
         parts = self._tally.everywhere(lambda: self._own_answers(progress.rollout, waits, stuck))
         rows = len(waits)
         tokens = np.zeros((rows, self._turns.slots), np.int32)
-        counts, ends = np.zeros(rows, np.int32), np.zeros(rows, bool)
+        counts = np.zeros(rows, np.int32)
+        ends = np.zeros(rows, bool)
         for answer in (answer for part in parts for answer in part):
-            row, count = answer.row, len(answer.tokens)
-            self._answered[row] = counted[row]
-            tokens[row, :count], counts[row], ends[row] = answer.tokens, count, not count
+            count = len(answer.tokens)
+            self._answered[answer.row] = counted[answer.row]
+            tokens[answer.row, :count] = answer.tokens
+            counts[answer.row] = count
+            ends[answer.row] = not count
         return Extension(tokens, counts, ends)
 
     def _ask(self, rollout: Rollout, replies: Replies) -> None:

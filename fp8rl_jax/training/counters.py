@@ -44,7 +44,8 @@ def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, 
     record: dict[str, float | str] = {}
     for name, sites in health.items():
         total = dict.fromkeys(COUNTS, 0.0)
-        worst, worst_at = 0.0, ""
+        worst = 0.0
+        worst_at = ""
         for site, counts in sites.items():
             lost = np.asarray(counts["saturated"]) + np.asarray(counts["underflowed"])
             share = np.float64(lost) / np.maximum(counts["elements"], 1)
@@ -53,9 +54,9 @@ def loss_metrics(health: dict[str, Counts], first: dict[str, int]) -> dict[str, 
             if share.max() > worst:
                 run, _, module = site.partition(".")
                 number = layer + (0 if name == "kv" else first[run])
-                worst, worst_at = float(share.max()), f"layer {number} {module}"
                 part = "expert" if "experts." in module else "head"
-                worst_at += "".join(f", {part} {i}" for i in expert)
+                worst = float(share.max())
+                worst_at = f"layer {number} {module}" + "".join(f", {part} {i}" for i in expert)
             for key in total:
                 total[key] += float(np.sum(counts[key]))
         if not total["elements"]:

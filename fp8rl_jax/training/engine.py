@@ -173,14 +173,14 @@ class JaxEngine:
 
     def new_state(self, params, optimizer, scaling_state: dict | None = None) -> TrainState:
         """Returns the state at the start of a phase, sharded as `Layout.state_shapes`."""
-        layout, params = self.layout, with_adapters(self.config, params)
+        params = with_adapters(self.config, params)
         rng = np.asarray(jax.random.key_data(self.keys["rollout"]))  # a copy: states are donated
-        own = optax.identity() if layout.offloads else optimizer
-        state = layout.new_state(params, own, rng, scaling_state)
-        state = processes.place(state, param_shardings(layout.mesh, state))
-        if not layout.offloads:
+        own = optax.identity() if self.layout.offloads else optimizer
+        state = self.layout.new_state(params, own, rng, scaling_state)
+        state = processes.place(state, param_shardings(self.layout.mesh, state))
+        if not self.layout.offloads:
             return state
-        opt_state = init_on_host(layout.state_shapes(optimizer).opt_state)
+        opt_state = init_on_host(self.layout.state_shapes(optimizer).opt_state)
         return dataclasses.replace(state, opt_state=opt_state)
 
     def advance(self, state: TrainState, position: int) -> TrainState:
@@ -240,7 +240,8 @@ class JaxEngine:
         """Returns a jitted sampler with the run's prompt and response slots; `records_kept` as in
         `SamplerConfig`."""
         rollout = self.config.rollout
-        model, recipe = self.resolved.model, self.resolved.rollout_recipe
+        model = self.resolved.model
+        recipe = self.resolved.rollout_recipe
         settings = SamplerConfig(
             max_new_tokens=rollout.max_new_tokens,
             group_size=group_size,
@@ -265,13 +266,13 @@ class JaxEngine:
 
     def _batching(self) -> Batching:
         """Returns the sizes of continuous batching; pages default to those of the memory plan."""
-        rollout, mesh = self.config.rollout, self.layout.mesh
+        rollout = self.config.rollout
         sizes = Batching(rollout.slots, rollout.pages, prefill_chunk=rollout.prefill_chunk)
         if rollout.pages:
             return sizes
-        plan = plan_rollout(self.resolved, mesh, device_memory(), self.layout.alone)
+        plan = plan_rollout(self.resolved, self.layout.mesh, device_memory(), self.layout.alone)
         pages = processes.decided(lambda: plan.pages)  # free memory may differ
-        return dataclasses.replace(sizes, pages=pages * mesh.size)
+        return dataclasses.replace(sizes, pages=pages * self.layout.mesh.size)
 
     @functools.cached_property
     def replayed_taps(self) -> tuple[str, ...]:
@@ -482,8 +483,9 @@ class JaxEngine:
         placed, slots = self.on_devices(batch)
         if distil and self.frozen_model is not None:
             placed = self.frozen_model.read(placed)
-        arguments = learner.step_arguments(state, placed, self.rope)
-        new, logp, metrics = (step or self.compiled_update)(*arguments)
+        new, logp, metrics = (step or self.compiled_update)(
+            *learner.step_arguments(state, placed, self.rope)
+        )
         state = with_frozen(new, frozen(state))
         logp = processes.fetch(logp)
         metrics = jax.device_get(metrics) | {

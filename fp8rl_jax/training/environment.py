@@ -137,8 +137,7 @@ def check_environment(directory: pathlib.Path, now: dict[str, Any]) -> str | Non
 def keep_environment(directory: pathlib.Path, now: dict[str, Any]) -> None:
     """Adds an entry for this start, with its `environment`, to environment.json."""
     started = {"started": _STARTED.isoformat(" "), "process": os.getpid()}
-    starts = [*_read(directory), started | now]
-    write_whole(directory / _NAME, json.dumps(starts, indent=2) + "\n")
+    write_whole(directory / _NAME, json.dumps([*_read(directory), started | now], indent=2) + "\n")
 
 
 def _read(directory: pathlib.Path) -> list[dict[str, Any]]:

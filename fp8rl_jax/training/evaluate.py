@@ -139,17 +139,22 @@ def _sampled(
 ) -> _Sampled:
     """Answers questions, and rewards the answers, in batches of one size."""
     config = runtime.config.eval
-    size, group = config.batch_size, 1 + config.samples
+    size = config.batch_size
+    group = 1 + config.samples
     temperature = np.full((size, group), config.temperature, np.float32)
     temperature[:, 0] = 0.0
-    rewards, texts, rates, sampled_tokens = [], [], [], 0
+    rewards = []
+    texts = []
+    rates = []
+    sampled_tokens = 0
     for index, first in enumerate(range(0, len(questions), size)):
         part = questions[first : first + size]
         rows = group * len(part)  # the remaining rows are padding
         begin = time.perf_counter()
         tokens, lengths = runtime.prompts(part + [part[-1]] * (size - len(part)))
-        of_batch = jax.random.fold_in(key, index)
-        prompts = Prompts.numbered(tokens, lengths, of_batch, temperature.reshape(-1))
+        prompts = Prompts.numbered(
+            tokens, lengths, jax.random.fold_in(key, index), temperature.reshape(-1)
+        )
         of_rows = [question for question in part for _ in range(group)]
         own = processes.own_rows(runtime.layout.rows, size * group)
         conversations = runtime.conversations(of_rows, own, tally)

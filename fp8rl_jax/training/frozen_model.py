@@ -108,18 +108,18 @@ class FrozenModel:
 
     def read(self, batch: Batch) -> Batch:
         """Returns a batch that is on the devices with what the loss reads of the model."""
-        plain = dataclasses.replace(batch, routing={})
-        hidden = self._hidden(self._weights, plain, self._rope)
+        hidden = self._hidden(self._weights, dataclasses.replace(batch, routing={}), self._rope)
         return dataclasses.replace(batch, frozen_hidden=hidden, frozen_head=self._head)
 
 
 def check_frozen_model(resolved: Resolved) -> None:
     """Raises UserError if the frozen model's shapes do not suit its recipe or the sequences, or if
     policy and frozen model do not give their tokens the same numbers."""
-    config, model = resolved.config, resolved.frozen_model
+    model = resolved.frozen_model
     if model is None:
         return
-    where, recipe = config.algo.teacher, resolved.frozen_recipe
+    where = resolved.config.algo.teacher
+    recipe = resolved.frozen_recipe
     if recipe.activation is not None and recipe.activation.policy.stateful:
         raise UserError(
             f"algo.teacher: recipe {recipe.name!r} scales activations by what it observed in "
@@ -140,14 +140,16 @@ def check_frozen_model(resolved: Resolved) -> None:
             f"algo.teacher: {where} has a vocabulary of {model.vocab_size} tokens, the policy of "
             f"{resolved.model.vocab_size}: take a teacher with the policy's tokenizer"
         )
-    own = pathlib.Path(tokenizer_path(config.data.tokenizer, config.model.checkpoint))
+    own = pathlib.Path(
+        tokenizer_path(resolved.config.data.tokenizer, resolved.config.model.checkpoint)
+    )
     one = _numbers(own if own.is_file() else own / _FILE)
     other = _numbers(pathlib.Path(where) / _FILE)
     if one != other:
         differ = f"has no {_FILE}" if other is None else f"numbers its tokens unlike {own}"
         raise UserError(
             f"algo.teacher: {where} {differ}: take a teacher with the policy's tokenizer "
-            f"(data.tokenizer is {config.data.tokenizer!r})"
+            f"(data.tokenizer is {resolved.config.data.tokenizer!r})"
         )
 
 

@@ -41,7 +41,8 @@ class KeptLengths:
     """
 
     def __init__(self, config: Any, chat: ChatFormat | None):
-        self._config, self._chat = config, chat
+        self._config = config
+        self._chat = chat
         self._used: dict[bytes, Lengths] = {}
         self._counted = 0
 
@@ -101,8 +102,7 @@ def _digest_of_what_counts(config: Any, chat: ChatFormat | None) -> str:
 def _read(path: pathlib.Path) -> dict[bytes, Lengths]:
     """Returns what `KeptLengths.keep` wrote; raises OSError or ValueError if it cannot be read."""
     content = path.read_bytes()
-    digest, content = content[:32], content[32:]
-    if hashlib.sha256(content).digest() != digest:
+    if hashlib.sha256(content[32:]).digest() != content[:32]:
         raise ValueError(f"{path} is damaged")
-    rows = np.frombuffer(content, _ENTRY).tolist()  # numpy leaves out zeros that a key ends with
+    rows = np.frombuffer(content[32:], _ENTRY).tolist()  # numpy leaves out zeros at a key's end
     return {key.ljust(16, b"\0"): (prompt, response) for key, prompt, response in rows}

@@ -94,10 +94,10 @@ class Layout:
     def weight_shardings(self):
         """Shardings of the sampler's weights: experts over `expert`, other weights over `tensor`;
         on a GPU with the memory layouts that its kernels read."""
-        shapes, recipe = self.weight_shapes, self.resolved.rollout_recipe
-        specs = weight_specs(shapes, self.resolved.model, recipe, self.mesh)
+        shapes = self.weight_shapes
+        specs = weight_specs(shapes, self.resolved.model, self.resolved.rollout_recipe, self.mesh)
         shardings = sharding.named(self.mesh, specs)
-        if resolve(recipe.kernels) == "reference":
+        if resolve(self.resolved.rollout_recipe.kernels) == "reference":
             return shardings
         return kernel_formats(shapes, shardings)
 

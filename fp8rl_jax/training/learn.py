@@ -121,7 +121,8 @@ def learn(
     """
     learning_rate = float(engine.rl_optimizer.schedule(updates_made(state.opt_state)))
     rows = len(batch.mask) // algorithm.minibatches
-    logps, updates = list[np.ndarray](), list[dict]()
+    logps: list[np.ndarray] = []
+    updates: list[dict] = []
     for index in range(algorithm.epochs * algorithm.minibatches):
         begin = index % algorithm.minibatches * rows
         part = jax.tree.map(lambda x, begin=begin: x[begin : begin + rows], batch)

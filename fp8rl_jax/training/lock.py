@@ -27,8 +27,10 @@ from fp8rl_jax.base.paths import open_regular
 from fp8rl_jax.base.whole_file import write_whole
 
 _NAME = "lock"
-_BEGINNING, _LONGEST = b'{"host": ', 1000  # first bytes and largest size of the content
-_HEARTBEAT, _DEAD_AFTER = 15.0, 120.0
+_BEGINNING = b'{"host": '  # of the content
+_LONGEST = 1000
+_HEARTBEAT = 15.0
+_DEAD_AFTER = 120.0
 _NO_FLOCK = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
@@ -106,13 +108,14 @@ class RunLock:
         the lock while this one was suspended."""
         if not processes.first():
             return
-        file, path = self._file, self._path
-        if not (_is_own(_read(path)) if file is None else _same_file(file, path)):
-            renamed = "" if file is None else _directory_of(file)
-            if renamed and renamed != os.path.realpath(path.parent):
+        if not (
+            _is_own(_read(self._path)) if self._file is None else _same_file(self._file, self._path)
+        ):
+            renamed = "" if self._file is None else _directory_of(self._file)
+            if renamed and renamed != os.path.realpath(self._path.parent):
                 raise UserError(
-                    f"run.dir: {path.parent} is called {renamed} now: this run stops, and goes on "
-                    f"from its newest checkpoint with --resume --config.run.dir={renamed!r}"
+                    f"run.dir: {self._path.parent} is called {renamed} now: this run stops, and "
+                    f"goes on from its newest checkpoint with --resume --config.run.dir={renamed!r}"
                 )
             raise UserError(
                 f"run.dir: {self._path.parent} was removed, or is another process's now: this run "

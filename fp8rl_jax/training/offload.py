@@ -27,7 +27,8 @@ from fp8rl_jax.models.arrays import is_matrix
 from fp8rl_jax.models.stacks import path_of
 from fp8rl_jax.training.optimizer import Optimizer
 
-_HOST, _DEVICE = "pinned_host", "device"
+_HOST = "pinned_host"
+_DEVICE = "device"
 
 
 def with_host_moments(state, shardings):
@@ -103,24 +104,27 @@ class OffloadedStep:
         state, rows, replicated = shardings
         found = Gradients(state.params, replicated, state.scaling_state)
         self.gradients: Any = exact_jit(gradients, out_shardings=(found, rows, replicated))
-        donated = (2, 3) if donate else 2
-        self._update = exact_jit(update, static_argnums=0, donate_argnums=donated)
+        self._update = exact_jit(update, static_argnums=0, donate_argnums=(2, 3) if donate else 2)
 
     def __call__(self, state: TrainState, batch: Batch, rope, base: None = None):
         del base  # of adapters, whose moments are small
-        without = dataclasses.replace(state, opt_state=None)
-        found, logp, metrics = self.gradients(without, batch, rope)
+        found, logp, metrics = self.gradients(
+            dataclasses.replace(state, opt_state=None), batch, rope
+        )
         clip, moments = state.opt_state
-        scalars, scaling = (metrics["grad_norm"], found.changes), found.scaling_state
+        changes = found.changes
+        scaling = found.scaling_state
         gradients = jax.tree.leaves(found.params)
         del found  # each gradient is given up once it is used
-        params, moments = self._by_array(gradients, moments, state.params, *scalars)
+        params, moments = self._by_array(
+            gradients, moments, state.params, metrics["grad_norm"], changes
+        )
         new = dataclasses.replace(
             state, params=params, opt_state=(clip, moments), scaling_state=scaling
         )
         return new, logp, metrics
 
-    def _by_array(self, gradients: list, moments, params, *scalars):
+    def _by_array(self, gradients: list, moments, params, norm, changes):
         """Updates one parameter array after another; returns (params, moments)."""
         structure: Any = jax.tree.structure(params)
         paths, olds = zip(*jax.tree_util.tree_leaves_with_path(params), strict=True)
@@ -131,7 +135,8 @@ class OffloadedStep:
 
         states = []
         for index in range(len(olds)):
-            gradient, gradients[index] = gradients[index], None
+            gradient = gradients[index]
+            gradients[index] = None
             # The moments, with every tree of the parameters' structure cut to one array.
             before = jax.tree.map(
                 lambda node, i=index: jax.tree.leaves(node)[i] if like_params(node) else node,
@@ -146,7 +151,7 @@ class OffloadedStep:
                 for x in filter(is_on_host, jax.tree.leaves(before)):
                     x.delete()
             decays = is_matrix(path_of(paths[index]))
-            new, after = self._update(decays, gradient, here, olds[index], *scalars)
+            new, after = self._update(decays, gradient, here, olds[index], norm, changes)
             after = jax.tree.map(jax.device_put, after, shardings)
             states.append(jax.block_until_ready(after))  # this frees room for the next array
             news.append(new)

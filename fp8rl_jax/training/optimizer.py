@@ -97,7 +97,7 @@ def make_optimizer(
 
     clipping = optax.GradientTransformationExtraArgs(optax.init_empty_state, clip_all)
     chain = optax.chain(clipping, adamw(is_matrix))
-    optimizer = Optimizer(*chain)
+    optimizer = Optimizer(chain.init, chain.update)
     optimizer.schedule = schedule
     optimizer.clip = clip
     optimizer.by_array = by_array
@@ -113,13 +113,14 @@ def updates_made(opt_state: optax.OptState) -> int:
 
 def optimizer_of_phase(config: ml_collections.ConfigDict, phase: str) -> Optimizer:
     """Returns the optimiser of phase 'sft' or 'rl'."""
-    rl, sft = config.optimizer, config.sft
-    chosen = sft if phase == "sft" else rl
-    updates = sft.steps if phase == "sft" else rl_updates(config)
+    chosen = config.sft if phase == "sft" else config.optimizer
+    updates = config.sft.steps if phase == "sft" else rl_updates(config)
     schedule = learning_rates(
         chosen.learning_rate,
         chosen.warmup_steps,
         updates if chosen.end_fraction < 1 else 0,
         chosen.end_fraction,
     )
-    return make_optimizer(schedule, rl.b1, chosen.b2, chosen.weight_decay, rl.clip_norm)
+    return make_optimizer(
+        schedule, config.optimizer.b1, chosen.b2, chosen.weight_decay, config.optimizer.clip_norm
+    )

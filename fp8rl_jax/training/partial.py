@@ -134,8 +134,7 @@ def complete(
 
     def watch_first(progress: Progress) -> None:
         done = sharding.apart(np.asarray(progress.done), versions, devices)[0]
-        first = of_rollouts(progress.rollout)[0]
-        watch(dataclasses.replace(progress, rollout=first, done=done))
+        watch(dataclasses.replace(progress, rollout=of_rollouts(progress.rollout)[0], done=done))
 
     rollout = runtime.engine.sample(weights, prompts, watch_first, earlier=earlier)
     drawn = zip(begun, of_rollouts(rollout), strict=False)  # without those that were missing

@@ -98,7 +98,8 @@ class Display:
         self._task = self._progress.add_task(
             name, total=total, completed=completed, status="", left=""
         )
-        self._name, self._total = name, total
+        self._name = name
+        self._total = total
         if completed < total:
             self._times = times
             times.begin()
@@ -122,8 +123,7 @@ class Display:
         left = statistics.median_low(self._durations) * (self._total - step)
         text = f"left {datetime.timedelta(seconds=round(left))}" if len(self._durations) > 1 else ""
         self._progress.update(self._task, completed=step, status=status, left=text)
-        last = step == self._total
-        if not self._live and (now - self._last_line > _PLAIN_SECONDS or last):
+        if not self._live and (now - self._last_line > _PLAIN_SECONDS or step == self._total):
             self._last_line = now
             self.note(f"{self._name} {step}/{self._total}  {status}  {text}")
 

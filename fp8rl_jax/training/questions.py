@@ -43,8 +43,7 @@ def load_data(
     lengths = _Lengths(config, tokenizer, chat, turns)
     drop = config.env.overlong == "drop"
     tools = tool_schemas(config.env.tools) if chat else ()
-    fits = lengths.fit if drop else None
-    data = load_questions(config.env, counts, config.run.seed, fits, tools)
+    data = load_questions(config.env, counts, config.run.seed, lengths.fit if drop else None, tools)
     lengths.kept.keep()
     demonstrations = [(q.prompt, q.demonstration) for q in data.questions["sft"]]
     if not (data.note and drop):
@@ -52,8 +51,9 @@ def load_data(
         prompts = [q.prompt for split in data.questions.values() for q in split]
         pad_prompts(prompts, tokenizer, slots, chat)
         if demonstrations:
-            new = config.rollout.max_new_tokens
-            pad_demonstrations(demonstrations, tokenizer, slots, new, chat, turns)
+            pad_demonstrations(
+                demonstrations, tokenizer, slots, config.rollout.max_new_tokens, chat, turns
+            )
     if data.note:
         _check_counts(config, data, lengths)
     notes = (data.note, merges(demonstrations, tokenizer, chat))
@@ -79,7 +79,9 @@ class _Lengths:
     """Checks which questions fit their slots, and collects the lengths of those that do not."""
 
     def __init__(self, config, tokenizer: Tokenizer, chat: ChatFormat | None, turns: Turns | None):
-        self._rollout, self._tokenizer, self._chat = config.rollout, tokenizer, chat
+        self._rollout = config.rollout
+        self._tokenizer = tokenizer
+        self._chat = chat
         self._turns = turns
         self.kept = KeptLengths(config, chat)
         self.too_long: dict[str, list[int]] = {}
@@ -91,8 +93,9 @@ class _Lengths:
         def count() -> Lengths:
             if shown is None:
                 return len(encode_prompt(question.prompt, self._tokenizer, self._chat)), 0
-            form = self._tokenizer, self._chat, self._turns
-            prompt, response, _ = encode_conversation(question.prompt, shown, *form)
+            prompt, response, _ = encode_conversation(
+                question.prompt, shown, self._tokenizer, self._chat, self._turns
+            )
             return len(prompt), len(response)
 
         about: list[Any] = [question.prompt, shown]
@@ -116,11 +119,13 @@ def _check_counts(config, data: Data, lengths: _Lengths) -> None:
         least["sft"] = (config.sft.batch_size, "sft.batch_size")
     sets = eval_tasks(config.env)
     for split, (count, field) in least.items():
-        found, where = len(data.questions[split]), f"the split {split!r}"
+        found = len(data.questions[split])
+        where = f"the split {split!r}"
         if split == "eval" and len(sets) > 1:
             sizes = collections.Counter(q.set for q in data.questions[split])
             smallest = min(sets, key=lambda name: sizes[name])
-            found, where = sizes[smallest], f"the evaluation set {smallest!r}"
+            found = sizes[smallest]
+            where = f"the evaluation set {smallest!r}"
         if found >= count:
             continue
         advice = "take more questions, or lower it"

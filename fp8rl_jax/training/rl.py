@@ -99,10 +99,11 @@ def run_rl(
       RewardError, NonFiniteError: as `rl_step`.
       DriftError: drift appeared and zero drift is required; the state after that step is saved.
     """
-    rt, config = run.runtime, run.runtime.config
+    rt = run.runtime
     reference = _reference(run, state) if rt.resolved.algorithm.needs_reference else None
-    run.display.phase("RL", config.run.steps, int(state.step), run.compile_times)
-    rollouts, served = Rollouts(rt, _stream(rt, state), run.display.rollout), rt.engine.refit(state)
+    run.display.phase("RL", run.runtime.config.run.steps, int(state.step), run.compile_times)
+    rollouts = Rollouts(rt, _stream(rt, state), run.display.rollout)
+    served = rt.engine.refit(state)
 
     def weights_of(name: str) -> Weights:
         like = served.weights  # held by `served` alone, which gives it up before an update
@@ -123,15 +124,15 @@ def _steps(
     rollouts: Rollouts,
     monitor: Monitor,
 ) -> TrainState:
-    rt, config = run.runtime, run.runtime.config
+    config = run.runtime.config
     if not config.sft.steps and int(state.step) == 0:
         run.evaluate(state, served.weights)
     for step in range(int(state.step) + 1, config.run.steps + 1):
         monitor.keep(state, run.drifted)
-        rescore = not rt.resolved.takes_rollout_logprobs(run.doubted or run.drifted)
+        rescore = not run.runtime.resolved.takes_rollout_logprobs(run.doubted or run.drifted)
         compiled = compile_seconds()
         try:
-            result = rl_step(rt, state, served, reference, rollouts, rescore)
+            result = rl_step(run.runtime, state, served, reference, rollouts, rescore)
         except RewardError:
             run.save_for_reward(state, rollouts.beside())
             raise
@@ -141,7 +142,9 @@ def _steps(
                 run.save(error.unchanged, rollouts.beside())
             raise NonFiniteError(non_finite_message("RL", step, error.metrics, saved)) from None
         result.times["time_compile"] = compile_seconds() - compiled
-        state, served, record = result.state, result.served, metrics_of(rt, result)
+        state = result.state
+        served = result.served
+        record = metrics_of(run.runtime, result)
         drift = _forbidden_drift(run, record)
         if drift:
             seconds = record["time_rollout"] + record["time_learner"]

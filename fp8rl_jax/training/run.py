@@ -45,15 +45,18 @@ class Run:
         self, runtime: Runtime, lock: RunLock, display: Display, stop: Callable[[], str | None]
     ):
         config = runtime.config
-        self.runtime, self.display = runtime, display
+        self.runtime = runtime
+        self.display = display
         self.directory = pathlib.Path(config.run.dir)
         self.compile_times = CompileTimes(runtime)
-        self._lock, self.interrupted = lock, stop
+        self._lock = lock
+        self.interrupted = stop
         keep = config.run.keep_checkpoints
         self._opened = contextlib.ExitStack()
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep, own=True)
         self._opened.callback(self.checkpoints.close)
-        self.phase, self.evaluation_failed = "sft", False
+        self.phase = "sft"
+        self.evaluation_failed = False
         self.doubted = self.drifted = False
         self.stopped_by: str | None = None
 

@@ -123,7 +123,8 @@ def _check_directory(resolved: Resolved, resume: bool) -> str:
     config = resolved.config
     directory = pathlib.Path(config.run.dir)
     for name in (*_FILES, *_DIRECTORIES):
-        path, wanted = directory / name, "directory" if name in _DIRECTORIES else "file"
+        path = directory / name
+        wanted = "directory" if name in _DIRECTORIES else "file"
         if os.path.lexists(path) and path.is_dir() != (wanted == "directory"):
             raise UserError(
                 f"run.dir: {path} is no {wanted}, and a run writes one there: move it away, or "
@@ -177,8 +178,10 @@ def open_run(resolved: Resolved, digest: str, now: dict[str, Any]) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if config.model.checkpoint:
-            shapes = dataclasses.asdict(resolved.model)
-            write_whole(directory / "model.json", json.dumps(shapes, indent=2) + "\n")
+            write_whole(
+                directory / "model.json",
+                json.dumps(dataclasses.asdict(resolved.model), indent=2) + "\n",
+            )
         write_whole(directory / "config.json", json.dumps(as_saved(config), indent=2) + "\n")
         if digest:
             write_whole(directory / _DIGEST, digest + "\n")
@@ -204,11 +207,12 @@ def _check_unchanged(directory: pathlib.Path, digest: str) -> None:
 
 def _check_shapes(resolved: Resolved, directory: pathlib.Path) -> None:
     """Raises UserError if `model.checkpoint` has other shapes than when the run began."""
-    saved, checkpoint = directory / "model.json", resolved.config.model.checkpoint
+    saved = directory / "model.json"
+    checkpoint = resolved.config.model.checkpoint
     if not (checkpoint and saved.exists()):
         return
-    before, now = read_saved_config(saved, sections=False), dataclasses.asdict(resolved.model)
-    for name, value in now.items():
+    before = read_saved_config(saved, sections=False)
+    for name, value in dataclasses.asdict(resolved.model).items():
         if before.get(name, value) != value:
             raise UserError(
                 f"model.checkpoint: {checkpoint} has {name} = {value!r}, and the run "
@@ -272,7 +276,8 @@ def run_config(
     """Returns `training_config` for programs that do not train, which need no teacher and no second
     mesh."""
     config = training_config(directory, permitted, needed).copy_and_resolve_references()
-    config.algo.teacher, config.mesh.rollout = "", 0
+    config.algo.teacher = ""
+    config.mesh.rollout = 0
     if config.algo.loss == "none":
         config.algo.loss = "ppo"
     return config
@@ -395,7 +400,8 @@ def no_room(directory: pathlib.Path, error: OSError, field: str = "run.dir") -> 
     if limit := limit_reached(error):
         return UserError(f"{field}: cannot write in {directory}: {limit}: raise that limit")
     if error.errno == errno.EISDIR:
-        reason, remedy = f"{error.filename2 or error.filename} is a directory", "move it away, or "
+        reason = f"{error.filename2 or error.filename} is a directory"
+        remedy = "move it away, or "
     else:
         reason, remedy = _CAUSES.get(error.errno or 0, (error.strerror or str(error), ""))
     return UserError(

@@ -113,8 +113,9 @@ class Runtime:
         """Returns rollout weights of this runtime's `refit` on the devices that sample."""
         if self.rollout_mesh is None:
             return weights
-        places = self.sampling.layout.weight_shardings
-        return jax.block_until_ready(processes.copy_within(weights, places))
+        return jax.block_until_ready(
+            processes.copy_within(weights, self.sampling.layout.weight_shardings)
+        )
 
     def prompts(self, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
         """Returns prompt tokens (P, Tp) int32 and lengths (P,) int32 of questions."""

@@ -200,8 +200,7 @@ def _round(
     first = begun[0]
     group = config.rollout.group_size
     questions = [question for question in first.questions for _ in range(group)]
-    terms = runtime.resolved.rewards
-    rewards = Rewards(runtime.decode, questions, terms, runtime.own_rows, tally)
+    rewards = Rewards(runtime.decode, questions, runtime.resolved.rewards, runtime.own_rows, tally)
     conversations = runtime.conversations(questions, runtime.own_rows, tally)
 
     def watch(progress: Progress) -> None:

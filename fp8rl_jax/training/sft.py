@@ -189,20 +189,23 @@ def run_sft(run: Run, state: TrainState) -> TrainState:
       NonFiniteError: loss or gradient is NaN or infinite; the last good state is saved.
       RewardError: every call of a reward failed in an evaluation.
     """
-    runtime, config, engine = run.runtime, run.runtime.config, run.runtime.engine
+    config = run.runtime.config
+    engine = run.runtime.engine
     optimizer = optimizer_of_phase(config, "sft")
     # No rollout calibrates scales here.
-    recipe = without_calibration(runtime.resolved.learner_recipe)
+    recipe = without_calibration(run.runtime.resolved.learner_recipe)
     train_step = engine.train_step(optimizer, LossConfig(reinforce()), 1, recipe)
-    stream = Stream(runtime.questions["sft"], config.sft.batch_size, config.run.seed)
+    stream = Stream(run.runtime.questions["sft"], config.sft.batch_size, config.run.seed)
     stream.position = int(state.data_state)
-    steps, count = config.sft.steps, config.sft.evaluations
-    evaluate_at = {round(steps * (i + 1) / count) for i in range(count)}  # the last is `steps`
+    evaluate_at = {  # the last is config.sft.steps
+        round(config.sft.steps * (i + 1) / config.sft.evaluations)
+        for i in range(config.sft.evaluations)
+    }
     run.display.phase("SFT", config.sft.steps, int(state.step), run.compile_times)
     for step in range(int(state.step), config.sft.steps):
         hold_settings()
         start = time.perf_counter()
-        batch = runtime.demonstrations(stream.next())
+        batch = run.runtime.demonstrations(stream.next())
         rate = float(optimizer.schedule(updates_made(state.opt_state)))
         state, _, metrics = engine.update(state, batch, train_step, distil=False)
         if not metrics["good"]:

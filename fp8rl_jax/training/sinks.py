@@ -230,8 +230,11 @@ class Outside:
     """
 
     def __init__(self, name: str, directory: pathlib.Path, config, note: Callable[[str], None]):
-        self._kind, self._name = _SINKS[name][0], name
-        self._directory, self._config, self._note = directory, config, note
+        self._kind = _SINKS[name][0]
+        self._name = name
+        self._directory = directory
+        self._config = config
+        self._note = note
         self.writes_anew = self._kind.writes_anew
         self._records: queue.SimpleQueue = queue.SimpleQueue()
         self._given = self._taken = 0

@@ -69,8 +69,7 @@ def starter(
 
     config = made()
     read_model(config)
-    tokenizer = load_tokenizer(config.data, config.model.checkpoint)
-    if tokenizer.chat_template is not None:
+    if load_tokenizer(config.data, config.model.checkpoint).chat_template is not None:
         usual("data", chat=True)
     check_source(config.env)
     counts = {"train": config.env.train_questions, "eval": config.eval.questions}
@@ -92,7 +91,8 @@ def paid(runtime: Runtime, where: str) -> str:
     Raises:
       RewardError: the reward fails.
     """
-    question, tally = runtime.questions["train"][0], Tally(where)
+    question = runtime.questions["train"][0]
+    tally = Tally(where)
     scoring = Scoring(runtime.resolved.rewards, [question, question], [str(question.answer), ""])
     values, _ = scoring.result(tally)
     tally.check()
@@ -114,15 +114,16 @@ def _fine_tuning(questions: list[Question]) -> dict[str, int]:
 
 def _lengths(found: dict[str, list[Question]], runtime: Runtime) -> dict[str, int]:
     """Returns the fields `max_prompt_tokens` and `max_new_tokens` that fit the questions."""
-    tokenizer, chat = runtime.tokenizer, runtime.chat
     prompts = [
-        len(encode_prompt(question.prompt, tokenizer, chat))
+        len(encode_prompt(question.prompt, runtime.tokenizer, runtime.chat))
         for question in [*found["train"], *found["sft"]]
     ]
     new = _NEW_TOKENS
     if found["sft"]:
         answers = [
-            encode_conversation(q.prompt, q.demonstration, tokenizer, chat, runtime.turns)[1]
+            encode_conversation(
+                q.prompt, q.demonstration, runtime.tokenizer, runtime.chat, runtime.turns
+            )[1]
             for q in found["sft"]
         ]
         new = _rounded([len(answer) for answer in answers], 4)

@@ -141,10 +141,10 @@ def _measured(
 ) -> tuple[TrainState, Metrics]:
     """Returns what is measured between rollout and update, the ages of scales and the drift of a
     rollout ahead, and the state, which is donated."""
-    config, step = runtime.config, int(state.step)
+    step = int(state.step)
     ages: Metrics = age_metrics(state.scaling_state, step) if state.scaling_state else {}
     assert not ages.get("scale_age/kv"), "scales of keys and values are of other weights"
-    if not config.rollout.ahead or step % config.run.check_every:
+    if not runtime.config.rollout.ahead or step % runtime.config.run.check_every:
         return state, ages
     state, drift = _drift_ahead(runtime, state, rollouts.drawn_by(step))
     return state, ages | drift
@@ -162,8 +162,8 @@ def _drift_ahead(
     """
     if drawn is None:
         return state, {}
-    engine, samples = runtime.engine, drawn.samples
-    batch = engine.batch(samples.rollout, samples.prompts)
+    samples = drawn.samples
+    batch = runtime.engine.batch(samples.rollout, samples.prompts)
     own = _comparable(batch, samples, int(state.step))
     if not own.any():
         return state, {}
@@ -173,9 +173,9 @@ def _drift_ahead(
         first = int(np.argmax([part.any() for part in parts]))
         rows = slice(first * len(parts[0]), (first + 1) * len(parts[0]))
         nothing = dataclasses.replace(batch, weights=np.zeros_like(batch.weights))
-        state, logp, _ = engine.update(state, jax.tree.map(lambda x: x[rows], nothing))
+        state, logp, _ = runtime.engine.update(state, jax.tree.map(lambda x: x[rows], nothing))
     else:
-        logp = engine.score(state, batch)
+        logp = runtime.engine.score(state, batch)
         if (own == samples.rollout.mask).all():
             samples.learner_logprobs = logp
     return state, mismatch_metrics(logp, samples.rollout.logprobs[rows], own[rows])
@@ -221,7 +221,8 @@ def metrics_of(runtime: Runtime, result: StepResult) -> Metrics:
 def _compared(runtime: Runtime, result: StepResult, of_later: float) -> Metrics:
     """Compares log-probabilities on the first update's rows, and the weights that both sides read.
     `of_later`: drift of a rollout ahead, which stands unless the step's own is larger."""
-    logp, samples = result.update.logp, result.drawn.samples
+    logp = result.update.logp
+    samples = result.drawn.samples
     first = slice(0, len(logp))
     mask = result.batch.mask[first]
     recorded = samples.rollout.logprobs[first]
