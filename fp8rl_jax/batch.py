@@ -169,7 +169,7 @@ def make_batch(
     ones = np.ones(targets.shape, np.float32)
     values = ones if advantages is None else np.asarray(advantages, np.float32)
     neutral = {
-        "weights": token_mean(np.asarray(mask) > 0, 0).astype(np.float32),
+        "weights": token_mean(np.asarray(mask) > 0).astype(np.float32),
         "rollout_weights": ones,
         "old_logprobs": 0 * ones,
         "ref_logprobs": 0 * ones,

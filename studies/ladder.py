@@ -33,12 +33,9 @@ def get_config(rung="m8"):
     if rung not in _RUNGS:
         raise ValueError(f"no rung {rung!r}: write one of {', '.join(_RUNGS)}")
     width, layers, experts, router = _RUNGS[rung]
-    mixture = {
-        "num_experts": experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "scoring_func": router,
-    }
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    # An option of qwen3_moe, whose other rules the default family has too.
+    sigmoid = {"family": "qwen3_moe", "family_options": {"scoring_func": router}}
     return ml_collections.ConfigDict(
         {
             "run": {"dir": f"runs/study_scale/{rung}", "steps": 160, "checkpoint_every": 40},
@@ -50,6 +47,7 @@ def get_config(rung="m8"):
                 "num_key_value_heads": width // 64,
                 "head_dim": 32,
                 **(mixture if experts else {}),
+                **(sigmoid if router == "sigmoid" else {}),
             },
             "precision": {"rollout": "fp8", "learner": "fp8"},
             "env": {"task": "studies.running_sums:rows"},

@@ -148,12 +148,7 @@ def scaling_of(runtime: Runtime, params, recipe: Recipe, tokens, lengths) -> dic
     scaling = init_scaling(params, recipe)
     if recipe.kv != "calibrated":
         return scaling
-    calibrate = make_calibrate(
-        runtime.resolved.model,
-        recipe,
-        runtime.layout.parallel,
-        margin=runtime.config.precision.kv_margin,
-    )
+    calibrate = make_calibrate(runtime.resolved.model, recipe, runtime.layout.parallel)
     size = _part_size(len(tokens), _ROWS)
     step, rope = np.int32(0), runtime.engine.rope
     parts = [slice(first, first + size) for first in range(0, len(tokens), size)]

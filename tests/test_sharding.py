@@ -136,17 +136,16 @@ def test_experts_on_a_mesh_equal_one_device():
 
 _LATENT = (
     *_EXPERTS,
-    "model.kv_lora_rank=40",
-    "model.q_lora_rank=24",
-    "model.qk_nope_head_dim=32",
-    "model.qk_rope_head_dim=16",
-    "model.v_head_dim=32",
     "model.family=deepseek_v3",
-    "model.scoring_func=sigmoid",
-    "model.n_group=4",
-    "model.topk_group=2",
-    "model.n_shared_experts=1",
-    "model.first_k_dense_replace=1",
+    "model.family_options.kv_lora_rank=40",
+    "model.family_options.q_lora_rank=24",
+    "model.family_options.qk_nope_head_dim=32",
+    "model.family_options.qk_rope_head_dim=16",
+    "model.family_options.v_head_dim=32",
+    "model.family_options.n_group=4",
+    "model.family_options.topk_group=2",
+    "model.family_options.n_shared_experts=1",
+    "model.family_options.first_k_dense_replace=1",
 )
 
 
@@ -257,7 +256,8 @@ def test_replay_balance_and_shared_experts(recipe):
     fields = {
         "rollout.max_new_tokens": 4,
         "learner.remat": "full",
-        "model.n_shared_experts": 1,
+        "model.family": "glm4_moe",
+        "model.family_options.n_shared_experts": 1,
         "algo.routing_replay": "weights",
         "algo.router_aux_loss_coef": 0.5,
     }
@@ -390,9 +390,9 @@ _TIED = {"model.tie_word_embeddings": True, "model.embedding_init_std": 0.05}
             {
                 "recipe": "fp8",
                 "config": {
-                    "model.sliding_window": 9,
-                    "model.sliding_window_pattern": 2,
                     "model.family": "gemma3_text",
+                    "model.family_options.sliding_window": 9,
+                    "model.family_options.sliding_window_pattern": 2,
                 },
                 "meshes": [[1, 1, 1], [2, 2, 2]],
             },

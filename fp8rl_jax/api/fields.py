@@ -8,7 +8,7 @@ from typing import Any
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError
-from fp8rl_jax.config import FIELDS, all_fields, override, saved_config
+from fp8rl_jax.config import all_fields, override, saved_config
 from fp8rl_jax.config.fields import REMOVED
 from fp8rl_jax.config.names import field_meant
 
@@ -57,10 +57,6 @@ def with_fields(
         content.pop("algo", None)  # the preset sets its fields
     for path, value in named.items():
         section, _, field = path.partition(".")
-        if section not in FIELDS or not field:
-            raise UserError(
-                f"{where}: there is no config field {path!r}; the sections are {', '.join(FIELDS)}"
-            )
         content.setdefault(section, {})[field] = value
     config = saved_config(content, where)
     override(config, ())  # `~` in paths

@@ -66,13 +66,14 @@ def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults:
     if name not in factories:
         raise UserError(f"{what} is {text!r}; {name!r} is unknown: write one of {known}")
     signature = inspect.signature(factories[name])
-    usage = f"{name}({', '.join(f'{p.name}={p.default}' for p in signature.parameters.values())})"
+    parameters = (str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
+    usage = f"{name}({', '.join(parameters)})"
     try:
         arguments = [_value(x) for x in getattr(node, "args", [])]
         named = {str(k.arg): _value(k.value) for k in getattr(node, "keywords", [])}
         if len(named) < len(getattr(node, "keywords", [])):
             raise TypeError("an argument is there twice")
-        given = signature.bind(*arguments, **named).arguments
+        given = signature.bind_partial(*arguments, **named).arguments
     except RecursionError:
         raise UserError(f"{what} is {text!r}: arguments are numbers; write {usage}") from None
     except (TypeError, ValueError) as error:
@@ -85,5 +86,5 @@ def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults:
     filled = {k: v for k, v in defaults.items() if k in signature.parameters}
     try:
         return name, factories[name](**{**filled, **given})
-    except ValueError as error:
-        raise UserError(f"{what} is {text!r}: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what} is {text!r}: {error}; write {usage}") from None

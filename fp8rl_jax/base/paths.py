@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 import re
 import stat
 
@@ -29,9 +30,10 @@ class MissingSnapshot(UserError):
     """A repository of Hugging Face's Hub is not in the cache."""
 
 
-def tfds_home() -> str:
+def tfds_home() -> pathlib.Path:
     """Returns tensorflow-datasets' directory: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    return os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    directory = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    return pathlib.Path(expanded(directory, "TFDS_DATA_DIR"))
 
 
 def expanded(path: str, where: str, hub: str = "model") -> str:

@@ -10,7 +10,7 @@ import sys
 import textwrap
 
 from fp8rl_jax.base.errors import UserError, visible
-from fp8rl_jax.base.paths import expanded
+from fp8rl_jax.base.paths import expanded, tfds_home
 from fp8rl_jax.cli.arguments import Command, a_path, argument, whole, words, writable
 
 _MOST_CHARACTERS = 1000  # shown of a prompt or answer
@@ -21,7 +21,7 @@ def _list(values: argparse.Namespace) -> int:
 
     from fp8rl_jax.envs import tfds, tfds_prepare
 
-    root = tfds.data_dir("")
+    root = tfds_home()
     prepared = [f"tfds:{name}" for name in sorted(tfds.all_prepared(root))]
     downloaded = (
         f"{tfds_prepare.GSM8K}, or tfds:NAME for another one of texts in {tfds_prepare.CATALOGUE} "
@@ -44,7 +44,7 @@ def _prepare(values: argparse.Namespace) -> int:
 
     if values.name is None:
         raise UserError("fp8rl data prepare: name a data set, for example gsm8k")
-    root = writable("fp8rl data prepare", str(values.out or tfds.data_dir("")))
+    root = writable("fp8rl data prepare", str(values.out or tfds_home()))
     name = values.name.removeprefix("tfds:")
     there = tfds.find(name, root)
     if there is not None:

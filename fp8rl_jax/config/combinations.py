@@ -127,6 +127,22 @@ PAIRS = (
         "set precision.kv_cache='fp8' or 'int8'",
     ),
     Pair(
+        "latent attention",
+        "FP8 attention",
+        lambda r: r.model.latent and r.config.precision.attention == "fp8",
+        "precision.attention is 'fp8', and the model has multi-head latent attention, which keeps "
+        "its queries in bf16",
+        "set precision.attention='bf16'",
+    ),
+    Pair(
+        "latent attention",
+        "layers cut by columns",
+        lambda r: r.model.latent and r.config.mesh.tensor != 1,
+        "mesh.tensor is {c.mesh.tensor}, and the model has multi-head latent attention, which is "
+        "not cut by heads",
+        "set mesh.tensor=1",
+    ),
+    Pair(
         "FP8 attention",
         "a recipe without K and V in E4M3",
         lambda r: r.config.precision.attention == "fp8" and _sides(r, lambda x: not x.kv_e4m3),

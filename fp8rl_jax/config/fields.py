@@ -31,7 +31,7 @@ from fp8rl_jax.base.errors import UserError, did_you_mean
 from fp8rl_jax.config.cases import CASES
 from fp8rl_jax.envs.rewards.terms import BUILT_IN, IN_WORKERS
 from fp8rl_jax.models import REMAT, ModelConfig
-from fp8rl_jax.models.families import BY_TYPE
+from fp8rl_jax.models.families import BY_TYPE, FAMILIES
 from fp8rl_jax.models.presets import PRESETS as MODELS
 from fp8rl_jax.quant.recipe import BACKWARDS
 from fp8rl_jax.rl.advantages import BASELINES, SCALES
@@ -124,6 +124,13 @@ _OF_FAMILIES = (
     "partial_rotary_factor",
     "moe_bias",
 )
+_MEANINGS = {field.name: field.metadata["meaning"] for field in dataclasses.fields(ModelConfig)}
+# {size that few families have: the families}.
+_OPTIONS_OF_FAMILIES = {
+    name: [family.model_type for family in FAMILIES if name in family.options]
+    for name in _MEANINGS
+    if any(name in family.options for family in FAMILIES)
+}
 # Default shapes of the model; a shape that is not here has ModelConfig's default.
 _SMALL = {
     "hidden_size": 128,
@@ -136,11 +143,11 @@ _SMALL = {
 _SHAPES = {
     field.name: Field(
         _SMALL.get(field.name, field.default),
-        field.metadata["meaning"],
+        _MEANINGS[field.name],
         bounds=BOUNDS.get(f"model.{field.name}"),
     )
     for field in dataclasses.fields(ModelConfig)
-    if field.name not in ("vocab_size", *_OF_CHECKPOINTS, *_OF_FAMILIES)
+    if field.name not in ("vocab_size", *_OF_CHECKPOINTS, *_OF_FAMILIES, *_OPTIONS_OF_FAMILIES)
 }
 
 # {section: {field: Field}}, in the order of `--help-config`.
@@ -217,6 +224,11 @@ FIELDS: dict[str, dict[str, Field]] = {
             choices=tuple(BY_TYPE),
             names="model_type",
         ),
+        "family_options": Field(
+            _OPTIONS,
+            "sizes that few families have, such as {'kv_lora_rank': 512}; `--help-config model` "
+            "lists them",
+        ),
         "check_finite": Field(True, "refuse a checkpoint with weights that are NaN or infinite"),
         **_SHAPES,
     },
@@ -260,23 +272,19 @@ FIELDS: dict[str, dict[str, Field]] = {
         "kv_cache": Field(
             "recipe",
             "recipe: as the recipe says; bf16; fp8 or int8: a scale per (token, head); "
-            "fp8_calibrated: a scale per layer, measured after each update; K and V apart: "
-            "k=int8,v=fp8",
+            "fp8_calibrated(margin=1.05): a scale per layer, measured after each update, with that "
+            "factor of headroom; K and V apart: k=int8,v=fp8",
         ),
         "attention": Field(
             "bf16",
             "bf16, or fp8: queries too are quantised (needs kv_cache fp8 or fp8_calibrated)",
             choices=("bf16", "fp8"),
-            needs={"model.kv_lora_rank=0": "latent attention keeps its queries in bf16"},
         ),
         "head": Field(
             "recipe",
             "output head: recipe: as the recipe says, bf16; f32: weights and product in float32",
             choices=("recipe", "f32"),
             names="cast_lm_head_to_fp32 enable_fp32_lm_head fp32_lm_head lm_head_fp32",
-        ),
-        "kv_margin": Field(
-            1.05, "headroom factor of calibrated scales of the KV cache", bounds=Bounds(1, 100)
         ),
         "kernels": Field(
             "auto",
@@ -310,10 +318,7 @@ FIELDS: dict[str, dict[str, Field]] = {
             "devices that shard every layer by output features, and attention by heads",
             bounds=whole(1, 2**20, -1),
             names="tensor_model_parallel_size tensor_parallel_size",
-            needs={
-                "rollout.slots=0": "continuous batching does not cut layers by columns",
-                "model.kv_lora_rank=0": "latent attention is not cut by heads",
-            },
+            needs={"rollout.slots=0": "continuous batching does not cut layers by columns"},
         ),
         "expert": Field(
             1,
@@ -437,13 +442,6 @@ FIELDS: dict[str, dict[str, Field]] = {
             "the question",
             bounds=Bounds(0, 0.5),
         ),
-        "data_dir": Field(
-            "",
-            "prepared data sets of tensorflow-datasets; '' for $TFDS_DATA_DIR, "
-            "else ~/tensorflow_datasets",
-            is_path=True,
-        ),
-        "download": Field(True, "download a data set of tensorflow-datasets that is not there"),
         "max_questions": Field(
             0,
             "most questions of a data set to train on; 0 for all; of 'module:function' no further "
@@ -600,17 +598,9 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "loss_aggregation": Field(
             "token_mean",
-            "how the losses of an update's tokens are added",
-            choices=(*AGGREGATIONS,),
+            f"how the losses of an update's tokens are added: {', '.join(AGGREGATIONS)}(length="
+            "rollout.max_new_tokens), which divides by that constant, or 'package.module:function'",
             names="loss_agg_mode",
-        ),
-        "loss_length": Field(
-            0,
-            "constant divisor of the loss; 0 for rollout.max_new_tokens",
-            bounds=whole(0, COUNT),
-            needs={
-                "algo.loss_aggregation=seq_mean_token_sum_norm": "no other divides by a constant"
-            },
         ),
         "kl_coef": Field(
             0.0,
@@ -900,6 +890,14 @@ FIELDS: dict[str, dict[str, Field]] = {
 # {what was a field: (its default, what to write instead)}: config.json of older runs have them.
 REMOVED: dict[str, tuple[Any, str]] = {
     "algo.dual_clip": (0.0, "write it in the loss, as in algo.loss='ppo(dual_clip=3.0)'"),
+    "algo.loss_length": (
+        0,
+        "write it in the aggregation, as in "
+        "algo.loss_aggregation='seq_mean_token_sum_norm(length=256)'",
+    ),
+    "env.data_dir": ("", "set the environment variable TFDS_DATA_DIR"),
+    "env.download": (True, "a data set that is not there is downloaded; prepare it beforehand"),
+    "precision.kv_margin": (1.05, "write precision.kv_cache='fp8_calibrated(margin=1.05)'"),
     **{
         f"model.{name}": (getattr(ModelConfig, name), instead)
         for names, instead in (
@@ -910,6 +908,10 @@ REMOVED: dict[str, tuple[Any, str]] = {
             (
                 _OF_FAMILIES,
                 f"the family decides it: write model.family, one of {', '.join(BY_TYPE)}",
+            ),
+            *(
+                ((name,), f"write model.family_options.{name}, with model.family={' or '.join(of)}")
+                for name, of in _OPTIONS_OF_FAMILIES.items()
             ),
         )
         for name in names
@@ -953,11 +955,13 @@ def describe_fields(section: str = "") -> str:
             lines.append(f"--config.{path}={ {} if field.is_free else field.default!r}")
             choices = ", ".join(filter(None, field.choices))
             needs = ", and ".join(field.needs)
+            options = _OPTIONS_OF_FAMILIES if path == "model.family_options" else {}
             row = (
                 field.meaning,
                 choices and f"one of: {choices}",
                 str(field.bounds or ""),
                 needs and f"needs {needs}",
+                *(f"{name} of {', '.join(of)}: {_MEANINGS[name]}" for name, of in options.items()),
             )
             lines += [f"      {part}" for part in row if part]
     return "\n".join(lines) + "\n"

@@ -26,6 +26,7 @@ def named_functions(config: ml_collections.ConfigDict) -> dict[str, str]:
         "env.task": [env.task],
         "env.eval_task": env.eval_task.split(","),
         "algo.loss": [config.algo.loss],
+        "algo.loss_aggregation": [config.algo.loss_aggregation],
         "algo.correction": config.algo.correction.split(","),
         **{f"precision.{name}": [text] for name, text in config.precision.items()},
     }

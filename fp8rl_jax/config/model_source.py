@@ -47,7 +47,9 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
     fields = {k: v for k, v in config.model.to_dict().items() if k not in _OF_LOADING}
     checkpoint, name = (fields.pop(source) for source in _SOURCES)
     if not (checkpoint or name):
-        return BY_TYPE[fields.pop("family")].of_sizes(fields | {"vocab_size": 1}), None
+        family = BY_TYPE[fields.pop("family")]
+        options = fields.pop("family_options")
+        return family.of_sizes(fields | {"vocab_size": 1}, options), None
     if checkpoint and name:
         raise UserError(
             f"model.checkpoint is {checkpoint!r} and model.name {name!r}: the checkpoint has its "
@@ -55,7 +57,7 @@ def read_model(config: ml_collections.ConfigDict) -> tuple[ModelConfig, int | No
         )
     source = "checkpoint" if checkpoint else "name"
     for field, value in fields.items():
-        if value != FIELDS["model"][field].default:
+        if FIELDS["model"][field].is_set(value):
             raise UserError(
                 f"model.{field} is {value!r}, and model.{source} = {checkpoint or name!r} has its "
                 f"own shapes: leave model.{field} out"

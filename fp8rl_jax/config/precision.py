@@ -10,6 +10,8 @@ from typing import Any
 
 import ml_collections
 
+from fp8rl_jax.base.bounds import Bounds, check_number
+from fp8rl_jax.base.by_name import choose
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.fields import FIELDS
 from fp8rl_jax.models import LINEAR_LAYERS
@@ -30,28 +32,34 @@ def _field(name: str):
         raise UserError(f"precision.{name}: {error}") from None
 
 
+def fp8_calibrated(margin: float = 1.05) -> dict[str, Any]:
+    """Returns the fields of a Recipe whose KV cache has calibrated scales with that headroom.
+
+    Raises:
+      UserError: the headroom is below 1, or too large.
+    """
+    check_number("margin", margin, Bounds(1, 100))
+    return {"kv": "calibrated", "k_dtype": E4M3, "v_dtype": E4M3, "kv_margin": margin}
+
+
 def _kv_fields(text: str) -> dict[str, Any]:
     """Returns the fields of a Recipe that `precision.kv_cache` sets.
 
     Raises:
       UserError: the text is not understood.
     """
-    if text == "fp8_calibrated":
-        return {"kv": "calibrated", "k_dtype": E4M3, "v_dtype": E4M3}
+    if text.startswith("fp8_calibrated"):
+        return choose(text, {"fp8_calibrated": fp8_calibrated}, "the format", most=1)[0][1]
     parts = [part.partition("=") for part in text.split(",")]
-    formats = {name.strip(): value.strip() for name, _, value in parts}
+    dtypes = {name.strip(): value.strip() for name, _, value in parts}
     if text in _KV_DTYPES:
-        formats = {"k": text, "v": text}
-    if set(formats) != {"k", "v"} or len(parts) > 2 or not set(formats.values()) <= {*_KV_DTYPES}:
+        dtypes = {"k": text, "v": text}
+    if set(dtypes) != {"k", "v"} or len(parts) > 2 or not set(dtypes.values()) <= {*_KV_DTYPES}:
         raise UserError(
             f"{text!r} is not understood: write recipe, bf16, fp8, fp8_calibrated, int8, or K and "
             "V apart, such as 'k=int8,v=fp8'"
         )
-    return {
-        "kv": "dynamic",
-        "k_dtype": _KV_DTYPES[formats["k"]],
-        "v_dtype": _KV_DTYPES[formats["v"]],
-    }
+    return {"kv": "dynamic", "k_dtype": _KV_DTYPES[dtypes["k"]], "v_dtype": _KV_DTYPES[dtypes["v"]]}
 
 
 def _with_modules(recipe: Recipe, text: str) -> Recipe:

@@ -17,7 +17,7 @@ from typing import Any
 from fp8rl_jax.base import user_code
 from fp8rl_jax.base.errors import UserError, raised
 from fp8rl_jax.base.json_file import plain
-from fp8rl_jax.base.paths import expanded
+from fp8rl_jax.base.paths import expanded, tfds_home
 from fp8rl_jax.envs import files, tfds, tfds_prepare
 from fp8rl_jax.envs.rows import Rows
 from fp8rl_jax.envs.tasks import check_task
@@ -111,7 +111,7 @@ def eval_tasks(env: Any) -> list[str]:
 
 
 def read_rows(task: str, env: Any) -> DataSet:
-    """Opens the rows of a data set; downloads a missing one if `env.download`.
+    """Opens the rows of a data set; downloads a missing one.
 
     Raises:
       UserError: as `check_source`, or there is no network.
@@ -133,17 +133,12 @@ def _found(task: str, env: Any) -> Callable[[], DataSet]:
         rows = {split: files.read(paths) for split, paths in data_files.splits.items()}
         return lambda: DataSet(rows, data_files.named, data_files.unread)
     name = task.removeprefix(_TFDS)
-    root = tfds.data_dir(env.data_dir)
+    root = tfds_home()
     directory = tfds.find(name, root)
     if directory is not None:
         tfds.check_format(directory)
-    elif env.download:
-        tfds_prepare.check_known(name)
     else:
-        raise UserError(
-            f"{name} is not prepared in {root}, and env.download is False: "
-            f"{tfds_prepare.ways(name)}"
-        )
+        tfds_prepare.check_known(name)
     unread = (f"./{task}",) if os.path.exists(task) else ()
     return lambda: DataSet(tfds.read(directory or tfds_prepare.prepare(name, root)), unread=unread)
 

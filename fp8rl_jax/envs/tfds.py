@@ -14,7 +14,6 @@ from typing import Any
 
 from fp8rl_jax.base.errors import UserError, raised, refused, refused_by_system
 from fp8rl_jax.base.json_file import check_regular, parse_json, read_json
-from fp8rl_jax.base.paths import expanded, tfds_home
 from fp8rl_jax.envs.rows import Rows
 
 FORMAT = "array_record"
@@ -22,12 +21,6 @@ JSON_COLUMNS = "fp8rl_json_columns"  # key of the metadata: columns that are sto
 _NAME = re.compile(
     r"(?P<name>[a-z][a-z0-9_]*)(/(?P<config>[\w.+-]+))?(:(?P<version>\d+\.\d+\.\d+))?"
 )
-
-
-def data_dir(setting: str) -> pathlib.Path:
-    """Returns the directory of prepared data sets: `setting` (`env.data_dir`), else $TFDS_DATA_DIR,
-    else ~/tensorflow_datasets."""
-    return pathlib.Path(expanded(setting or tfds_home(), "env.data_dir"))
 
 
 def all_prepared(root: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -93,7 +86,7 @@ def check_format(directory: pathlib.Path) -> None:
         raise UserError(
             f"{directory} is prepared as {form or 'tfrecord'}, which needs TensorFlow: "
             "prepare it as array_record in another directory (`fp8rl data prepare NAME --out=DIR`) "
-            "and name that by env.data_dir"
+            "and name that by TFDS_DATA_DIR"
         )
 
 

@@ -142,9 +142,9 @@ class ModelConfig:
     moe_intermediate_size: int = _field("width of one expert's gated MLP", 128)
     moe_bias: bool = _rule("router and experts have biases (gpt-oss)", False)
     norm_topk_prob: bool = _field("divide the weights of a token's experts by their sum", True)
-    scoring_func: str = _field(
+    scoring_func: str = _rule(
         "router: softmax; sigmoid with a correction bias that enters the selection alone "
-        "(DeepSeek-V3, arXiv:2412.19437, 2.1.2), which deepseek_v3 and glm4_moe always have",
+        "(DeepSeek-V3, arXiv:2412.19437, 2.1.2)",
         "softmax",
     )
     n_group: int = _field("groups of experts", 1)
@@ -172,16 +172,11 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             if (name := f"model.{field.name}") in BOUNDS:
                 check_number(name, getattr(self, field.name))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise UserError(
-                    f"model.{name} is {getattr(self, name)!r}; write one of {', '.join(choices)}"
-                )
         for name, needed in _NEEDS.items():
             if getattr(self, name) and not getattr(self, needed):
                 raise UserError(
-                    f"model.{name} is {getattr(self, name)} and model.{needed} 0: set "
-                    f"model.{needed}, or leave the other out"
+                    f"{name} is {getattr(self, name)} and {needed} 0: set {needed}, or leave the "
+                    "other out"
                 )
         for is_wrong, sentence in (*self._shapes(), *self._experts()):
             if is_wrong:
@@ -207,6 +202,11 @@ class ModelConfig:
     def _shapes(self) -> Iterator[tuple[bool, str]]:
         """Yields what the fields of a layer without experts must not be: (whether they are, what is
         wrong and what to write instead)."""
+        for name, choices in _CHOICES.items():
+            yield (
+                getattr(self, name) not in choices,
+                f"model.{name} is {getattr(self, name)!r}; write one of {', '.join(choices)}",
+            )
         yield (
             self.rope_type == "llama3" and self.rope_low_freq_factor >= self.rope_high_freq_factor,
             f"model.rope_low_freq_factor is {self.rope_low_freq_factor}, not below "
@@ -225,16 +225,15 @@ class ModelConfig:
         )
         yield (
             self.sliding_window_pattern == 1,
-            "model.sliding_window_pattern is 1, so that every layer attends to all tokens: set "
-            "model.sliding_window=0, or write 0 or a number from 2",
+            "sliding_window_pattern is 1, so that every layer attends to all tokens: write 0 or a "
+            "number from 2",
         )
         for name in _NOT_LATENT:
             default = getattr(ModelConfig, name)
             yield (
                 self.latent and getattr(self, name) != default,
-                f"model.kv_lora_rank is set, and {name} is {getattr(self, name)!r}, which latent "
-                f"attention does not have: set model.kv_lora_rank=0, or {name}={default!r}, if "
-                "need be by another model.family",
+                f"kv_lora_rank is set, and {name} is {getattr(self, name)!r}, which latent "
+                f"attention does not have: set kv_lora_rank=0, or {name}={default!r}",
             )
         yield (
             not self.latent and self.num_attention_heads % self.num_key_value_heads > 0,
@@ -251,11 +250,12 @@ class ModelConfig:
             "partial_rotary_factor is 0.5 and rope_interleave True: a half of a head is rotated by "
             "halves alone; set rope_interleave=False",
         )
-        width = "qk_rope_head_dim" if self.latent else "head_dim"
+        width = "qk_rope_head_dim" if self.latent else "model.head_dim"
         part = "" if self.partial_rotary_factor == 1 else ", of which half are rotated"
         yield (
             self.rope_dim % 2 > 0,
-            f"model.{width} is {getattr(self, width)}{part}; rotary embeddings need an even number",
+            f"{width} is {self.qk_rope_head_dim if self.latent else self.head_dim}{part}; rotary "
+            "embeddings need an even number",
         )
 
     def _experts(self) -> Iterator[tuple[bool, str]]:
@@ -269,28 +269,28 @@ class ModelConfig:
         )
         yield (
             self.num_experts_per_tok == 1 and self.norm_topk_prob,
-            "model.norm_topk_prob with model.num_experts_per_tok = 1 makes every weight 1, so that "
-            "the router learns nothing: set model.norm_topk_prob=False, or raise the number of "
-            "experts per token",
+            "norm_topk_prob with model.num_experts_per_tok = 1 makes every weight 1, so that the "
+            "router learns nothing: set norm_topk_prob=False, or raise the number of experts per "
+            "token",
         )
         yield (
             self.first_k_dense_replace >= self.num_hidden_layers,
-            f"model.first_k_dense_replace = {self.first_k_dense_replace} leaves none of the "
+            f"first_k_dense_replace = {self.first_k_dense_replace} leaves none of the "
             f"{self.num_hidden_layers} layers for experts: lower it, or set model.num_experts=0",
         )
         yield (
             self.num_experts % self.n_group > 0 or self.topk_group > self.n_group,
-            f"model.n_group = {self.n_group} must divide model.num_experts = {self.num_experts}, "
-            f"and model.topk_group = {self.topk_group} be at most n_group",
+            f"n_group = {self.n_group} must divide model.num_experts = {self.num_experts}, and "
+            f"topk_group = {self.topk_group} be at most n_group",
         )
         selectable = self.topk_group * (self.num_experts // self.n_group)
         yield (
             self.num_experts_per_tok > selectable,
-            f"model.topk_group = {self.topk_group} groups hold {selectable} experts, fewer than "
+            f"topk_group = {self.topk_group} groups hold {selectable} experts, fewer than "
             f"model.num_experts_per_tok = {self.num_experts_per_tok}; raise it",
         )
         yield (
             self.n_group > 1 and self.scoring_func == "softmax",
-            "model.n_group above 1 goes with model.scoring_func='sigmoid' (DeepSeek-V3); with "
-            "'softmax' write 1",
+            "n_group above 1 goes with scoring_func='sigmoid' (DeepSeek-V3); with 'softmax' write "
+            "1",
         )

@@ -104,6 +104,7 @@ class Recipe:
         per (token, kv head); 'calibrated' one per layer and tensor, measured beforehand.
       k_dtype, v_dtype: E4M3, INT8 (with dynamic scales, amax / 127), or None for the compute dtype.
       kv_policy: scaling policy, without state, of 'dynamic' scales.
+      kv_margin: factor of headroom of 'calibrated' scales, at least 1.
       fp8_attention: whether q, too, is E4M3 (with dynamic or calibrated scales as `kv` says).
       first_layers, last_layers: numbers of first and last layers whose linear layers run in bf16.
       bf16_modules: patterns (`fnmatch`) of linear layers that run in bf16: 'down_proj', '[qkv]_*'.
@@ -127,6 +128,7 @@ class Recipe:
     k_dtype: jnp.dtype | None = E4M3
     v_dtype: jnp.dtype | None = E4M3
     kv_policy: scaling.ScalingPolicy = DYNAMIC
+    kv_margin: float = 1.05
     fp8_attention: bool = False
     first_layers: int = 0
     last_layers: int = 0

@@ -31,7 +31,6 @@ class Algorithm:
       kl: estimator of the divergence in the loss; None without one.
       kl_coef, kl_in_reward: weight of the divergence, and whether it is part of the reward.
       length: number of tokens that a response may have.
-      loss_length: constant `length` of 'seq_mean_token_sum_norm'.
       overlong_buffer, overlong_factor: arguments of `overlong_penalty`.
       mask_truncated: leave out responses whose end was cut at a length limit.
       dynamic_sampling: sample more questions instead of groups with equal rewards.
@@ -49,7 +48,6 @@ class Algorithm:
     kl_coef: float
     kl_in_reward: bool
     length: int
-    loss_length: int
     overlong_buffer: int
     overlong_factor: float
     mask_truncated: bool
@@ -78,6 +76,9 @@ def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
     ((_, loss),) = choose(
         algo.loss, LOSSES, "algo.loss", most=1, clip_low=algo.clip_low, clip_high=algo.clip_high
     )
+    ((_, aggregation),) = choose(
+        algo.loss_aggregation, AGGREGATIONS, "algo.loss_aggregation", most=1, length=max_new_tokens
+    )
     corrections = choose(correction, CORRECTIONS, "algo.correction") if correction != "none" else []
     if len({name for name, _ in corrections}) < len(corrections):
         raise UserError(f"algo.correction is {correction!r}: write each correction once")
@@ -85,14 +86,13 @@ def algorithm_of(algo, max_new_tokens: int, correction: str) -> Algorithm:
     return Algorithm(
         baseline=BASELINES[algo.baseline],
         scale=SCALES[algo.scale],
-        aggregation=AGGREGATIONS[algo.loss_aggregation],
+        aggregation=aggregation,
         loss=loss,
         corrections=dict(corrections),
         kl=ESTIMATORS[algo.kl_estimator] if algo.kl_coef and algo.kl_in == "loss" else None,
         kl_coef=algo.kl_coef,
         kl_in_reward=algo.kl_in == "reward",
         length=max_new_tokens,
-        loss_length=algo.loss_length or max_new_tokens,
         overlong_buffer=max_new_tokens // 5 if buffer < 0 else buffer,
         overlong_factor=algo.overlong_penalty,
         mask_truncated=algo.mask_truncated,

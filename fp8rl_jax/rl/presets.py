@@ -103,7 +103,6 @@ PRESET_FIELDS = (
     "clip_low",
     "clip_high",
     "loss_aggregation",
-    "loss_length",
     "kl_coef",
     "kl_estimator",
     "kl_in",

@@ -81,17 +81,12 @@ def changed_bytes(before: list[jax.Array], after: list[jax.Array]) -> jax.Array:
 
 
 def make_calibrate(
-    model: ModelConfig,
-    recipe: Recipe | str,
-    parallel: Parallel = ONE_DEVICE,
-    *,
-    margin: float = 1.05,
+    model: ModelConfig, recipe: Recipe | str, parallel: Parallel = ONE_DEVICE
 ) -> Callable:
     """Returns ``calibrate(params, scaling_state, batch, step, rope)``, jitted.
 
     Args:
       model, recipe, parallel: shapes, the rollout's numerics, and the devices.
-      margin: headroom factor, at least 1.
 
     `calibrate` takes float32 masters and their scaling states; a batch, whose sequences it runs;
     step () int32, stored in the result. It returns `KVScales`, the same bits for any packing.
@@ -113,6 +108,6 @@ def make_calibrate(
             return {name: find_amax(x, 1) for name, x in out.aux["kv_amax"].items()}, ()
 
         amax, _ = over_parts(run, batch, parallel, add=functools.partial(jax.tree.map, jnp.maximum))
-        return calibrated_scales(amax, margin, step)
+        return calibrated_scales(amax, recipe.kv_margin, step)
 
     return exact_jit(calibrate)

@@ -192,10 +192,7 @@ class JaxEngine:
     @functools.cached_property
     def compiled_calibrate(self):
         return make_calibrate(
-            self.resolved.model,
-            self.resolved.rollout_recipe,
-            self.layout.parallel,
-            margin=self.config.precision.kv_margin,
+            self.resolved.model, self.resolved.rollout_recipe, self.layout.parallel
         )
 
     def calibrate(

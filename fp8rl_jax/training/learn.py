@@ -92,8 +92,7 @@ def weighed(algorithm: Algorithm, samples: Samples, batch: Batch) -> tuple[Batch
     )
     prepared = prepare(algorithm, outcomes)
     token_weights = [
-        algorithm.aggregation(keep, algorithm.loss_length)
-        for keep in np.split(prepared.keep, algorithm.minibatches)
+        algorithm.aggregation(keep) for keep in np.split(prepared.keep, algorithm.minibatches)
     ]
     batch = dataclasses.replace(
         batch,

@@ -61,8 +61,6 @@ _MAY_CHANGE = (
     "run.project",
     "model.check_finite",
     "precision.self_check",
-    "env.data_dir",
-    "env.download",
     "env.reward_timeout",
     "env.reward_memory_gb",
 )

@@ -65,6 +65,11 @@ _FIELDS = {
     "algo.correction=veto(auto)": ["algo.correction", "arguments are numbers"],
     "algo.correction=tiss": ["algo.correction", "'tiss'", "seq_tis"],
     "algo.correction=os:getcwd": ["algo.correction", "'os:getcwd'", "(weights, keep)"],
+    "algo.loss_aggregation=os:getcwd": ["algo.loss_aggregation", "'os:getcwd'", "takes mask"],
+    "algo.loss_aggregation=seq_mean_token_sum_norm(length=0)": ["length=0", "from 1 to"],
+    "algo.loss_aggregation=mean": ["algo.loss_aggregation", "'mean'", "seq_mean_token_mean"],
+    "algo.loss_length=64": ["algo.loss_length", "seq_mean_token_sum_norm(length=256)"],
+    "model.kv_lora_rank=64": ["model.family_options.kv_lora_rank", "model.family=deepseek_v3"],
     "algo.overlong_buffer=5": ["algo.overlong_buffer", "5", "max_new_tokens", "4"],
     "precision.reference=fp9": ["precision.reference", "'fp9'", "'fp8'"],
     "run.loggers=wandbb": ["run.loggers", "'wandbb'", "tensorboard"],
@@ -123,20 +128,44 @@ _SEVERAL = {
         ["1,000,000 responses", "10,000 rounds", "lower"],
     ),
     "a pattern of windows without one": (
-        ["model.sliding_window_pattern=6"],
-        ["model.sliding_window_pattern is 6", "model.sliding_window 0"],
+        [
+            "model.family=gpt_oss",
+            "model.num_experts=4",
+            "model.family_options.sliding_window_pattern=6",
+        ],
+        ["sliding_window_pattern is 6", "sliding_window 0"],
     ),
     "windows in no layer": (
-        ["model.sliding_window=9", "model.sliding_window_pattern=1"],
-        ["model.sliding_window_pattern is 1", "from 2"],
+        ["model.family=gemma3_text", "model.family_options.sliding_window_pattern=1"],
+        ["sliding_window_pattern is 1", "from 2"],
+    ),
+    "an option of another family": (
+        ["model.family=glm4_moe", "model.family_options.sliding_window=9"],
+        ["model.family_options: sliding_window", "'glm4_moe'", "n_group"],
+    ),
+    "an option of a family without any": (
+        ["model.family_options.kv_lora_rank=9"],
+        ["model.family_options: kv_lora_rank", "'qwen3' are: none"],
+    ),
+    "a size that is none": (
+        ["model.family=deepseek_v3", "model.family_options.v_head_dim=many"],
+        ["model.family_options: v_head_dim is 'many'", "a whole number"],
+    ),
+    "a switch that is none": (
+        ["model.family=qwen3_moe", "model.family_options.norm_topk_prob=3"],
+        ["model.family_options: norm_topk_prob is 3", "true or false"],
+    ),
+    "groups without experts for each": (
+        ["model.family=deepseek_v3", "model.num_experts=4", "model.family_options.n_group=3"],
+        ["n_group = 3 must divide model.num_experts = 4"],
     ),
     "gpt-oss without experts": (
         ["model.family=gpt_oss"],
         ["model.family is 'gpt_oss'", "model.num_experts 0", "set model.num_experts"],
     ),
-    "biases beside a latent": (
-        ["model.kv_lora_rank=32", "model.family=qwen2"],
-        ["qkv_bias is True", "model.kv_lora_rank=0", "model.family"],
+    "a latent of no width": (
+        ["model.family=deepseek_v3", "model.family_options.kv_lora_rank=0"],
+        ["model.family is 'deepseek_v3'", "model.family_options.kv_lora_rank 0"],
     ),
     "cosine shorter than its warm-up": (
         ["sft.end_fraction=0.5", "sft.steps=10", "sft.warmup_steps=30"],

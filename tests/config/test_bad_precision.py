@@ -49,6 +49,8 @@ def _begins(*fields: str) -> bool:
 _VALUES = {
     "kv_cache=FP8": ["recipe", "bf16", "fp8", "fp8_calibrated"],
     "kv_cache=calibrated": ["'calibrated'", "fp8_calibrated"],
+    "kv_cache=fp8_calibrated(margin=0.5)": ["precision.kv_cache", "margin is 0.5", "from 1 to 100"],
+    "kv_cache=fp8_calibrated(headroom=2)": ["precision.kv_cache", "fp8_calibrated(margin=1.05)"],
     "kernels=triton": ["'triton'", "cpu", "'reference'"],
     "kernels=mosaic": ["'mosaic'", "cpu", "'reference'"],
     "bf16_modules=lm_head": ["'lm_head'", "q_proj", "o_proj", "gate_proj", "down_proj"],
@@ -248,7 +250,7 @@ _GOOD = [
     ["bf16_modules= down_proj , [qk]_proj "],
     ["bf16_modules=*"],
     [*_BF16, "attention=fp8", "kv_cache=fp8"],
-    ["attention=fp8", "kv_cache=fp8_calibrated", "kv_margin=1"],
+    ["attention=fp8", "kv_cache=fp8_calibrated(margin=1)"],
     ["kv_cache=bf16", "health=False", "kernels=reference"],
     ["kv_cache=fp8_calibrated", "learner=bf16"],
     ["cpu_products=exact", "kernels=reference", _REQUIRED],

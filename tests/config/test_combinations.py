@@ -15,8 +15,7 @@ from fp8rl_jax.config.resolve import resolve_config
 # The needs of every field; dropping one from the table must be noticed.
 _SLOTS, _ONE_ROW, _ONE_REPLY = ["rollout.slots"], ["learner.tokens_per_batch"], ["env.max_turns"]
 _NEEDS = {
-    "precision.attention": ["model.kv_lora_rank=0"],
-    "mesh.tensor": ["rollout.slots=0", "model.kv_lora_rank=0"],
+    "mesh.tensor": ["rollout.slots=0"],
     "mesh.expert": ["model.num_experts"],
     "data.system_prompt": ["data.chat"],
     "data.chat_options": ["data.chat"],
@@ -27,7 +26,6 @@ _NEEDS = {
     "rollout.most_versions": [*_SLOTS, "env.max_turns=1", "algo.dynamic_sampling=False"],
     "rollout.pages": _SLOTS,
     "algo.credit": [*_ONE_REPLY, "algo.dynamic_sampling=False"],
-    "algo.loss_length": ["algo.loss_aggregation=seq_mean_token_sum_norm"],
     "algo.truncated_sampling": ["rollout.top_k or rollout.top_p"],
     "algo.routing_replay": [
         "model.num_experts",
@@ -46,17 +44,14 @@ _NEEDS = {
     "eval.average_last": ["lora.rank=0"],
 }
 _LATENT = [
-    "model.kv_lora_rank=16",
-    "model.qk_nope_head_dim=16",
-    "model.qk_rope_head_dim=8",
-    "model.v_head_dim=16",
-    "model.head_dim=24",
     "model.family=deepseek_v3",
-    "model.num_key_value_heads=2",
+    "model.family_options.kv_lora_rank=16",
+    "model.family_options.qk_nope_head_dim=16",
+    "model.family_options.qk_rope_head_dim=8",
+    "model.family_options.v_head_dim=16",
 ]
 # What sets a field, where not the next number or choice does.
 _SET = {
-    "model.kv_lora_rank": _LATENT,
     "model.num_experts": ["model.num_experts=4"],
     "data.system_prompt": ["data.system_prompt=Think."],
     "data.chat_options": ["data.chat_options.enable_thinking=False"],
@@ -72,6 +67,8 @@ _BOTH = {
         *_LATENT,
         "precision.kv_cache=k=int8,v=fp8",
     ],
+    ("latent attention", "FP8 attention"): [*_LATENT, "precision.attention=fp8"],
+    ("latent attention", "layers cut by columns"): [*_LATENT, "mesh.tensor=2"],
     ("FP8 attention", "a recipe without K and V in E4M3"): ["precision.attention=fp8"],
     ("scales from observed values", "recipes that differ"): ["precision.rollout=fp8_delayed"],
     ("required zero drift", "recipes that differ"): [

@@ -34,13 +34,13 @@ _FIELDS = all_fields()
 # Text fields that take any text (other checks read them); a field that loses its choices is none.
 _TEXTS = {
     "run": "dir cache_dir compilation_cache loggers project",
-    "model": "checkpoint scoring_func",
+    "model": "checkpoint",
     "precision": "rollout learner weight_policy activation_policy gradient_policy reference "
     "bf16_modules kv_cache",
     "data": "tokenizer system_prompt bos_token eos_token pad_token",
     "env": "task reward step tools observation_role question_key answer_key answer_pattern "
-    "prompt_template eval_task data_dir",
-    "algo": "loss teacher correction",
+    "prompt_template eval_task",
+    "algo": "loss loss_aggregation teacher correction",
     "lora": "modules checkpoint",
 }
 _KIND = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
@@ -139,7 +139,6 @@ def test_paths_are_expanded():
         "run.compilation_cache",
         "model.checkpoint",
         "data.tokenizer",
-        "env.data_dir",
         "algo.teacher",
         "lora.checkpoint",
     }

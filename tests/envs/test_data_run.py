@@ -58,17 +58,13 @@ def test_a_run_over_a_file(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_over_a_tfds_set(tmp_path):
+def test_killed_and_resumed_over_a_tfds_set(tmp_path, monkeypatch):
     """SIGKILL after the fourth RL step, then --resume: the records of the run in one piece."""
     jsonl_rows = [{**row, "question": f"{i}+{i}="} for i, row in enumerate(ROWS, 1)]
     jsonl(tmp_path / "train.jsonl", jsonl_rows)
     tfds_prepare.prepare_rows("sums", {"train": jsonl_rows}, tmp_path)
-    fields = {
-        "env.task": "tfds:sums",
-        "env.data_dir": tmp_path,
-        "sft.questions": 8,
-        "sft.batch_size": 8,
-    }
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    fields = {"env.task": "tfds:sums", "sft.questions": 8, "sft.batch_size": 8}
     finish(start(tmp_path / "whole", **fields))
     killed = tmp_path / "killed"
     kill_after_records(start(killed, **fields), killed, "metrics", 4)

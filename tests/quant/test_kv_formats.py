@@ -131,6 +131,14 @@ def test_the_field(text, name):
     assert recipe.quantized == (name == "fp8")
 
 
+def test_the_headroom_of_calibrated_scales():
+    precision = load_config("tiny_arithmetic").precision
+    for text, margin in {"fp8_calibrated": 1.05, "fp8_calibrated(margin=1.5)": 1.5}.items():
+        precision.kv_cache = text
+        recipe = side_recipe(precision, "rollout", 4)
+        assert recipe.calibrates and recipe.kv_margin == margin
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "int4", "k=int8", "k=int8,v=", "k=int8,k=fp8", "k=int8,v=fp8,q=fp8", "k:int8,v:fp8"],

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from oracles import rl_oracle
 from rl_inputs import B, R, batch_of, batches, few, seeds, spoiled, steps
 
+from fp8rl_jax.base.by_name import choose
 from fp8rl_jax.rl import advantages, aggregation, corrections, kl, losses, shaping
 
 BASELINES = ["group_mean", "leave_one_out", "batch_mean", "none"]
@@ -129,14 +130,20 @@ def test_scale_of_what_does_not_vary(name, equal, slots):
     assert np.all(found == 0)
 
 
+def _aggregation(name, length):
+    ((_, function),) = choose(name, aggregation.AGGREGATIONS, "aggregation", length=length)
+    return function
+
+
 @names(AGGREGATIONS)
 @steps
 def test_aggregation(name, step):
     mask, length, order = step[1], 7, np.arange(len(step[1]))[::-1]
-    weights = aggregation.AGGREGATIONS[name](mask, length)
+    weights_of = _aggregation(name, length)
+    weights = weights_of(mask)
     _near(weights, getattr(rl_oracle, name)(mask.tolist(), length))
     assert np.all(weights[~mask] == 0)
-    _same_bits([aggregation.AGGREGATIONS[name](mask[order], length)], [weights[order]])
+    _same_bits([weights_of(mask[order])], [weights[order]])
     if mask.any():
         mean_length = mask.sum() / mask.any(1).sum()
         sums = dict(zip(SEQ_SUMS, [mean_length, mean_length / length], strict=True))
@@ -234,7 +241,7 @@ def test_loss_of_equal_logprobs(name, arguments, batch):
     """What zero drift makes of the first update: every ratio is 1, and the losses are one."""
     logp, _, of_token, mask, _ = batch
     logp = logp + np.float32(0.1)  # off the lattice: no round number
-    weights = aggregation.AGGREGATIONS["seq_mean_token_mean"](mask, R).astype(np.float32)
+    weights = aggregation.seq_mean_token_mean(mask).astype(np.float32)
     batch = logp, logp, of_token, mask, weights
     value, gradient, stats = _run(name, arguments, batch)
     assert np.all(stats["ratio"][mask] == 1)
@@ -257,8 +264,8 @@ def test_loss_of_equal_logprobs(name, arguments, batch):
 def test_micro_batches_add_up(name, arguments, seed, lengths, parts):
     """To the same bits: every number is one of few binary digits, and so is every sum."""
     logp, _, of_token, mask, _ = batch_of(seed, lengths, holes=False)
-    for aggregate in aggregation.AGGREGATIONS.values():
-        weights = aggregate(mask, R).astype(np.float32)
+    for aggregate in AGGREGATIONS:
+        weights = _aggregation(aggregate, R)(mask).astype(np.float32)
         batch = logp, logp, np.round(8 * of_token) / 8, mask, weights
         value, gradient, _ = _run(name, arguments, batch)
         in_parts = _run_in_parts(name, arguments, batch, parts)

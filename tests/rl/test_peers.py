@@ -179,7 +179,9 @@ def _loss_of(**fields):
 
 def _algorithm(fields):
     config = default_config()
-    config.algo.update({"loss_length": HEADER["length"], "correction": "none"} | fields)
+    config.algo.update({"correction": "none"} | fields)
+    if config.algo.loss_aggregation == "seq_mean_token_sum_norm":
+        config.algo.loss_aggregation += f"(length={HEADER['length']})"
     return algorithm_of(config.algo, SLOTS, config.algo.correction)
 
 
@@ -201,7 +203,7 @@ def _ours(case: Case, batch: dict, wanted: set[str]) -> dict:
     )
     drift = mismatch_metrics(batch["old"], batch["rollout"], mask)
     factor = case.factor(batch, prepared.keep)
-    weights = algorithm.aggregation(prepared.keep, algorithm.loss_length)
+    weights = algorithm.aggregation(prepared.keep)
     found = {
         "advantages": prepared.advantages * factor,
         "weights": prepared.rollout_weights * mask,

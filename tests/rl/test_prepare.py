@@ -59,7 +59,7 @@ def test_advantages_come_before_anything_is_dropped():
     algorithm = _algorithm(mask_truncated=True)
     out = _prepare(algorithm, [[1.0, 0.0], [1.0, 0.0]], _step())
     assert out.advantages[1, 0] < 0 and not out.keep[0].any() and out.keep[1:].any(axis=1).all()
-    weights = algorithm.aggregation(out.keep, algorithm.loss_length)
+    weights = algorithm.aggregation(out.keep)
     assert weights.sum() == pytest.approx(1) and weights[1, 0] == 1 / 6
     assert out.metrics["kept_sequences_frac"] == 0.75 and out.metrics["kept_tokens_frac"] == 0.6
 

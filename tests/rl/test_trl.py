@@ -14,7 +14,9 @@ import pytest
 from marks import slow
 from rl_inputs import B, R, batch_of
 
-from fp8rl_jax.rl import aggregation, kl, losses
+from fp8rl_jax.base.by_name import choose
+from fp8rl_jax.rl import kl, losses
+from fp8rl_jax.rl.aggregation import AGGREGATIONS
 
 LENGTH = 11  # the constant that dr_grpo divides by; no response is that long
 # Its arguments; our loss with its arguments; our aggregation.
@@ -114,8 +116,9 @@ def _trl(loss_type, options, beta, batch):
 def test_loss(case, beta):
     pytest.importorskip("torch", reason="compares with TRL: pip install trl")
     pytest.importorskip("trl", reason="compares with TRL: pip install trl")
-    options, name, arguments, aggregate = CASES[case]
+    options, name, arguments, aggregation = CASES[case]
     loss = losses.LOSSES[name](**arguments)
+    ((_, weights_of),) = choose(aggregation, AGGREGATIONS, "aggregation", length=LENGTH)
 
     @jax.jit
     @jax.value_and_grad
@@ -125,7 +128,7 @@ def test_loss(case, beta):
 
     for seed in range(5):
         batch = _batch(seed)
-        weights = aggregation.AGGREGATIONS[aggregate](batch[3], LENGTH)
+        weights = weights_of(batch[3])
         value, gradient = ours(*batch, weights.astype(np.float32))
         wanted = _trl(case.partition(",")[0], options, beta, batch)
         np.testing.assert_allclose(value, wanted[0], rtol=1e-6, atol=1e-6)

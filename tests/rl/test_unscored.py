@@ -77,7 +77,7 @@ def test_advantages_are_those_of_the_scored(baseline, scale):
     assert not found.advantages[unscored].any() and not found.keep[unscored].any()
     np.testing.assert_array_equal(found.keep[~unscored], mask[~unscored])
     assert np.isfinite(list(found.metrics.values())).all()
-    weights = algorithm.aggregation(found.keep, algorithm.loss_length)
+    weights = algorithm.aggregation(found.keep)
     assert not weights[unscored].any() and weights.any()
 
 

@@ -55,15 +55,13 @@ def _tokens(seed: int = 0) -> np.ndarray:
 
 
 @functools.cache
-def _calibrate(recipe="f32", **options):
-    return make_calibrate(_MODEL, recipe, **options)
+def _calibrate(recipe):
+    return make_calibrate(_MODEL, recipe)
 
 
-def _scales(
-    recipe="f32", tokens=None, lengths=_LENGTHS, params=None, step=3, capacity=0, **options
-):
+def _scales(recipe="f32", tokens=None, lengths=_LENGTHS, params=None, step=3, capacity=0):
     tokens = _tokens() if tokens is None else tokens
-    program, batch = _calibrate(recipe, **options), of_sequences(tokens, lengths)
+    program, batch = _calibrate(recipe), of_sequences(tokens, lengths)
     if capacity:
         batch, _ = pack(batch, tokens.shape[1], capacity, 1)
     params = _params() if params is None else params
@@ -109,7 +107,7 @@ def _assert_same(one, other):
 @pytest.mark.parametrize("margin", [1.05, slow(2.0)])
 def test_scales_are_those_of_the_largest_value(margin):
     """Float32 weights: every scale of both layers to float32 accuracy; the step is kept."""
-    found = _scales(margin=margin, step=7)
+    found = _scales(dataclasses.replace(get_recipe("f32"), kv_margin=margin), step=7)
     assert int(found.step) == 7
     for name, amax in _expected_amax().items():
         scale = getattr(found, name)

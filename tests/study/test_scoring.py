@@ -31,9 +31,9 @@ _SAMPLES = ("tokens", "prompt_lengths", "targets", "mask", "temperature", "old_l
 def runtime():
     config = subjects.quick_config()
     config.sft.steps = 0
-    config.model.update(
-        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, first_k_dense_replace=1
-    )
+    config.model.update(family="qwen3_moe", num_experts=8)
+    config.model.update(num_experts_per_tok=2, moe_intermediate_size=128)
+    config.model.family_options.first_k_dense_replace = 1
     config.rollout.update(max_new_tokens=12, prompts_per_step=_PART)
     config.algo.routing_replay = "experts"  # views say what is replayed: it changes nothing here
     config.precision.rollout = config.precision.learner = "bf16"
@@ -216,7 +216,7 @@ def test_scale_of_parts_is_the_largest(runtime, monkeypatch):
         seen.append((tokens, batch.lengths))
         return {"k": np.float32(tokens.max()), "v": np.float32(tokens[:, 0].max())}
 
-    monkeypatch.setattr(scoring, "make_calibrate", lambda *_, margin: calibrate)
+    monkeypatch.setattr(scoring, "make_calibrate", lambda *_: calibrate)
     monkeypatch.setattr(scoring, "_ROWS", 5)
     recipe = dataclasses.replace(get_recipe("bf16"), kv="calibrated")
     found = scaling_of(runtime, {}, recipe, tokens, np.arange(rows))

@@ -11,6 +11,7 @@ from fp8rl_jax.models.families.family import (
     Json,
     Names,
     Values,
+    plain,
     read_names,
     same,
     write_names,
@@ -27,6 +28,14 @@ EXPERTS: Names = {"num_experts": ("n_routed_experts", None)} | same(
     topk_group=1,
     routed_scaling_factor=1.0,
 )
+OPTIONS = plain(
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+)
 ROUTER = {
     "scoring_func": (("sigmoid",), "only sigmoid goes with this model type"),
     "topk_method": (("noaux_tc",), "only noaux_tc goes with this model type"),
@@ -37,12 +46,12 @@ def read_experts(fields: Fields, values: Values) -> Values:
     """Returns the fields of experts; none if all layers are dense."""
     if fields.get("first_k_dense_replace", int, 0) >= values["num_hidden_layers"]:
         return {}
-    return read_names(fields, EXPERTS) | {"scoring_func": "sigmoid"}
+    return read_names(fields, EXPERTS)
 
 
 def _read(fields: Fields, values: Values) -> Values:
-    width = values["qk_rope_head_dim"]  # latent attention ignores `head_dim`
-    return read_experts(fields, values) | {"head_dim": width}
+    # Latent attention ignores `head_dim`.
+    return read_experts(fields, values) | {"head_dim": values["qk_rope_head_dim"]}
 
 
 def _written(config: ModelConfig) -> Json:
@@ -84,6 +93,10 @@ DEEPSEEK_V3 = Family(
     aliases=("kimi_k2",),
     is_like=lambda config: config.latent,
     mark="kv_lora_rank",
+    rules={"scoring_func": "sigmoid"},
+    options={"kv_lora_rank": 512}
+    | plain("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    | OPTIONS,
     names=same(
         q_lora_rank=0,
         kv_lora_rank=None,
@@ -103,7 +116,6 @@ DEEPSEEK_V3 = Family(
     supported=ROUTER,
     read=_read,
     write=_written,
-    more_rules=lambda config: {"scoring_func": "sigmoid"} if config.num_experts else {},
     presets={  # the width of a head, the last number, has no effect
         "moonlight_16b_a3b": _deepseek(
             *(163_840, 2048, 11_264, 27, 16, 16, 64),

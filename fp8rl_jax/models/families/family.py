@@ -36,6 +36,11 @@ def same(**defaults: Any) -> Names:
     return {name: (name, default) for name, default in defaults.items()}
 
 
+def plain(*names: str) -> Values:
+    """Returns fields of ModelConfig with their defaults."""
+    return {name: getattr(ModelConfig, name) for name in names}
+
+
 SHARED = same(
     vocab_size=None,
     hidden_size=None,
@@ -76,6 +81,8 @@ class Family:
       supported: {field of config.json: (values that are supported, what to say of others)}.
       activation: name and only value of the activation in config.json.
       mark: field of ModelConfig that is above 0 in all its models, or ''.
+      options: {field of ModelConfig that few families have: value in a model that no file describes
+        and `model.family_options` says nothing of}.
       rope_theta: base of the rotary frequencies where the file has none.
       head_dim: width of a head where the file has none; 0 for hidden_size / num_attention_heads.
       aliases: further model types that are read, and written as this one.
@@ -99,6 +106,7 @@ class Family:
     supported: Mapping[str, tuple[tuple[Any, ...], str]] = dataclasses.field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")
     mark: str = ""
+    options: Values = dataclasses.field(default_factory=dict)
     rope_theta: float = 10_000.0
     head_dim: int = 0
     aliases: tuple[str, ...] = ()
@@ -115,19 +123,31 @@ class Family:
         varying = {*self.names, *self.absent}
         return {n: value for n, value in (PLAIN | self.rules).items() if n not in varying}
 
-    def of_sizes(self, sizes: Values) -> ModelConfig:
+    def of_sizes(self, sizes: Values, options: Values) -> ModelConfig:
         """Returns a model of the family that no file describes.
 
-        `sizes` are fields of ModelConfig. Rules that are not among them are the family's; one that
-        its files state is that of a file without it.
+        Args:
+          sizes: fields of ModelConfig. Rules that are not among them are the family's; one that its
+            files state is that of a file without it.
+          options: those of the family's `options` that have another value.
 
         Raises:
-          UserError: the sizes lack the family's mark, or contradict themselves.
+          UserError: an option is not the family's or no such number, or the sizes lack the family's
+            mark or contradict themselves.
         """
+        fields = Fields(options, "model.family_options")
+        for name in options:
+            if name not in self.options:
+                known = ", ".join(self.options) or "none"
+                raise fields.error(name, f"the options of {self.model_type!r} are: {known}")
+        sizes = sizes | {
+            name: fields.get(name, _TYPES[name], default) for name, default in self.options.items()
+        }
         if self.mark and not sizes[self.mark]:
+            section = "model.family_options" if self.mark in self.options else "model"
             raise UserError(
-                f"model.family is {self.model_type!r} and model.{self.mark} 0, which no model of "
-                f"this family has: set model.{self.mark}, or name another family"
+                f"model.family is {self.model_type!r} and {section}.{self.mark} 0, which no model "
+                f"of this family has: set {section}.{self.mark}, or name another family"
             )
         stated = {
             ours: self.absent.get(theirs, value) for ours, (theirs, value) in self.names.items()
@@ -140,7 +160,3 @@ class Family:
     def has_windows(self) -> bool:
         """Whether layers may have sliding windows."""
         return "sliding_window" in self.absent
-
-    def states(self, name: str) -> bool:
-        """Returns whether a field of config.json stands for one of ModelConfig in this family."""
-        return any(name == theirs for theirs, _ in self.names.values())

@@ -23,6 +23,7 @@ _KINDS: dict[type, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number"),
     float: ((int, float), "a number"),
     bool: ((bool,), "true or false"),
+    str: ((str,), "a text"),
 }
 
 
@@ -42,7 +43,7 @@ class Fields:
         return UserError(f"{self.where}: {name} is {reprlib.repr(self.values.get(name))}; {what}")
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """Returns a field's value as `kind`: int, float (any number) or bool.
+        """Returns a field's value as `kind`: int, float (any number), bool or str.
 
         A field that is absent or null has the default.
 

@@ -6,7 +6,7 @@ Both published models have biases of queries, keys and values, the larger one QK
 from functools import partial
 
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.families.deepseek import EXPERTS, ROUTER, read_experts
+from fp8rl_jax.models.families.deepseek import EXPERTS, OPTIONS, ROUTER, read_experts
 from fp8rl_jax.models.families.family import Family, Json, write_names
 from fp8rl_jax.models.families.fields import Fields
 
@@ -47,6 +47,8 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     is_like=lambda config: config.num_experts > 0 and config.scoring_func == "sigmoid",
     mark="num_experts",
+    rules={"scoring_func": "sigmoid"},
+    options=OPTIONS,
     names={
         "qkv_bias": ("attention_bias", False),
         "qk_norm": ("use_qk_norm", False),
@@ -62,7 +64,6 @@ GLM4_MOE = Family(
     normalise=_one_share,
     read=read_experts,
     write=_written,
-    more_rules=lambda config: {"scoring_func": "sigmoid"},
     presets={
         "glm4p5_air": _glm4p5(
             *(4096, 10_944, 46),

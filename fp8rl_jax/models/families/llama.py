@@ -33,6 +33,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     is_like=lambda config: config.sliding_window > 0,
     mark="sliding_window",
+    options={"sliding_window": 4096},
     absent={"num_key_value_heads": 8, "sliding_window": 4096},
     presets={
         "mistral_7b": _llama(32_768, 4096, 14_336, 32, 32, 8, 128, rope_theta=1e6),

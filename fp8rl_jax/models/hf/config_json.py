@@ -111,7 +111,8 @@ def read_config(fields: Fields) -> ModelConfig:
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
     activation, value = family.activation
     fields.require(activation, (value,), f"only {value} is supported: take another model")
-    neutral = {name: rule for name, rule in _NEUTRAL.items() if not family.states(name)}
+    read = {theirs for theirs, _ in family.names.values()}
+    neutral = {name: rule for name, rule in _NEUTRAL.items() if name not in read}
     for name, (values, why) in {**neutral, **family.supported}.items():
         fields.require(name, values, why)
 

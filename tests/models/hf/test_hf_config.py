@@ -124,7 +124,6 @@ def test_dense_model_with_latent_attention():
         **vars(preset("moonlight_16b_a3b"))
         | dict(
             num_experts=0,
-            scoring_func="softmax",
             first_k_dense_replace=0,
             n_shared_experts=0,
             num_experts_per_tok=2,
