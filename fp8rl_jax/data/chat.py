@@ -64,9 +64,17 @@ def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def sandbox() -> jinja2.Environment:
-    """Returns the environment that templates are compiled in, without what depends on chance."""
+    """Returns the environment that templates are compiled in, without what depends on chance.
+
+    Nothing is computed before a template runs (`optimized`; a `finalize` with a context does it for
+    output), so that what the first rendering did not reach (chat_trial.py) takes no time or memory.
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _Generation],
+        optimized=False,
+        finalize=jinja2.pass_context(lambda context, value: value),
     )
     environment.filters["tojson"] = _tojson
     del environment.globals["lipsum"], environment.filters["random"]

@@ -112,6 +112,15 @@ def test_a_template_that_never_ends_is_refused(source):
         check_template(source, {}, "here")
 
 
+def test_what_the_trial_does_not_reach_takes_no_time():
+    """While it compiles, Jinja would compute constants: here 4 GiB of blanks, in a minute."""
+    source = "{{ nothing() }}{{ '%4294967296d' % 3 }}"
+    with time_limit():
+        check_template(source, {}, "here")
+        with pytest.raises(UserError, match="nothing"):
+            _template(source).render(_USER)
+
+
 def test_a_template_of_each_kind_passes_the_trial():
     for source in (tiny_checkpoint.TEMPLATE, _HEADERS, "{{ raise_exception('no') }}", "{% for %}"):
         check_template(source, {"bos_token": "<b>", "eos_token": "<e>"}, "here")
