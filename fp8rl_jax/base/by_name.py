@@ -87,4 +87,4 @@ def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults:
     try:
         return name, factories[name](**{**filled, **given})
     except (TypeError, ValueError) as error:
-        raise UserError(f"{what} is {text!r}: {error}; write {usage}") from None
+        raise UserError(f"{what} is {text!r}: {error}") from None
