@@ -158,11 +158,12 @@ def _attention(q, k, v, positions, k_scale, v_scale):
     [
         (8, 1, 4096, 2),
         (2, 700, 700, 1),
-        *(slow(*c) for c in ((8, 1, 300, 1), (128, 1, 4096, 1), (1, 4, 1000, 2))),
+        *(slow(*c) for c in ((8, 1, 300, 1), (128, 1, 4096, 2), (1, 4, 1000, 2))),
     ],
 )
 def test_attention(batch, queries, slots, kernels, keys):
-    """Few tiles and more than one split: a kernel for the splits, one that joins them."""
+    """A decode step, or few tiles, over more than one split: a kernel for the splits, one that
+    joins them."""
     text = lower(_attention, *_attention_case(batch, queries, slots, keys))
     assert products(text) == {"triton_kernel_call": kernels}
     # Queries, keys and values enter as they lie.
@@ -204,7 +205,7 @@ def test_attention_over_latents():
 
 
 @pytest.mark.parametrize("keys", [E4M3, slow(jnp.bfloat16)])
-@pytest.mark.parametrize("batch, queries, kernels", [(8, 1, 2), slow(128, 1, 1), slow(2, 700, 1)])
+@pytest.mark.parametrize("batch, queries, kernels", [(8, 1, 2), slow(128, 1, 2), slow(2, 700, 1)])
 def test_attention_over_pages(batch, queries, kernels, keys):
     """The pool enters as it lies: no sequence's cache is gathered."""
     q, _, _, positions, *_ = _attention_case(batch, queries, 64, keys)
