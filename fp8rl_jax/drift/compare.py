@@ -111,6 +111,7 @@ def _float32_only(rollout: np.ndarray, learner: np.ndarray) -> str | None:
 def compare_logits(rollout: np.ndarray, learner: np.ndarray, mask: np.ndarray) -> dict:
     """Compares full-vocabulary logits (B, R, V) at response tokens; returns the share of elements
     that differ, and the largest difference."""
-    one, other = (logits[mask] for logits in (rollout, learner))
+    one = rollout[mask]
+    other = learner[mask]
     gap = np.abs(one.astype(np.float64) - other)
     return {"differ": float(bits_differ(one, other).mean()), "max": float(gap.max())}

@@ -215,10 +215,10 @@ def _operation(evidence: Evidence) -> dict | None:
         return None
     name = first["op"]
     layer = first["layer"]
-    what, advice = OPERATIONS[name].kind
+    advice = OPERATIONS[name].advice
     where = "" if layer is None else f" in layer {layer}"
     sentence = (
-        f"The first value that differs is {name}{where}: {what}. "
+        f"The first value that differs is {name}{where}: {OPERATIONS[name].what}. "
         f"{first['differ']:.2%} of its elements differ, by at most {first['max']:.2g}; everything "
         "computed before it is equal bit for bit."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,44 +20,54 @@ class Operation:
     Attributes:
       inputs: names of the tapped values of the same layer that it reads, in any model family; the
         residual stream is left out, as it depends on everything before it.
-      kind: description of the operation for a message, and what to check if its result differs
-        although its inputs are equal.
+      what: description of the operation for a message.
+      advice: what to check if its result differs although its inputs are equal.
     """
 
     inputs: tuple[str, ...]
-    kind: tuple[str, str]
+    what: str
+    advice: str
 
 
-_NORM = (
-    "an RMS norm",
-    "use lax.rsqrt and never 1 / sqrt, with the same epsilon and the same rounding",
+_NORM = functools.partial(
+    Operation,
+    what="an RMS norm",
+    advice="use lax.rsqrt and never 1 / sqrt, with the same epsilon and the same rounding",
 )
-_QUANTISED = (
-    "the quantisation of a linear layer's input",
-    "quantise the value that was rounded to bf16, with a scale that no other row decides",
+_QUANTISED = functools.partial(
+    Operation,
+    what="the quantisation of a linear layer's input",
+    advice="quantise the value that was rounded to bf16, with a scale that no other row decides",
 )
-_PRODUCT = (
-    "a matrix product",
-    "compile both programs with exact_jit, and sum over K in blocks of 128 on both sides",
+_PRODUCT = functools.partial(
+    Operation,
+    what="a matrix product",
+    advice="compile both programs with exact_jit, and sum over K in blocks of 128 on both sides",
 )
-_ROPE = (
-    "the rotary embedding",
-    "pass the tables of rope_tables as arguments: computed inside a program, XLA folds them with "
-    "another cosine",
+_ROPE = functools.partial(
+    Operation,
+    what="the rotary embedding",
+    advice=(
+        "pass the tables of rope_tables as arguments: computed inside a program, XLA folds them "
+        "with another cosine"
+    ),
 )
-_READ = (
-    "the round trip through the KV cache",
-    "let the learner quantise K and V as the cache does (quantize_kv), with the same scales",
+_READ = functools.partial(
+    Operation,
+    what="the round trip through the KV cache",
+    advice="let the learner quantise K and V as the cache does (quantize_kv), with the same scales",
 )
-_RESIDUAL = ("a residual addition", "round it to the compute dtype on both sides")
+_RESIDUAL = functools.partial(
+    Operation, what="a residual addition", advice="round it to the compute dtype on both sides"
+)
 
 
 def _linear(name: str) -> dict[str, Operation]:
     """Returns the two operations of a linear layer: quantisation of its input, and product."""
     array = array_of((*name.split("/"), "kernel"))
     return {
-        f"{name}/input": Operation(array.reads, _QUANTISED),
-        f"{name}/output": Operation((f"{name}/input",), _PRODUCT),
+        f"{name}/input": _QUANTISED(array.reads),
+        f"{name}/output": _PRODUCT((f"{name}/input",)),
     }
 
 
@@ -67,7 +78,8 @@ def _gated_mlp(prefix: str) -> dict[str, Operation]:
         **_linear(up),
         f"{prefix}gated": Operation(
             (f"{gate}/output", f"{up}/output"),
-            ("the gated activation", "compute it in float32 and round once, on both sides"),
+            "the gated activation",
+            "compute it in float32 and round once, on both sides",
         ),
         **_linear(f"{prefix}down_proj"),
     }
@@ -80,88 +92,74 @@ def _attention(*inputs: str) -> tuple[str, ...]:
 # Name -> operation, in the order of computation; a model has a subset.
 OPERATIONS: dict[str, Operation] = {
     "embed": Operation(
-        (),
-        ("the embedding", "look for a table that was rounded, scaled or updated on one side only"),
+        (), "the embedding", "look for a table that was rounded, scaled or updated on one side only"
     ),
-    "input_layernorm/output": Operation((), _NORM),
+    "input_layernorm/output": _NORM(()),
     **_linear("self_attn/q_a_proj"),
-    "self_attn/q_a_layernorm/output": Operation(_attention("q_a_proj/output"), _NORM),
+    "self_attn/q_a_layernorm/output": _NORM(_attention("q_a_proj/output")),
     **_linear("self_attn/q_b_proj"),
     **_linear("self_attn/q_proj"),
     **_linear("self_attn/k_proj"),
     **_linear("self_attn/v_proj"),
     **_linear("self_attn/kv_a_proj_with_mqa"),
-    "self_attn/kv_a_layernorm/output": Operation(_attention("kv_a_proj_with_mqa/output"), _NORM),
-    "self_attn/q_norm/output": Operation(_attention("q_proj/output"), _NORM),
-    "self_attn/k_norm/output": Operation(_attention("k_proj/output"), _NORM),
+    "self_attn/kv_a_layernorm/output": _NORM(_attention("kv_a_proj_with_mqa/output")),
+    "self_attn/q_norm/output": _NORM(_attention("q_proj/output")),
+    "self_attn/k_norm/output": _NORM(_attention("k_proj/output")),
     # Without QK-norm the projections themselves are rotated.
-    "self_attn/q_rope": Operation(
-        _attention("q_norm/output", "q_proj/output", "q_b_proj/output"), _ROPE
+    "self_attn/q_rope": _ROPE(_attention("q_norm/output", "q_proj/output", "q_b_proj/output")),
+    "self_attn/k_rope": _ROPE(
+        _attention("k_norm/output", "k_proj/output", "kv_a_proj_with_mqa/output")
     ),
-    "self_attn/k_rope": Operation(
-        _attention("k_norm/output", "k_proj/output", "kv_a_proj_with_mqa/output"), _ROPE
-    ),
-    "self_attn/q_absorbed": Operation(_attention("q_proj/output", "q_b_proj/output"), _PRODUCT),
-    "self_attn/latent_read": Operation(_attention("kv_a_layernorm/output"), _READ),
-    "self_attn/q_read": Operation(_attention("q_rope"), _READ),
-    "self_attn/k_read": Operation(_attention("k_rope"), _READ),
-    "self_attn/v_read": Operation(_attention("v_proj/output"), _READ),
+    "self_attn/q_absorbed": _PRODUCT(_attention("q_proj/output", "q_b_proj/output")),
+    "self_attn/latent_read": _READ(_attention("kv_a_layernorm/output")),
+    "self_attn/q_read": _READ(_attention("q_rope")),
+    "self_attn/k_read": _READ(_attention("k_rope")),
+    "self_attn/v_read": _READ(_attention("v_proj/output")),
     "self_attn/attention": Operation(
         _attention("q_read", "k_read", "v_read"),
-        (
-            "attention's sum over keys",
-            "cut the keys into the same chunks on both sides, and let masked chunks add exactly "
-            "zero",
-        ),
+        "attention's sum over keys",
+        "cut the keys into the same chunks on both sides, and let masked chunks add exactly zero",
     ),
-    "self_attn/values": Operation(_attention("attention"), _PRODUCT),
+    "self_attn/values": _PRODUCT(_attention("attention")),
     **_linear("o_proj"),
     # Norms of results, in some models.
-    "attention_norm/output": Operation(("o_proj/output",), _NORM),
-    "residual_attention": Operation(("attention_norm/output", "o_proj/output"), _RESIDUAL),
+    "attention_norm/output": _NORM(("o_proj/output",)),
+    "residual_attention": _RESIDUAL(("attention_norm/output", "o_proj/output")),
     # In front of the MLP there is one of these two.
-    "post_attention_layernorm/output": Operation((), _NORM),
-    "pre_feedforward_layernorm/output": Operation((), _NORM),
+    "post_attention_layernorm/output": _NORM(()),
+    "pre_feedforward_layernorm/output": _NORM(()),
     **_gated_mlp(""),
     "router_logits": Operation(
         ("post_attention_layernorm/output",),
-        (
-            "the router",
-            "keep its weight and its product in float32, through block_matmul, on both sides",
-        ),
+        "the router",
+        "keep its weight and its product in float32, through block_matmul, on both sides",
     ),
     "router_experts": Operation(
         ("router_logits",),
-        ("the choice of experts", "choose by the same logits, equal ones by number"),
+        "the choice of experts",
+        "choose by the same logits, equal ones by number",
     ),
     "router_weights": Operation(
         ("router_logits", "router_experts"),
-        (
-            "the experts' weights",
-            "take softmax or sigmoid in float32, and renormalise and scale on both sides or on "
-            "none",
-        ),
+        "the experts' weights",
+        "take softmax or sigmoid in float32, and renormalise and scale on both sides or on none",
     ),
     "experts_output": Operation(
         ("post_attention_layernorm/output", "router_experts", "router_weights"),
-        (
-            "the experts",
-            "multiply in tiles of one expert, and add a token's results in the order of its "
-            "experts",
-        ),
+        "the experts",
+        "multiply in tiles of one expert, and add a token's results in the order of its experts",
     ),
     **_gated_mlp("shared_experts/"),
-    "post_feedforward_layernorm/output": Operation(("down_proj/output",), _NORM),
-    "residual_mlp": Operation(
+    "post_feedforward_layernorm/output": _NORM(("down_proj/output",)),
+    "residual_mlp": _RESIDUAL(
         (
             "post_feedforward_layernorm/output",
             "down_proj/output",
             "experts_output",
             "shared_experts/down_proj/output",
-        ),
-        _RESIDUAL,
+        )
     ),
-    "norm/output": Operation((), _NORM),
+    "norm/output": _NORM(()),
 }
 LAYER_TAPS = tuple(name for name in OPERATIONS if name not in MODEL_TAPS)
 # All earlier values reach later ones through these, so swapping one replaces all earlier values.
