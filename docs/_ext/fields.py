@@ -21,6 +21,8 @@ def all_sections(_: str = "") -> str:
         for name, field in entries.items():
             default = "none" if field.is_free else f"`{field.default!r}`"
             meaning = plain(field.meaning)
+            for option, text in field.options.items():
+                meaning += f"<br>`{option}` {plain(text)}"
             if field.choices:
                 meaning += "<br>One of " + ", ".join(f"`{choice!r}`" for choice in field.choices)
             if field.bounds:

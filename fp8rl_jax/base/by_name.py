@@ -66,8 +66,11 @@ def _call(node: ast.expr, text: str, factories, what: str, known: str, defaults:
     if name not in factories:
         raise UserError(f"{what} is {text!r}; {name!r} is unknown: write one of {known}")
     signature = inspect.signature(factories[name])
-    parameters = (str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
-    usage = f"{name}({', '.join(parameters)})"
+    usage = (
+        f"{name}("
+        + ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
+        + ")"
+    )
     try:
         arguments = [_value(x) for x in getattr(node, "args", [])]
         named = {str(k.arg): _value(k.value) for k in getattr(node, "keywords", [])}

@@ -72,9 +72,9 @@ def _faults_of_recipes(resolved: Resolved) -> Iterator[tuple[bool, str]]:
     recipes = (resolved.rollout_recipe, resolved.learner_recipe)
     for name, operand in OF_OPERANDS.items():
         value = config.precision[name]
-        quantised = any(operand in recipe.operands for recipe in recipes)
         yield (
-            FIELDS["precision"][name].is_set(value) and not quantised,
+            FIELDS["precision"][name].is_set(value)
+            and not any(operand in recipe.operands for recipe in recipes),
             f"precision.{name} is {value!r}, and neither recipe "
             f"({', '.join(recipe.name for recipe in recipes)}) quantises its {operand}s: leave it "
             "out, or use fp8",

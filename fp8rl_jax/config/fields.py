@@ -55,6 +55,7 @@ class Field(NamedTuple):
         ' or ' between them; a reason may be ''.
       names: names that other libraries have for it, with blanks between them (`config.names`).
       unlike: what the field counts, and other libraries' names for it that count something else.
+      options: {option of a dict of options: what it is}; {} where this table does not know them.
       is_path: whether `~` and `hf:ORG/NAME` are expanded; one with a default may not be empty.
     """
 
@@ -65,6 +66,7 @@ class Field(NamedTuple):
     needs: Mapping[str, str] = {}
     names: str = ""
     unlike: tuple[str, str] = ("", "")
+    options: Mapping[str, str] = {}
     is_path: bool = False
 
     @property
@@ -226,8 +228,11 @@ FIELDS: dict[str, dict[str, Field]] = {
         ),
         "family_options": Field(
             _OPTIONS,
-            "sizes that few families have, such as {'kv_lora_rank': 512}; `--help-config model` "
-            "lists them",
+            "sizes that few families have, such as {'kv_lora_rank': 512}",
+            options={
+                name: f"of {', '.join(of)}: {_MEANINGS[name]}"
+                for name, of in _OPTIONS_OF_FAMILIES.items()
+            },
         ),
         "check_finite": Field(True, "refuse a checkpoint with weights that are NaN or infinite"),
         **_SHAPES,
@@ -955,13 +960,12 @@ def describe_fields(section: str = "") -> str:
             lines.append(f"--config.{path}={ {} if field.is_free else field.default!r}")
             choices = ", ".join(filter(None, field.choices))
             needs = ", and ".join(field.needs)
-            options = _OPTIONS_OF_FAMILIES if path == "model.family_options" else {}
             row = (
                 field.meaning,
                 choices and f"one of: {choices}",
                 str(field.bounds or ""),
                 needs and f"needs {needs}",
-                *(f"{name} of {', '.join(of)}: {_MEANINGS[name]}" for name, of in options.items()),
+                *(f"{name} {meaning}" for name, meaning in field.options.items()),
             )
             lines += [f"      {part}" for part in row if part]
     return "\n".join(lines) + "\n"

@@ -32,7 +32,7 @@ def _field(name: str):
         raise UserError(f"precision.{name}: {error}") from None
 
 
-def fp8_calibrated(margin: float = 1.05) -> dict[str, Any]:
+def _calibrated(margin: float = 1.05) -> dict[str, Any]:
     """Returns the fields of a Recipe whose KV cache has calibrated scales with that headroom.
 
     Raises:
@@ -49,7 +49,7 @@ def _kv_fields(text: str) -> dict[str, Any]:
       UserError: the text is not understood.
     """
     if text.startswith("fp8_calibrated"):
-        return choose(text, {"fp8_calibrated": fp8_calibrated}, "the format", most=1)[0][1]
+        return choose(text, {"fp8_calibrated": _calibrated}, "the format", most=1)[0][1]
     parts = [part.partition("=") for part in text.split(",")]
     dtypes = {name.strip(): value.strip() for name, _, value in parts}
     if text in _KV_DTYPES:

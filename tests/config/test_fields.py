@@ -179,6 +179,7 @@ def test_help_has_every_row():
         row += [f"one of: {', '.join(filter(None, field.choices))}"] * bool(field.choices)
         row += [str(field.bounds)] * bool(field.bounds)
         row += [f"needs {', and '.join(field.needs)}"] * bool(field.needs)
+        row += [f"{name} {meaning}" for name, meaning in field.options.items()]
         assert [line.strip() for line in lines[at : at + len(row)]] == row
 
 

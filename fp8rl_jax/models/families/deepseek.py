@@ -11,7 +11,7 @@ from fp8rl_jax.models.families.family import (
     Json,
     Names,
     Values,
-    plain,
+    defaults,
     read_names,
     same,
     write_names,
@@ -28,14 +28,7 @@ EXPERTS: Names = {"num_experts": ("n_routed_experts", None)} | same(
     topk_group=1,
     routed_scaling_factor=1.0,
 )
-OPTIONS = plain(
-    "first_k_dense_replace",
-    "norm_topk_prob",
-    "n_shared_experts",
-    "n_group",
-    "topk_group",
-    "routed_scaling_factor",
-)
+OPTIONS: Values = {name: x for name, (_, x) in EXPERTS.items() if x is not None}
 ROUTER = {
     "scoring_func": (("sigmoid",), "only sigmoid goes with this model type"),
     "topk_method": (("noaux_tc",), "only noaux_tc goes with this model type"),
@@ -95,7 +88,7 @@ DEEPSEEK_V3 = Family(
     mark="kv_lora_rank",
     rules={"scoring_func": "sigmoid"},
     options={"kv_lora_rank": 512}
-    | plain("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    | defaults("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     | OPTIONS,
     names=same(
         q_lora_rank=0,

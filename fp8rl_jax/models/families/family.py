@@ -36,7 +36,7 @@ def same(**defaults: Any) -> Names:
     return {name: (name, default) for name, default in defaults.items()}
 
 
-def plain(*names: str) -> Values:
+def defaults(*names: str) -> Values:
     """Returns fields of ModelConfig with their defaults."""
     return {name: getattr(ModelConfig, name) for name in names}
 
@@ -138,8 +138,10 @@ class Family:
         fields = Fields(options, "model.family_options")
         for name in options:
             if name not in self.options:
-                known = ", ".join(self.options) or "none"
-                raise fields.error(name, f"the options of {self.model_type!r} are: {known}")
+                raise fields.error(
+                    name,
+                    f"the options of {self.model_type!r} are: {', '.join(self.options) or 'none'}",
+                )
         sizes = sizes | {
             name: fields.get(name, _TYPES[name], default) for name, default in self.options.items()
         }

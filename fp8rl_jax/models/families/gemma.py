@@ -8,7 +8,7 @@ from functools import partial
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.families.family import FULL, WINDOWED, Family, Json, Values, plain, same
+from fp8rl_jax.models.families.family import FULL, WINDOWED, Family, Json, Values, defaults, same
 from fp8rl_jax.models.families.fields import Fields
 
 # The type of files of text and images (from 4B), and sizes that their text models have unless
@@ -97,7 +97,7 @@ GEMMA3 = Family(
     aliases=(IMAGES,),
     is_like=lambda config: config.sandwich_norms,
     mark="sliding_window",
-    options={"sliding_window": 4096} | plain("sliding_window_pattern", "query_pre_attn_scalar"),
+    options={"sliding_window": 4096} | defaults("sliding_window_pattern", "query_pre_attn_scalar"),
     rules=_RULES | {"num_experts": 0},
     names=same(query_pre_attn_scalar=None),
     absent={

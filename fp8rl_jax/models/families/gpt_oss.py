@@ -8,7 +8,7 @@ from functools import partial
 
 from fp8rl_jax.kernels.arrays import SWIGLU_ALPHA, SWIGLU_LIMIT
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.families.family import Family, Json, plain
+from fp8rl_jax.models.families.family import Family, Json, defaults
 from fp8rl_jax.models.families.fields import Fields
 
 _YARN = {
@@ -64,7 +64,7 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     is_like=lambda config: config.moe_bias or config.attention_sinks,
     mark="num_experts",
-    options=plain("sliding_window", "sliding_window_pattern"),
+    options=defaults("sliding_window", "sliding_window_pattern"),
     rules={
         "attention_sinks": True,
         "moe_bias": True,

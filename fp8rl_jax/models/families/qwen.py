@@ -7,7 +7,7 @@ Qwen3-MoE has a softmax router and experts in the place of every MLP, or of all 
 from functools import partial
 
 from fp8rl_jax.models.config import ModelConfig
-from fp8rl_jax.models.families.family import Family, Json, Values, plain, same
+from fp8rl_jax.models.families.family import Family, Json, Values, defaults, same
 from fp8rl_jax.models.families.fields import EVERY_LAYER, TAKE_ONE_OUT, Fields
 
 _qwen2 = partial(ModelConfig, qk_norm=False, qkv_bias=True, rope_theta=1e6)
@@ -75,7 +75,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     is_like=lambda config: config.num_experts > 0,
     mark="num_experts",
-    options=plain("norm_topk_prob", "first_k_dense_replace", "scoring_func"),
+    options=defaults("norm_topk_prob", "first_k_dense_replace", "scoring_func"),
     rules={"qk_norm": True, "n_shared_experts": 0, "routed_scaling_factor": 1.0},
     names=same(
         num_experts=None, num_experts_per_tok=None, moe_intermediate_size=None, norm_topk_prob=False
