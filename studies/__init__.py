@@ -17,9 +17,9 @@ ladder; a *zone* the range in which a hypothesis wants its figure; *D* a token's
 the learner minus that of the rollout.
 
 Read `frame` first: it has the form of a study, and the one loop that runs it. Each study is the
-value STUDY of a module: `layers`, `cases`, `kv`, `scale`, `training`, `accuracy`, `recipes`,
+value STUDY of a module: `cases`, `kv`, `scale`, `training`, `accuracy`, `recipes`,
 `gradients`, `staleness`. `writing` has tables and panels, `scoring` samples and scores,
-`gemm_flow` and `outliers` what one study measures.
+`outliers` what one study measures.
 
 Studies use only public names of the library. Not done: a study over several processes, and one
 that compares engines other than this library's.

@@ -1,4 +1,4 @@
-"""`python -m studies NAME`, from the root of a checkout: layers, cases, kv, scale, training,
+"""`python -m studies NAME`, from the root of a checkout: cases, kv, scale, training,
 accuracy, recipes, gradients, staleness, all."""
 
 from __future__ import annotations
@@ -61,11 +61,6 @@ def _check(command: str, values: argparse.Namespace) -> None:
         raise UserError(
             f"{command}: a checkpoint is the result of one seed: leave out --seeds, or name "
             "a config with --config"
-        )
-    if command == f"{_PROGRAM} layers" and len(seeds) > 1:
-        raise UserError(
-            f"{command}: it looks at one model: name one seed, and for the next one run it again "
-            "with another --out"
         )
 
 
@@ -162,9 +157,7 @@ def _all(values: argparse.Namespace) -> int:
     out, cells = _open("all", values)
     for name in (name for name in COMMANDS if name != "all"):
         note(f"study {name}")
-        seeds = values.seeds[:1] if name == "layers" else values.seeds
-        own = argparse.Namespace(**{**vars(values), "seeds": seeds})
-        _study(name, own, writable(f"{_PROGRAM} all", str(out / name)), cells)
+        _study(name, values, writable(f"{_PROGRAM} all", str(out / name)), cells)
     return 0
 
 
@@ -218,11 +211,6 @@ _RL_STEPS = argument("--steps", "RL steps of each run (default: 160)", "N", type
 _FEW_STEPS = "few steps; without a model, two layers trained for a minute"
 
 _COMMANDS = (
-    _command(
-        "layers",
-        "error of every GEMM of a forward and backward pass: FP8, fake FP8 and bf16",
-        "three sequences; without a model, two layers of random weights",
-    ),
     _command(
         "cases",
         "an FP8 rollout with learners in bf16, imitated FP8 and FP8: mismatch, KL, RL curves",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import norm, rankdata, t
+from scipy.stats import norm, t
 
 DRAWS = 10_000
 LEVEL = 0.95
@@ -140,28 +140,6 @@ def _deviation(values: np.ndarray, least: float) -> float:
 def span(values: Sequence[float]) -> Range:
     """Returns the largest of some exact values, and their range."""
     return Range(max(values), min(values), max(values))
-
-
-def rank_correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns Spearman's rho of x (..., N) and y (N,); 0 where either is constant."""
-    a, b = rankdata(x, axis=-1), rankdata(y)
-    a, b = a - a.mean(axis=-1, keepdims=True), b - b.mean()
-    scale = np.sqrt((a * a).sum(axis=-1) * (b * b).sum())
-    return np.divide(a @ b, scale, out=np.zeros_like(scale), where=scale > 0)
-
-
-def spearman(x: np.ndarray, y: np.ndarray) -> Trend:
-    """Returns Spearman's rho of x (N,) and y (N,), with the p-value of random permutations.
-
-    p counts the observed order as one of the draws, so it is never 0 (Phipson and Smyth, 2010).
-    """
-    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    rho = float(rank_correlation(x, y))
-    rng = np.random.default_rng(_SEED)
-    shuffled = rng.permuted(np.broadcast_to(x, (DRAWS, len(x))), axis=1)
-    found = rank_correlation(shuffled, y)
-    extreme = int((np.abs(found) >= abs(rho) - 1e-12).sum())
-    return Trend(rho, (extreme + 1) / (DRAWS + 1))
 
 
 def kendall_tau(series: np.ndarray) -> np.ndarray:

@@ -157,7 +157,7 @@ _SOURCES = _sources()
 
 # Statements of the code and fields of a configuration (docs/reference/size.md). They fall: who
 # deletes lowers them here. A feature that needs more says beforehand how many, and what it deleted.
-_MOST = {"statements": 30_488, "of those in the wheel": 27_648, "config fields": 150}
+_MOST = {"statements": 30_261, "of those in the wheel": 27_648, "config fields": 150}
 
 
 def test_code_does_not_grow():

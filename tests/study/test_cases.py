@@ -460,7 +460,6 @@ def test_all_of_several_seeds(tmp_path, monkeypatch):
         (["cases", "--quick", "--seeds=0,x"], ["--seeds", "'x'"]),
         (["cases", "--quick", "--seeds=-1"], ["--seeds", "'-1'"]),
         (["cases", "--quick", "--seeds=1,2,1"], ["--seeds", "1 more than once"]),
-        (["layers", "--quick", "--seeds=0,1"], ["studies layers", "one seed"]),
         (["cases", "--checkpoint=released"], ["no task of its own", "--config.model.checkpoint"]),
         (["cases", "--checkpoint=empty"], ["empty", "config.json"]),
         (["cases", "--quick", "--cells=file"], ["--cells=file", "directory"]),

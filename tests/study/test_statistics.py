@@ -11,12 +11,10 @@ from studies.statistics import (
     equivalence,
     kendall_tau,
     mann_kendall,
-    rank_correlation,
     ratio_of_means,
     seed_mean,
     seeds_needed,
     span,
-    spearman,
 )
 
 _RNG = np.random.default_rng(5)
@@ -57,12 +55,6 @@ def test_one_cluster_has_no_interval():
         cluster_bootstrap(np.ones((1, 3)), lambda m: m[:, 0])
 
 
-def test_ties_share_their_mean_rank():
-    """Ranks by hand: 1, 2.5, 2.5, 4 and 2.5, 2.5, 2.5, 2.5 beside 1, 2, 3.5, 3.5."""
-    found = rank_correlation(np.array([[1, 5, 5, 9], [3, 3, 3, 3]]), np.array([0, 1, 7, 7]))
-    assert found == pytest.approx([3.75 / 4.5, 0], abs=1e-12)
-
-
 def test_two_seeds():
     """One degree of freedom is Cauchy's distribution, whose quantile is a tangent."""
     reach = np.tan(0.475 * np.pi) * 0.1
@@ -90,17 +82,6 @@ def test_span():
     assert found == (0.3, 0.0, 0.3)
     sentence = Hypothesis("h", "It is so", "its size", Zone(0.0, 1.0)).judge(found)["sentence"]
     assert "Its size: 0.3, range 0 to 0.3;" in sentence
-
-
-def test_spearman():
-    """rho is scipy's, ties included; p is that of the exact test within the draws' error."""
-    for x in (_RNG.normal(size=12), _RNG.integers(0, 4, 12)):
-        y = np.arange(12) + _RNG.normal(0, 6, 12)
-        found, theirs = spearman(x, y), stats.spearmanr(x, y)
-        assert found.value == pytest.approx(theirs.statistic, abs=1e-12)
-        assert found.p == pytest.approx(theirs.pvalue, abs=0.03)
-    assert spearman(np.arange(2), np.arange(2)).p == 1, "two points have no trend"
-    assert spearman(np.ones(5), np.arange(5)).p == 1
 
 
 def test_mann_kendall():
