@@ -23,7 +23,7 @@ from fp8rl_jax import sharding
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.config.adapters import adapted_shapes
-from fp8rl_jax.drift import DriftMonitor, SelfCheck, kept_self_check
+from fp8rl_jax.drift import SelfCheck, kept_self_check, note_drift
 from fp8rl_jax.learner import TrainState
 from fp8rl_jax.models.masters import is_adapted, trained
 from fp8rl_jax.models.params import parameter_counts
@@ -37,6 +37,7 @@ from fp8rl_jax.training.run import Run
 from fp8rl_jax.training.run_directory import WRITE_ERRORS, continues, no_room
 from fp8rl_jax.training.runtime import Runtime, make_runtime
 from fp8rl_jax.training.sft import load_cached, run_sft, save_cached
+from fp8rl_jax.training.watch import Watch, unwatched
 
 
 @dataclasses.dataclass
@@ -52,6 +53,8 @@ def train(
     config: ml_collections.ConfigDict,
     resume: bool | Literal["auto"] = False,
     stop: Callable[[], str | None] = lambda: None,
+    watch: Watch = unwatched,
+    display: Display | None = None,
 ) -> Outcome:
     """Runs fine-tuning and RL in `config.run.dir`, and writes the report.
 
@@ -60,6 +63,8 @@ def train(
       resume: continue from the newest checkpoint, bit for bit; 'auto': if there is a run.
       stop: function called after each step; if it returns a name, that of what stops the run, the
         run saves its state and ends.
+      watch: looks at the parts of RL steps; with one, nothing is evaluated.
+      display: display of the progress; by default on standard output.
 
     Raises:
       UserError: an error that the user can fix.
@@ -70,13 +75,13 @@ def train(
     processes.check_joined()
     continued: bool = processes.decided(lambda: continues(config.run.dir, resume))
     runtime = make_runtime(config)
-    display = Display()
+    display = display or Display()
     check = functools.partial(_self_check, runtime, display.note)
     with display, preflight(runtime, continued, check) as (lock, lines, checked):
         try:
             for line in lines:
                 display.note(line)
-            run = Run(runtime, lock, display, stop)
+            run = Run(runtime, lock, display, stop, watch)
             run.doubted = checked is not None and (not checked.holds or bool(checked.drifted))
             return _execute(run, continued)
         except OSError as error:
@@ -106,34 +111,38 @@ def _self_check(runtime: Runtime, note: Callable[[str], None]) -> SelfCheck | No
 def _execute(run: Run, resume: bool) -> Outcome:
     """Runs the phases of a run from its newest checkpoint on."""
     config = run.runtime.config
-    monitor = DriftMonitor(run.runtime, run.directory, run.display.note, run.interrupted)
-    with contextlib.closing(run):
+    with contextlib.closing(run), contextlib.ExitStack() as at_end:
         run.interrupted()  # from here on a signal waits for the end of a step
         if (frozen := run.runtime.engine.frozen_model) is not None:  # loaded now: it may be damaged
             run.display.note(frozen.note)
-        state, meta = _restore(run, resume, monitor)
+        state, meta = _restore(run, resume)
+        at_end.callback(_note_drift, run, run.drifted)
         _describe(run)
         if run.evaluation_failed:
             run.evaluate(state, run.runtime.engine.refit(state).weights)
         if run.phase == "sft":
             state = _sft(run, state)
         if run.phase == "rl" and not run.stop():
-            state = run_rl(run, state, monitor, meta)
+            state = run_rl(run, state, meta)
     if run.phase == "rl" and int(state.step) >= config.run.steps:
-        monitor.finish()
         return Outcome(True, None, processes.decided(lambda: write_report(run.directory)))
     at = f"{run.phase} step {int(state.step)}"
     run.display.note(f"stopped by {run.stopped_by} after {at}, saved; --resume goes on")
     return Outcome(False, run.stopped_by, None)
 
 
-def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState, dict[str, Any]]:
+def _note_drift(run: Run, before: bool) -> None:
+    """Records that a run has drifted, which had done so `before` it was resumed or not."""
+    if run.drifted and not before:
+        note_drift(run.runtime, f"a step of {run.directory}")
+
+
+def _restore(run: Run, resume: bool) -> tuple[TrainState, dict[str, Any]]:
     """Returns the newest checkpoint's state and metadata, or the initial state; opens the logs."""
     engine = run.runtime.engine
     number = run.checkpoints.latest()
     if number is None:
         run.open_logs(None)
-        monitor.forget_after(0)
         params = engine.initial_params()
         if resume:
             run.display.note("there is no checkpoint to resume from: starting anew")
@@ -141,7 +150,9 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState,
             run.display.note(f"what was logged before is in {run.logs.moved_to}")
         if not run.runtime.config.sft.steps:
             return begin_rl(run, params, None), {}
-        return engine.new_state(params, optimizer_of_phase(run.runtime.config, "sft")), {}
+        state = engine.new_state(params, optimizer_of_phase(run.runtime.config, "sft"))
+        run.link(state)
+        return state, {}
     meta = run.checkpoints.read_meta(number)
     run.phase = meta["phase"]
     run.drifted = meta.get("drifted", False)
@@ -150,7 +161,6 @@ def _restore(run: Run, resume: bool, monitor: DriftMonitor) -> tuple[TrainState,
         number, engine.like(optimizer_of_phase(run.runtime.config, run.phase))
     )
     run.open_logs(meta["offsets"])
-    monitor.forget_after(meta["step"] if run.phase == "rl" else 0)
     run.display.note(f"resuming after {run.phase} step {meta['step']}")
     return state, meta
 

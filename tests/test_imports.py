@@ -40,11 +40,12 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "policy": _PROGRAM,
     "drift": _PROGRAM | {"policy"},
     "train": _PROGRAM | {"drift"},
+    "replay": _PROGRAM | {"drift", "train"},
     "bench": _PROGRAM | {"train"},
     "benchmarks": _PROGRAM | {"bench", "cli", "train"},
     "studies": _PROGRAM | {"cli", "policy", "train"},
     "api": _PROGRAM | {"drift", "policy", "train"},
-    "cli": _PROGRAM | {"bench", "drift", "policy", "train"},
+    "cli": _PROGRAM | {"bench", "drift", "policy", "replay", "train"},
     "__main__": {"cli"},
     _PACKAGE: {"api", "config"},  # when a name is first used
 }
@@ -157,7 +158,7 @@ _SOURCES = _sources()
 
 # Statements of the code and fields of a configuration (docs/reference/size.md). They fall: who
 # deletes lowers them here. A feature that needs more says beforehand how many, and what it deleted.
-_MOST = {"statements": 30_261, "of those in the wheel": 27_648, "config fields": 150}
+_MOST = {"statements": 30_465, "of those in the wheel": 27_852, "config fields": 151}
 
 
 def test_code_does_not_grow():

@@ -11,6 +11,8 @@ _HEADINGS = {
     "sft": "sft.jsonl: supervised fine-tuning",
     "eval": "eval.jsonl: evaluations",
     "samples": "samples.jsonl: transcripts",
+    "rewards": "rewards.jsonl: rewards of an RL step",
+    "digests": "digests.jsonl: what an RL step computed",
 }
 
 

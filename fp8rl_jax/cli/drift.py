@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import sys
+import tempfile
 
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.arguments import (
@@ -15,6 +17,7 @@ from fp8rl_jax.cli.arguments import (
     keep_programs,
     note,
     read_config,
+    whole,
     writable,
     writing,
 )
@@ -35,6 +38,30 @@ def _drift_config(values: argparse.Namespace):
     return config
 
 
+def _step_or_sample(values: argparse.Namespace) -> tuple[dict, pathlib.Path]:
+    """Returns the analysis of a step of a run, or of new samples, and the directory for it."""
+    from fp8rl_jax.config import override
+    from fp8rl_jax.drift.command import analyse_drift
+    from fp8rl_jax.replay.drifting_step import analyse_step, largest_drift
+    from fp8rl_jax.training.run_directory import training_config
+
+    step = values.step
+    if not (step or values.config or values.prompts or values.overrides or not values.checkpoint):
+        step = largest_drift(pathlib.Path(values.checkpoint))
+    if step is None:
+        config = _drift_config(values)
+        place = values.out or values.checkpoint or f"{config.run.dir}_drift"
+        directory = writable("fp8rl drift", place)
+        return analyse_drift(config, values.checkpoint, values.prompts, note), directory
+    run = pathlib.Path(values.checkpoint)
+    config = training_config(run, values.allow_import, ("precision", "env", "algo"))
+    override(config, values.overrides)
+    keep_programs(config.run.compilation_cache)
+    directory = writable("fp8rl drift", values.out or values.checkpoint)
+    with tempfile.TemporaryDirectory(prefix="fp8rl-drift-") as into:
+        return analyse_step(run, step, config, pathlib.Path(into), note), directory
+
+
 def _drift(values: argparse.Namespace) -> int:
     if values.prompts is not None and values.prompts < 1:
         raise UserError(f"fp8rl drift: --prompts is {values.prompts}; write at least 1")
@@ -46,15 +73,12 @@ def _drift(values: argparse.Namespace) -> int:
         raise UserError(
             f"fp8rl drift: --checkpoint={values.checkpoint} is no directory; name that of a run"
         )
-    config = _drift_config(values)
-    directory = writable(
-        "fp8rl drift", values.out or values.checkpoint or f"{config.run.dir}_drift"
-    )
-    from fp8rl_jax.drift.command import analyse_drift
+    if values.step is not None and (values.config or values.checkpoint is None):
+        raise UserError("fp8rl drift: --step names a step of --checkpoint, and takes no --config")
     from fp8rl_jax.drift.render import print_analysis, write_analysis
     from fp8rl_jax.report.metrics import DRIFT_MAX
 
-    result = analyse_drift(config, values.checkpoint, values.prompts, note)
+    result, directory = _step_or_sample(values)
     print_analysis(result)
     with writing("fp8rl drift", directory):
         paths = write_analysis(result, directory)
@@ -77,11 +101,13 @@ DRIFT = Command(
     (
         argument(
             "--checkpoint",
-            "directory of a run: analyse its kept step, else its newest weights, instead of "
-            "random weights; without --config also its configuration",
+            "directory of a run: analyse its step with the largest drift, or if none has drifted "
+            "its newest weights, instead of random weights; without --config also its "
+            "configuration",
             "RUN_DIR",
             type=a_path,
         ),
+        argument("--step", "analyse this RL step of the run", "N", type=whole(1)),
         argument(
             "--prompts",
             "number of questions to sample with the newest weights (default: those of an RL step)",

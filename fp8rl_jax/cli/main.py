@@ -23,7 +23,18 @@ from fp8rl_jax.base.errors import (
     limit_reached,
     raised,
 )
-from fp8rl_jax.cli import bench, completion, data, drift, init, named, runs, sample_eval, tree
+from fp8rl_jax.cli import (
+    bench,
+    completion,
+    data,
+    drift,
+    init,
+    named,
+    replay,
+    runs,
+    sample_eval,
+    tree,
+)
 from fp8rl_jax.cli.arguments import Command, argument, note
 from fp8rl_jax.cli.start import missing_package, prepare
 
@@ -42,6 +53,7 @@ _COMMANDS = (
     *sample_eval.COMMANDS,
     *data.COMMANDS,
     drift.DRIFT,
+    replay.REPLAY,
     *bench.COMMANDS,
     Command(
         "plan",

@@ -205,6 +205,12 @@ FIELDS: dict[str, dict[str, Field]] = {
         "keep_checkpoints": Field(
             2, "newest checkpoints to keep", bounds=whole(1, COUNT), names="save_total_limit"
         ),
+        "keep_every": Field(
+            0,
+            "RL steps between two checkpoints that are kept for good, from the start of RL on, so "
+            "that `fp8rl replay` begins near any step; 0: none",
+            bounds=whole(0, COUNT),
+        ),
     },
     "model": {
         "checkpoint": Field(

@@ -2,8 +2,8 @@
 
     before a run   self_check    compares both on a small copy (cut) of the model, and checks every
                                  product of the run's programs (own_products)
-    in a run       monitor       on drift: writes the step (kept_step), analyses it within a budget
-    `fp8rl drift`  command       analyses a kept step, or new samples of a checkpoint
+    `fp8rl drift`  command       analyses new samples of a checkpoint; a step of a run is run again
+                                 (fp8rl_jax.replay) and analysed likewise
                       |
                       v
       programs -> attribute -> explain -> render
@@ -11,11 +11,10 @@
       with taps    that differs, and       drift.html,
       and swaps    by operation  advice    terminal
 
-Read `attribute` first; `operations` names the values that it compares. Not done: analysing a run of
-several processes (nothing is kept), and intermediate values where mesh.tensor is above 1.
+Read `attribute` first; `operations` names the values that it compares. Not done: intermediate
+values where mesh.tensor is above 1.
 """
 
-from fp8rl_jax.drift.attribute import analyse
-from fp8rl_jax.drift.monitor import DriftMonitor
+from fp8rl_jax.drift.attribute import Ran, analyse, compare_sides
 from fp8rl_jax.drift.programs import Programs, affordable
-from fp8rl_jax.drift.self_check import SelfCheck, kept_self_check, self_check
+from fp8rl_jax.drift.self_check import SelfCheck, kept_self_check, note_drift, self_check

@@ -10,7 +10,6 @@
 4. Weights, recipes and the definition of the log-probability are compared separately, because
    these causes show in no single operation.
 
-A time budget may end the analysis early; the result names the parts that were left out.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fp8rl_jax.drift import compare
-from fp8rl_jax.drift.budget import NO_END, Budget
 from fp8rl_jax.drift.explain import Evidence, explain
 from fp8rl_jax.drift.operations import CUTS, LAYER_TAPS, OPERATIONS, tap_names
 from fp8rl_jax.drift.own_products import try_own_products
@@ -40,13 +38,12 @@ _REQUANTISED = 1e-6
 
 
 class Ran(NamedTuple):
-    """Results of both programs on the host: the Rollout, the learner's Batch made of it, the
-    learner's log-probabilities (B, R), and the seconds that both programs took."""
+    """Results of both programs on the host: the Rollout, the learner's Batch made of it, and the
+    learner's log-probabilities (B, R)."""
 
     rollout: Host
     batch: Host
     logp: np.ndarray
-    seconds: float
 
 
 @dataclasses.dataclass
@@ -56,7 +53,7 @@ class Observed:
     Attributes:
       rows, logits: results of `compare_taps` and `compare_logits`.
       rollout_logits, rollout: the rollout's logits (B, R, V), and its values within the layers.
-      unobservable, left_out: names that change the bits if tapped; names for which time was up.
+      unobservable: names that change the bits if tapped.
       pieces: number of pairs of tapped programs that ran.
     """
 
@@ -65,17 +62,15 @@ class Observed:
     rollout_logits: np.ndarray | None = None
     rollout: Taps = dataclasses.field(default_factory=dict)
     unobservable: list[str] = dataclasses.field(default_factory=list)
-    left_out: list[str] = dataclasses.field(default_factory=list)
     pieces: int = 0
 
 
-def run_both(programs: Programs, budget: Budget = NO_END) -> Ran:
+def run_both(programs: Programs) -> Ran:
     """Runs sampler and train step without taps."""
-    began = budget.clock()
     rollout = programs.rollout()
     batch = programs.batch(rollout)
     logp, _ = programs.learner(batch)
-    return Ran(rollout, batch, logp, budget.clock() - began)
+    return Ran(rollout, batch, logp)
 
 
 def compare_sides(programs: Programs, rollout: Host, batch: Host, logp: np.ndarray) -> dict:
@@ -93,56 +88,42 @@ def compare_sides(programs: Programs, rollout: Host, batch: Host, logp: np.ndarr
 
 
 def analyse(
-    programs: Programs,
-    note: Callable[[str], None] = lambda text: None,
-    budget: Budget = NO_END,
-    ran: Ran | None = None,
+    programs: Programs, note: Callable[[str], None] = lambda text: None, ran: Ran | None = None
 ) -> dict:
     """Returns the report of `fp8rl drift`, as a dict that `json.dumps` accepts.
 
     Args:
       programs: sampler and learner.
       note: called with a line for each part.
-      budget: time budget; 'left_out' of the result names the parts that it excluded.
       ran: the result of `run_both`, if it exists already.
     """
     runtime = programs.runtime
     if ran is None:
         note("sampling, and one train step on the samples")
-        ran = run_both(programs, budget)
-    rollout, batch, logp, _ = ran
+        ran = run_both(programs)
+    rollout, batch, logp = ran
     result: dict[str, Any] = compare_sides(programs, rollout, batch, logp)
     if runtime.mesh.shape["tensor"] > 1:
         note("mesh.tensor is above 1, where intermediate values are sharded: comparing the rest")
         seen = Observed(unobservable=list(tap_names(runtime.resolved.model)))
     else:
         note("comparing intermediate values")
-        seen = observe(programs, rollout, batch, logp, note, budget, ran.seconds)
+        seen = observe(programs, rollout, batch, logp, note)
     result |= {
         "operations": seen.rows,
         "first": next((row for row in seen.rows if row["differ"]), None),
         "logits": seen.logits,
         "unobservable": seen.unobservable,
-        "not_compared": seen.left_out,
         "tapped_programs": seen.pieces,
         "weights": compare_weights(programs.weights, programs.learner_weights()),
     }
-    left_out = [f"{len(seen.left_out)} intermediate values"] if seen.left_out else []
-    result["products"] = {"sentence": "not tried", "wrong": []}
-    if budget.allows(0.0):
-        note("multiplying at every size of product that the run's programs have")
-        products = try_own_products(runtime)
-        result["products"] = {"sentence": products.sentence, "wrong": list(products.wrong)}
-    else:
-        left_out.append("the products by themselves")
+    note("multiplying at every size of product that the run's programs have")
+    products = try_own_products(runtime)
+    result["products"] = {"sentence": products.sentence, "wrong": list(products.wrong)}
     drifts = bool(compare.bits_differ(logp, rollout.logprobs)[np.asarray(rollout.mask)].any())
     if drifts and seen.rollout:
-        if swaps := budget.allows(ran.seconds):
-            note("swapping the rollout's values into the learner, one operation at a time")
-            result |= _contributions(programs, batch, rollout, seen, budget)
-        if not (swaps and budget.allows(0.0)):
-            left_out.append("what each operation and layer adds")
-    result["left_out"] = left_out
+        note("swapping the rollout's values into the learner, one operation at a time")
+        result |= _contributions(programs, batch, rollout, seen)
     evidence = Evidence(
         rollout_recipe=runtime.resolved.rollout_recipe,
         learner_recipe=runtime.resolved.learner_recipe,
@@ -175,24 +156,16 @@ def _worst_tokens(programs: Programs, batch: Host, rollout: Host, d: np.ndarray)
     return [described(row, slot) for row, slot in worst]
 
 
-def observe(
-    programs, rollout: Host, batch: Host, logp: np.ndarray, note, budget=NO_END, seconds=0.0
-) -> Observed:
+def observe(programs, rollout: Host, batch: Host, logp: np.ndarray, note) -> Observed:
     """Compares all intermediate values; taps half of them at a time where tapping all changes the
-    log-probabilities. Stops if a pair of programs as slow as the slowest so far (`seconds` for the
-    first) would exceed the budget."""
+    log-probabilities."""
     mask = np.asarray(rollout.mask)
     seen = Observed()
     pending: list[Sequence[str]] = [tap_names(programs.runtime.resolved.model)]
     while pending:
-        if not budget.allows(seconds):
-            seen.left_out = [name for names in pending for name in names]
-            break
         names = pending.pop(0)
-        began = budget.clock()
         tapped = programs.rollout(names)
         learner_logp, learner_taps = programs.learner(batch, names)
-        seconds = max(seconds, budget.clock() - began)
         seen.pieces += 1
         same = np.array_equal(tapped.tokens, rollout.tokens) and not (
             compare.bits_differ(tapped.logprobs, rollout.logprobs).any()
@@ -229,10 +202,8 @@ def _add(seen: Observed, rollout: Taps, learner: Taps, batch: Host, mask: np.nda
             seen.rollout[name] = rollout[name]
 
 
-def _contributions(
-    programs: Programs, batch: Host, rollout: Host, seen: Observed, budget: Budget
-) -> dict:
-    """Measures what each operation and each layer adds to mean |dlogp|, within the budget.
+def _contributions(programs: Programs, batch: Host, rollout: Host, seen: Observed) -> dict:
+    """Measures what each operation and each layer adds to mean |dlogp|.
 
     `local` is the relative difference of an operation's output, the largest of all layers, when the
     learner computes it from the rollout's inputs: 0 unless the operation is at fault. `adds` is the
@@ -259,8 +230,6 @@ def _contributions(
     valid = compare.valid_positions(batch.lengths, batch.tokens.shape[1])
     found = []
     for name in names:
-        if not budget.allows(0.0):
-            break
         local = compare.compare_taps(name, seen.rollout[name], own[name], valid)
         sizes = [row.get("relative") or 0.0 for row in local]
         if name in CUTS or max(sizes) <= noise:
@@ -281,7 +250,6 @@ def _contributions(
         "by_layer": [
             {"layer": i, "left": left(dict.fromkeys(free, np.arange(layers) == i))}
             for i in range(layers)
-            if budget.allows(0.0)
         ],
     }
 

@@ -6,14 +6,11 @@ import pathlib
 
 import ml_collections
 
-from fp8rl_jax.config.functions import named_functions
 from fp8rl_jax.drift.attribute import analyse
-from fp8rl_jax.drift.kept_step import KeptStep, analyse_step
 from fp8rl_jax.drift.programs import Programs, affordable
 from fp8rl_jax.policy.load import Note, load_trained
 from fp8rl_jax.training.optimizer import optimizer_of_phase
-from fp8rl_jax.training.run_directory import as_saved, differences, training_config
-from fp8rl_jax.training.runtime import Runtime, make_runtime
+from fp8rl_jax.training.runtime import make_runtime
 
 
 def analyse_drift(
@@ -22,14 +19,12 @@ def analyse_drift(
     prompts: int | None = None,
     note: Note = lambda text: None,
 ) -> dict:
-    """Analyses the step that a run has kept, which has its largest drift, if the run has the same
-    configuration; else new samples of the configuration's training questions (`drift.analyse`).
+    """Analyses new samples of the configuration's training questions (`drift.analyse`).
 
     Args:
       config: recipes, model and batch; recipes may differ from those of the run.
       checkpoint: directory of a run, whose newest weights are used; None for random weights.
-      prompts: number of questions for new samples (no kept step is then read); None for those of
-        one RL step.
+      prompts: number of questions; None for those of one RL step.
       note: called with a line for each part.
 
     Raises:
@@ -39,9 +34,6 @@ def analyse_drift(
         config = config.copy_and_resolve_references()
         config.rollout.prompts_per_step = prompts
     runtime = make_runtime(config)
-    if prompts is None and (kept := _kept_step(runtime, checkpoint)):
-        note(f"RL step {kept.step} of {checkpoint}, the largest drift that it has kept")
-        return analyse_step(runtime, kept, note)
     source = "random weights"
     optimizer = optimizer_of_phase(config, "rl")
     if checkpoint is None:
@@ -59,14 +51,3 @@ def analyse_drift(
     if len(questions) < len(asked):
         note(f"{len(questions)} of {len(asked)} questions: more would not fit into 4 GiB")
     return {"source": source} | analyse(Programs.on(runtime, state, questions), note)
-
-
-def _kept_step(runtime: Runtime, checkpoint: str | None) -> KeptStep | None:
-    """Loads the kept step of the run in `checkpoint`; None if the run had another configuration."""
-    directory = pathlib.Path(checkpoint or "")
-    if checkpoint is None or not (directory / "config.json").is_file():
-        return None
-    ran_with = training_config(directory, named_functions(runtime.config))
-    if differences(as_saved(ran_with), as_saved(runtime.config)):
-        return None
-    return KeptStep.load(runtime, directory)

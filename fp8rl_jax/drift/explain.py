@@ -46,14 +46,6 @@ def explain(evidence: Evidence) -> dict[str, str | int | None]:
             "values are sharded where mesh.tensor is above 1.",
             "run it with --config.mesh.tensor=1 to see the operation",
         )
-    if missing := evidence.result["not_compared"]:
-        return _verdict(
-            "unknown",
-            "Log-probabilities differ, though recipes, weights and scaling agree; time was up "
-            f"before {len(missing)} intermediate values were compared, and none of the others "
-            "differs.",
-            "let `fp8rl drift` compare the rest",
-        )
     hidden = ", ".join(evidence.result["unobservable"])
     return _verdict(
         "unknown",
@@ -77,7 +69,7 @@ def _no_drift(evidence: Evidence) -> dict:
         differing = f"values of {first['op']}"
     if logits is not None and logits["differ"]:
         differing = "logits of tokens that were not drawn"
-    seen = evidence.result["tapped_programs"] and not _hidden(evidence)
+    seen = evidence.result["tapped_programs"] and not evidence.result["unobservable"]
     if differing is None:
         return _verdict(
             "none",
@@ -92,11 +84,6 @@ def _no_drift(evidence: Evidence) -> dict:
         "log-probabilities have the same bits.",
         "do not rely on it: another platform or another batch may show it",
     )
-
-
-def _hidden(evidence: Evidence) -> list[str]:
-    """Returns the names of the values that were not compared."""
-    return [*evidence.result["unobservable"], *evidence.result["not_compared"]]
 
 
 def _same(evidence: Evidence) -> bool:
@@ -222,7 +209,7 @@ def _operation(evidence: Evidence) -> dict | None:
         f"{first['differ']:.2%} of its elements differ, by at most {first['max']:.2g}; everything "
         "computed before it is equal bit for bit."
     )
-    if hidden := _hidden(evidence):
+    if hidden := evidence.result["unobservable"]:
         sentence = sentence.replace("The first value", "Of the values that were compared the first")
         sentence = sentence.replace(" computed before it", " compared before it")
         sentence += f" {len(hidden)} could not be compared."
@@ -240,11 +227,11 @@ def _logprob(evidence: Evidence) -> dict | None:
     if logits is None:
         return None
     if logits["differ"]:
+        which = "The compared" if evidence.result["unobservable"] else "The"
         return _verdict(
             "head",
-            f"{'The compared' if _hidden(evidence) else 'The'} hidden states are equal bit for "
-            f"bit, and {logits['differ']:.2%} of the logits differ, by at most "
-            f"{logits['max']:.2g}: the output head is not the same.",
+            f"{which} hidden states are equal bit for bit, and {logits['differ']:.2%} of the "
+            f"logits differ, by at most {logits['max']:.2g}: the output head is not the same.",
             "multiply by the same head through block_matmul on both sides",
         )
     sides = evidence.alternatives

@@ -48,8 +48,6 @@ def print_analysis(result: dict) -> None:
     console.print(f"\n[bold]{verdict['culprit']}[/]", end=": ")
     console.print(verdict["sentence"], markup=False, soft_wrap=True)
     console.print(f"What to do: {verdict['advice']}.", markup=False, soft_wrap=True)
-    if left_out := ", ".join(result["left_out"]):
-        console.print(f"Left out, as time was up: {left_out}.", markup=False, soft_wrap=True)
     console.print(f"Products: {result['products']['sentence']}.", markup=False, soft_wrap=True)
     if result["tapped_programs"] > 1:
         hidden = ", ".join(result["unobservable"]) or "none"

@@ -91,7 +91,7 @@ def self_check(runtime: Runtime) -> SelfCheck:
     config = cut.config
     state = cut.engine.new_state(cut.engine.init_params(), optimizer_of_phase(config, "rl"))
     questions = cut.questions["train"][: config.rollout.prompts_per_step]
-    rollout, _, logp, _ = run_both(Programs.on(cut, state, questions))
+    rollout, _, logp = run_both(Programs.on(cut, state, questions))
     mask = np.asarray(rollout.mask)
     differ = bits_differ(logp, rollout.logprobs)[mask]
     gap = np.abs(logp.astype(np.float64) - rollout.logprobs)[mask]

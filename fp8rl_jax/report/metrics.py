@@ -1,15 +1,16 @@
 """The table of metrics: every number that a run writes into its JSON lines.
 
 `metrics.jsonl` has a line for each RL step, `sft.jsonl` for each update of supervised fine-tuning,
-`eval.jsonl` for each evaluation and set of held-out questions, `samples.jsonl` for each transcript.
+`eval.jsonl` for each evaluation and set of held-out questions, `samples.jsonl` for each transcript,
+`rewards.jsonl` and `digests.jsonl` for each RL step.
 The report's sections, the live line in a terminal and docs/reference/metrics.md follow this table.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 
 class Metric(NamedTuple):
@@ -181,20 +182,19 @@ _EXPERTS = _only_with(
     Metric("experts_unused_frac", "share", "experts without a token", "Experts without a token"),
 )
 
-_SLOTS = (
-    *_only_with(
-        "continuous batching",
-        Metric(
-            "rollout_slots_used", "share", "slots and turns that drew", "Share of slots that drew"
-        ),
-        Metric(
-            "rollout_preemptions",
-            "times",
-            "responses that lost their pages and were computed anew",
-            "Responses computed anew",
-        ),
-        Metric("rollout_prefilled", "tokens", "tokens prefilled"),
+_LOOP = _only_with(
+    "continuous batching",
+    Metric("rollout_slots_used", "share", "slots and turns that drew", "Share of slots that drew"),
+    Metric(
+        "rollout_preemptions",
+        "times",
+        "responses that lost their pages and were computed anew",
+        "Responses computed anew",
     ),
+    Metric("rollout_prefilled", "tokens", "tokens prefilled"),
+)
+_SLOTS = (
+    *_LOOP,
     *_only_with(
         "rollout.most_versions above 1",
         Metric("versions_mean", "versions", "versions of the policy that drew a response"),
@@ -372,6 +372,45 @@ _SAMPLES = (
     Metric("reward", "reward", "of the response; null if it was not scored"),
 )
 
+_REWARDS = (
+    Metric("step", "steps", "number of the RL step, from 1"),
+    Metric(
+        "rewards",
+        "reward",
+        "of each response, a list for each question; null for one that was not scored",
+    ),
+    Metric("by_name", "reward", "the same for each reward, without its weight", when="several"),
+    Metric(
+        "turns", "reward", "what the environment gave for each reply of a response", when=_TURNS
+    ),
+)
+
+_STEPS = "an RL step"
+_DIGESTS = (
+    Metric("phase", "text", "sft or rl"),
+    Metric("step", "steps", "step of that phase after which the line was written"),
+    Metric(
+        "made_with",
+        "object",
+        "configuration, data, code, versions and machine",
+        when="the first line, and those that are new when a run is resumed",
+    ),
+    Metric("state", "digest", "all arrays that a checkpoint holds", when="the start or a step"),
+    *_only_with(
+        _STEPS,
+        Metric("prompts", "digest", "the prompts' tokens"),
+        Metric("tokens", "digest", "the drawn tokens and their log-probabilities"),
+        Metric("rewards", "digest", "the line of rewards.jsonl"),
+        Metric(
+            "record",
+            "digest",
+            "the line of metrics.jsonl without times, rates, memory and counts of the sampler's "
+            "loop",
+        ),
+    ),
+    Metric("chain", "SHA-256", "the line and the chain of the line before it"),
+)
+
 # {heading of a section of report.html: (file of its metrics, metrics in the order of plots and
 # lines)}, in the order of the report.
 SECTIONS = {
@@ -391,12 +430,20 @@ GAP = "gap"  # key of a record that stands in the place of lost ones
 FILES = {
     file: [metric for name, section in SECTIONS.values() if name == file for metric in section]
     for file in ("metrics", "sft", "eval")
-} | {"samples": [*_SAMPLES]}
+} | {"samples": [*_SAMPLES], "rewards": [*_REWARDS], "digests": [*_DIGESTS]}
+_OF_MACHINE = (*_TIME, *_LOOP)
 
 
 def find(file: str, key: str) -> Metric | None:
     """Returns the metric of a key of `file`.jsonl ('metrics', 'reward_mean'); None if unknown."""
     return next((metric for metric in FILES[file] if metric.among([key])), None)
+
+
+def reproducible(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a line of metrics.jsonl without what the machine's speed, memory and devices decide:
+    the metrics of time, and counts of the sampler's loop."""
+    left_out = {key for metric in _OF_MACHINE for key in metric.among(record)}
+    return {key: value for key, value in record.items() if key not in left_out}
 
 
 def live_line(file: str, record: dict, accuracy: str) -> str:

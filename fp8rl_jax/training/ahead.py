@@ -44,6 +44,7 @@ from fp8rl_jax.training.partial import Responses
 from fp8rl_jax.training.runtime import Runtime
 from fp8rl_jax.training.sample_step import Drawn, Samples, Version, sample_step
 from fp8rl_jax.training.step_metrics import Times
+from fp8rl_jax.training.watch import Watch, unwatched
 
 Weights = Any  # what the sampler takes
 
@@ -67,10 +68,12 @@ class Rollouts:
     Attributes:
       questions: the stream of questions.
       share_weights: whether rollouts sample with the arrays of `Served` during an update.
+      watch: looks at the parts of a step.
     """
 
-    def __init__(self, runtime: Runtime, questions: Stream, show: Show):
+    def __init__(self, runtime: Runtime, questions: Stream, show: Show, watch: Watch = unwatched):
         self.questions = questions
+        self.watch = watch
         self._runtime = runtime
         self._show = show
         self._ahead = runtime.config.rollout.ahead
@@ -110,6 +113,7 @@ class Rollouts:
         oldest = max(0, step - self._ahead - (self._runtime.config.rollout.most_versions - 1))
         versions = drawn.samples.versions[drawn.samples.rollout.mask]
         assert ((versions >= oldest) & (versions <= step)).all()
+        self.watch("sample", step + 1, runtime=self._runtime, drawn=drawn, state=state)
         return drawn
 
     def _begin(self, step: int, version: Version) -> None:

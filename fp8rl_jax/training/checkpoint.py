@@ -26,7 +26,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
+from orbax.checkpoint import checkpoint_managers as policies
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError, refused_by_system
@@ -89,6 +90,7 @@ class Checkpoints:
     Args:
       directory: directory, made if it does not exist.
       keep: number of newest checkpoints to keep.
+      kept: numbers of checkpoints to keep for good.
       own: whether nothing else writes there; then leftovers of killed processes are removed:
         incomplete checkpoints, and old ones beyond `keep`.
 
@@ -98,7 +100,9 @@ class Checkpoints:
 
     _base_checksum: int | None = None  # of the frozen base, the same at every save
 
-    def __init__(self, directory: pathlib.Path, keep: int, own: bool = False):
+    def __init__(
+        self, directory: pathlib.Path, keep: int, own: bool = False, kept: Sequence[int] = ()
+    ):
         logging.getLogger("absl").addFilter(_of_others)
         self._directory = directory.resolve()
         remedy = "mend that, or choose another run.dir"
@@ -108,7 +112,9 @@ class Checkpoints:
         self._release = weakref.finalize(self, os.close, descriptor)
         self._path = _nameless(self._directory, descriptor)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            preservation_policy=policies.AnyPreservationPolicy(
+                [policies.LatestN(keep), policies.CustomSteps(kept)]
+            ),
             create=True,
             cleanup_tmp_directories=own,
             # In several processes a failed write would leave the others at a barrier of orbax's.
@@ -118,7 +124,8 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._path, options=options)
         processes.barrier("the checkpoints are known")  # to all, before one is deleted
         for number in sorted(self._manager.all_steps())[:-keep] if own else ():
-            self._manager.delete(number)
+            if number not in kept:
+                self._manager.delete(number)
 
     def latest(self) -> int | None:
         """Returns the number of the newest complete checkpoint, or None."""
@@ -527,6 +534,13 @@ def _array_checksums(state: Any) -> list[int]:
     together = iter(run([x for x in leaves if not is_on_host(x)]))
     alone = (run([to_device(x)])[0] for x in away)
     return [int(np.asarray(next(alone if is_on_host(x) else together))) for x in leaves]
+
+
+def named_checksums(state: Any) -> dict[str, int]:
+    """Returns {path: checksum} of a state's arrays, without a frozen base: 'arrays' of a
+    checkpoint's metadata."""
+    state = with_frozen(state, None)
+    return dict(zip(_names(state), _array_checksums(state), strict=True))
 
 
 def state_checksum(state: Any, sums: list[int] | None = None) -> int:

@@ -114,7 +114,7 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunLogs:
-    """The logs of a run directory: RL steps, SFT, evaluations, transcripts; and `run.loggers`.
+    """The logs of a run directory, those of `report.metrics.FILES`; and `run.loggers`.
 
     In a run of several processes only the first one opens and writes them.
     """
@@ -140,6 +140,7 @@ class RunLogs:
           UserError: a file is too short, or not written by a run.
         """
         self.moved_to: pathlib.Path | None = None
+        self.digests: list[dict[str, Any]] = []  # what digests.jsonl has, in the first process
         self._writers: dict[str, JsonlWriter] = {}
         self._sinks: list[Outside] = []
         if processes.first():
@@ -162,6 +163,7 @@ class RunLogs:
                 )
             writer.truncate(size)
         written = {name: read_log(writer.path) for name, writer in self._writers.items()}
+        self.digests = written["digests"]
         self._sinks = [Outside(name, directory, config, note) for name in logger_names(config)]
         for name, records in written.items():
             self._show(name, [r for r in records if GAP not in r], again=True)
@@ -175,7 +177,7 @@ class RunLogs:
         numbers = (directory / f"earlier-{number}" for number in itertools.count(1))
         target = next(path for path in numbers if not path.exists())
         target.mkdir()
-        of_drift = (directory / name for name in ("drift.json", "drift.html", "drift_step"))
+        of_drift = (directory / name for name in ("drift.json", "drift.html"))
         for path in (*former, *filter(os.path.lexists, of_drift)):
             path.rename(target / path.name)
         return target
@@ -195,8 +197,10 @@ class RunLogs:
             self.write("samples", *samples)
 
     def _show(self, name: str, records: Iterable[dict[str, Any]], again: bool = False) -> None:
-        """Sends records to the loggers, samples of one evaluation together; `again`: the records
-        were written before a resumption."""
+        """Sends records to the loggers, samples of one evaluation together, but no digests and
+        single rewards; `again`: the records were written before a resumption."""
+        if name in ("digests", "rewards"):
+            return
         sinks = [sink for sink in self._sinks if sink.writes_anew or not again]
 
         def phase_and_step(record: dict[str, Any]) -> tuple[str, int]:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -24,23 +24,13 @@ from fp8rl_jax.report import summarise, write_report
 from fp8rl_jax.report.metrics import DRIFT_MAX
 from fp8rl_jax.training.ahead import Rollouts, Weights
 from fp8rl_jax.training.checkpoint import Checkpoints
+from fp8rl_jax.training.digests import record_digest, rewards_digest, rewards_line, samples_digests
 from fp8rl_jax.training.engine import Served
 from fp8rl_jax.training.learn import NonFiniteUpdate
 from fp8rl_jax.training.run import Run, non_finite_message
 from fp8rl_jax.training.runtime import Runtime
-from fp8rl_jax.training.sample_step import Samples
 from fp8rl_jax.training.step import metrics_of, rl_step
 from fp8rl_jax.training.step_metrics import Metrics
-
-
-class Monitor(Protocol):
-    """Analyses steps with drift; see `drift.DriftMonitor`."""
-
-    def keep(self, state: TrainState, drifted: bool) -> None:
-        """Called before each step; `drifted`: whether an earlier step had drift."""
-
-    def seen(self, step: int, samples: Samples, logp: np.ndarray, seconds: float) -> None:
-        """Called after a step with drift; `seconds`: its times of rollout and learner."""
 
 
 def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
@@ -54,6 +44,7 @@ def begin_rl(run: Run, params, scaling_state: dict | None) -> TrainState:
         reference = Checkpoints(run.directory / "reference", keep=1)
         reference.save(0, policy_of(state), {})
         reference.close()
+    run.link(state)
     run.save(state)
     return state
 
@@ -85,7 +76,7 @@ def _reference(run: Run, state: TrainState) -> TrainState:
 
 
 def run_rl(
-    run: Run, state: TrainState, monitor: Monitor, meta: Mapping[str, Any] = MappingProxyType({})
+    run: Run, state: TrainState, meta: Mapping[str, Any] = MappingProxyType({})
 ) -> TrainState:
     """Runs RL steps from `state.step` to the end, or until the run must stop.
 
@@ -93,7 +84,6 @@ def run_rl(
       run: the run.
       state: state of `begin_rl`, or of a checkpoint.
       meta: the checkpoint's metadata.
-      monitor: monitor of steps that drift though they must not.
 
     Raises:
       RewardError, NonFiniteError: as `rl_step`.
@@ -102,7 +92,7 @@ def run_rl(
     rt = run.runtime
     reference = _reference(run, state) if rt.resolved.algorithm.needs_reference else None
     run.display.phase("RL", run.runtime.config.run.steps, int(state.step), run.compile_times)
-    rollouts = Rollouts(rt, _stream(rt, state), run.display.rollout)
+    rollouts = Rollouts(rt, _stream(rt, state), run.display.rollout, run.watch)
     served = rt.engine.refit(state)
 
     def weights_of(name: str) -> Weights:
@@ -113,22 +103,16 @@ def run_rl(
         arrays = run.checkpoints.read_arrays(run.number(state))
         rollouts.restore(int(state.step), meta, arrays, weights_of)
     with contextlib.closing(rollouts):
-        return _steps(run, state, served, reference, rollouts, monitor)
+        return _steps(run, state, served, reference, rollouts)
 
 
 def _steps(
-    run: Run,
-    state: TrainState,
-    served: Served,
-    reference: TrainState | None,
-    rollouts: Rollouts,
-    monitor: Monitor,
+    run: Run, state: TrainState, served: Served, reference: TrainState | None, rollouts: Rollouts
 ) -> TrainState:
     config = run.runtime.config
     if not config.sft.steps and int(state.step) == 0:
         run.evaluate(state, served.weights)
     for step in range(int(state.step) + 1, config.run.steps + 1):
-        monitor.keep(state, run.drifted)
         rescore = not run.runtime.resolved.takes_rollout_logprobs(run.doubted or run.drifted)
         compiled = compile_seconds()
         try:
@@ -146,11 +130,13 @@ def _steps(
         served = result.served
         record = metrics_of(run.runtime, result)
         drift = _forbidden_drift(run, record)
-        if drift:
-            seconds = record["time_rollout"] + record["time_learner"]
-            monitor.seen(step, result.drawn.samples, result.update.logp, seconds)
-        del result  # frees device memory: its routing is on the devices
+        rewards = rewards_line(step, result.drawn.samples)
+        digests = samples_digests(result.drawn.samples) | {"rewards": rewards_digest(rewards)}
         run.logs.write("metrics", record)
+        run.logs.write("rewards", rewards)
+        run.link(state, digests | {"record": record_digest(record)})
+        run.watch("update", step, result=result)
+        del result  # frees device memory: its routing is on the devices
         run.display.step("metrics", record)
         last = step == config.run.steps
         if last or step % config.eval.every == 0:
@@ -162,7 +148,8 @@ def _steps(
             if count := rollouts.running():
                 run.display.note(f"{run.stopped_by}: waits for {count} rollouts ahead, then saves")
         broken = drift and config.precision.zero_drift == "required"
-        if last or stopping or broken or step % config.run.checkpoint_every == 0:
+        due = step % config.run.checkpoint_every == 0 or run.number(state) in run.kept
+        if last or stopping or broken or due:
             run.save(state, rollouts.beside())
         if broken:
             _end_for_drift(run, step, drift)
@@ -185,7 +172,8 @@ def _forbidden_drift(run: Run, record: Metrics) -> float:
         run.drifted = True
         run.display.note(
             f"warning: drift {drift:.1e} at RL step {record['step']}, though the recipes are "
-            f"equal{recompute}"
+            f"equal{recompute}; `fp8rl drift --checkpoint {run.directory}` runs it again and names "
+            "the operation"
         )
     return drift
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import RewardError
 from fp8rl_jax.base.jax_settings import hold_settings
 from fp8rl_jax.learner import TrainState
-from fp8rl_jax.training.checkpoint import NOTHING, Beside, Checkpoints
+from fp8rl_jax.training.checkpoint import NOTHING, Beside, Checkpoints, named_checksums
 from fp8rl_jax.training.compile_times import CompileTimes
+from fp8rl_jax.training.digests import Chain, made_with, state_digest
 from fp8rl_jax.training.evaluate import evaluate
 from fp8rl_jax.training.lock import RunLock
 from fp8rl_jax.training.logs import RunLogs
 from fp8rl_jax.training.progress import Display
 from fp8rl_jax.training.runtime import Runtime
+from fp8rl_jax.training.watch import Watch, unwatched
 
 
 class Run:
@@ -29,6 +32,7 @@ class Run:
       display: display of the progress.
       compile_times: estimates of what the first steps compile.
       checkpoints: checkpoints of the run.
+      kept: numbers of those that are kept for good.
       logs: logs, which `open_logs` opens at the run's start or its resumption.
       phase: 'sft' or 'rl'.
       doubted: whether the self-check, or an earlier run of this configuration, has shown drift
@@ -37,12 +41,18 @@ class Run:
       evaluation_failed: whether the restored state was saved because its evaluation failed.
       interrupted: function that returns the name of the signal that stops this process, or None.
       stopped_by: result of `stop`.
+      watch: looks at the parts of RL steps; with one, nothing is evaluated.
     """
 
     logs: RunLogs
 
     def __init__(
-        self, runtime: Runtime, lock: RunLock, display: Display, stop: Callable[[], str | None]
+        self,
+        runtime: Runtime,
+        lock: RunLock,
+        display: Display,
+        stop: Callable[[], str | None],
+        watch: Watch = unwatched,
     ):
         config = runtime.config
         self.runtime = runtime
@@ -53,17 +63,23 @@ class Run:
         self.interrupted = stop
         keep = config.run.keep_checkpoints
         self._opened = contextlib.ExitStack()
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep, own=True)
+        self.kept = kept_for_good(config)
+        self.checkpoints = Checkpoints(
+            self.directory / "checkpoints", keep, own=True, kept=self.kept
+        )
         self._opened.callback(self.checkpoints.close)
         self.phase = "sft"
         self.evaluation_failed = False
         self.doubted = self.drifted = False
         self.stopped_by: str | None = None
+        self.watch = watch
 
     def open_logs(self, offsets: dict[str, int] | None) -> None:
         """Opens the logs at a checkpoint's `offsets`; None starts new logs."""
         self.logs = RunLogs(self.directory, offsets, self.runtime.config, self.display.note)
         self._opened.callback(self.logs.close)
+        self._chain = Chain(self.logs.digests)
+        self._changed = self._chain.changed(made_with(self.runtime))
 
     def close(self) -> None:
         """Closes logs and checkpoints."""
@@ -93,6 +109,16 @@ class Run:
         self._lock.check()
         self.checkpoints.save(self.number(state), state, meta, beside)
 
+    def link(self, state: TrainState, digests: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Writes the line of digests.jsonl of a state, with digests of the step behind which it
+        is."""
+        line: dict[str, Any] = {"phase": self.phase, "step": int(state.step)}
+        if self._changed:
+            line["made_with"] = self._changed
+            self._changed = {}
+        line |= {**digests, "state": state_digest(named_checksums(state))}
+        self.logs.write("digests", self._chain.linked(line))
+
     def save_for_reward(self, state: TrainState, beside: Beside, **more: Any) -> None:
         """Writes a checkpoint before a run stops because of its reward, and shows a note."""
         self.save(state, beside, **more)
@@ -107,6 +133,8 @@ class Run:
         Raises:
           RewardError: every call of the reward failed; the resumed run evaluates again.
         """
+        if self.watch is not unwatched:
+            return
         hold_settings()
         try:
             evaluations = evaluate(self.runtime, weights, self.phase, int(state.step))
@@ -115,6 +143,13 @@ class Run:
             raise
         self.logs.write_evaluations(evaluations)
         self.display.evaluations([evaluation.record for evaluation in evaluations])
+
+
+def kept_for_good(config) -> range:
+    """Returns the numbers of the checkpoints that `run.keep_every` keeps."""
+    first = config.sft.steps
+    every = config.run.keep_every
+    return range(first, first + config.run.steps + 1, every) if every else range(0)
 
 
 def non_finite_message(phase: str, step: int, metrics, saved: bool = True) -> str:

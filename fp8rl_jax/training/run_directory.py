@@ -56,6 +56,7 @@ _MAY_CHANGE = (
     "run.cache_dir",
     "run.compilation_cache",
     "run.keep_checkpoints",
+    "run.keep_every",
     "eval.average_last",
     "run.loggers",
     "run.project",
@@ -66,7 +67,8 @@ _MAY_CHANGE = (
 )
 _DIGEST = "data.sha256"
 # Files that a run writes besides its logs, which `RunLogs` checks.
-_FILES: tuple[str, ...] = ("config.json", "model.json", _DIGEST, "environment.json")
+FILES_OF_START = ("model.json", _DIGEST)  # beside config.json and environment.json
+_FILES: tuple[str, ...] = ("config.json", "environment.json", *FILES_OF_START)
 _FILES += ("report.html", "drift.json", "drift.html")
 _DIRECTORIES = ("checkpoints", "reference")
 _SHARED_SECONDS = 10.0  # time for a network file system to show a new file
@@ -286,19 +288,34 @@ def differences(theirs: dict, ours: dict) -> dict[str, tuple[Any, Any]]:
 
     A field that `theirs`, from an older version, lacks has its default, or what that version did.
     """
-    defaults = flatten(default_config())
-    before, now = (defaults | flatten(sections_config(c)) for c in (theirs, ours))
+    before = _whole(theirs)
+    now = _whole(ours)
     truncated = before["rollout.top_k"] > 0 or before["rollout.top_p"] < 1.0
     if truncated and "truncated_sampling" not in theirs.get("algo", {}):
         before["algo.truncated_sampling"] = "whole"
-    same = {*before, *now} - set(_MAY_CHANGE)
-    if now.get("optimizer.end_fraction", 1.0) < 1:  # the decay ends at the last step
-        same.add("run.steps")
     return {
         name: (before.get(name), now.get(name))
-        for name in sorted(same)
+        for name in sorted(_lasting_names(before | now))
         if before.get(name) != now.get(name)
     }
+
+
+def lasting(saved: dict) -> dict[str, Any]:
+    """Returns {field: value} of a saved configuration, without fields that a resumption may
+    change."""
+    fields = _whole(saved)
+    return {name: fields[name] for name in sorted(_lasting_names(fields))}
+
+
+def _whole(saved: dict) -> dict[str, Any]:
+    return flatten(default_config()) | flatten(sections_config(saved))
+
+
+def _lasting_names(fields: dict[str, Any]) -> set[str]:
+    names = set(fields) - set(_MAY_CHANGE)
+    if fields.get("optimizer.end_fraction", 1.0) < 1:  # the decay ends at the last step
+        names.add("run.steps")
+    return names
 
 
 def as_options(changed: dict[str, tuple[Any, Any]]) -> str:
@@ -336,6 +353,7 @@ def _bytes_to_write(resolved: Resolved, size: int) -> int:
     left = run.steps - max([0, *(number - sft.steps for number in there)])
     saves = 1 + -(-left // run.checkpoint_every) + (0 if there else sft.steps and sft.evaluations)
     more = max(1, min(run.keep_checkpoints + 1 - len(there), saves))
+    more += left // run.keep_every if run.keep_every else 0
     return more * size + (size // 3 if stays else 0)
 
 

@@ -120,6 +120,7 @@ def rl_step(
 
         # 3. Advantages and weights.
         batch, weights = weighed(runtime.resolved.algorithm, drawn.samples, batch)
+        rollouts.watch("reward", int(state.step) + 1, batch=batch)
 
         # 4. Update; the sampler's weights are freed before it.
         if not rollouts.share_weights:

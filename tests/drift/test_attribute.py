@@ -142,12 +142,11 @@ def test_taps_that_change_the_bits_are_left_out(disturbing):
     assert [row["op"] for row in seen.rows if row["differ"]] == ["o_proj/output"] * 2
 
 
-def _explained(first=None, not_compared=(), logits=None, drifts=True):
+def _explained(first=None, unobservable=(), logits=None, drifts=True):
     result = {
         "first": first,
         "logits": logits,
-        "unobservable": [],
-        "not_compared": list(not_compared),
+        "unobservable": list(unobservable),
         "tapped_programs": 1,
         "weights": {"comparable": True, "leaves": 1, "differing": []},
         "headline": {"drift_tokens": 812.0},
@@ -156,8 +155,8 @@ def _explained(first=None, not_compared=(), logits=None, drifts=True):
     return explain(Evidence(recipe, recipe, drifts, result, {}))["sentence"]
 
 
-def test_what_was_left_out_is_not_called_equal():
-    """Where time was up, no sentence speaks of values that were not compared."""
+def test_what_was_not_observed_is_not_called_equal():
+    """No sentence speaks of values that were not compared."""
     name = "self_attn/q_rope"
     first = {"op": name, "layer": 1, "differ": 0.5, "max": 1.0, "float32_only": None}
     assert "everything computed before it is equal" in _explained(first)
@@ -165,7 +164,8 @@ def test_what_was_left_out_is_not_called_equal():
     assert sentence.startswith("Of the values that were compared the first that differs is self_")
     assert "everything compared before it is equal" in sentence
     assert sentence.endswith("2 could not be compared.")
-    assert "time was up before 2 intermediate values" in _explained(None, ["embed", "gated"])
+    sentence = _explained(None, ["embed", "gated"])
+    assert "not observable without changing the bits: embed, gated" in sentence
     logits = {"differ": 0.5, "max": 1.0}
     assert _explained(None, ["norm/output"], logits).startswith("The compared hidden states")
     assert "every intermediate value" in _explained(drifts=False)

@@ -18,7 +18,7 @@ from fp8rl_jax.training.engine import JaxEngine
 from fp8rl_jax.training.logs import read_jsonl
 
 CONFIG = pathlib.Path(__file__).parent / "tiny_config.py"
-FILES = ("metrics", "sft", "eval", "samples")
+FILES = ("metrics", "sft", "eval", "samples", "rewards", "digests")
 TIME_PREFIXES = ("time_", "tokens_per_s_", "calibrate_frac")  # not reproducible
 _PROGRAMS = ("sampler", "eval_sampler", "compiled_score", "compiled_refit", "compiled_calibrate")
 

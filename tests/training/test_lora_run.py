@@ -12,8 +12,6 @@ from tiny_run import CONFIG, overrides, train_counting, without_times
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.cli.main import run
 from fp8rl_jax.config import load_config
-from fp8rl_jax.drift.kept_step import KeptStep
-from fp8rl_jax.learner import policy_of
 from fp8rl_jax.models import hf
 from fp8rl_jax.models.masters import Adapted, merged, with_frozen
 from fp8rl_jax.policy.load import open_trained
@@ -105,30 +103,6 @@ def test_run(more, tmp_path):
     state = new.engine.new_state(new.engine.initial_params(), optimizer)
     adapters = (state.params.adapters, after.params.adapters)
     jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, adapters))
-
-
-@pytest.mark.slow
-def test_a_kept_step_has_its_base(tmp_path):
-    """`fp8rl drift` repeats a step of adapters on the base that no file of the run holds."""
-    config = load_config(str(CONFIG), overrides(tmp_path, **_FIELDS))
-    new = make_runtime(config)
-    optimizer = optimizer_of_phase(config, "rl")
-    state = new.engine.new_state(new.engine.initial_params(), optimizer)
-    count, slots = config.rollout.prompts_per_step, config.rollout.max_new_tokens
-    rows = np.zeros((new.resolved.step_samples, slots), np.float32)
-    step = KeptStep(
-        step=1,
-        policy=jax.device_get(policy_of(state)),
-        questions=new.questions["train"][:count],
-        first_ids=np.arange(count) * config.rollout.group_size,
-        key=jax.random.key(0, impl="threefry2x32"),
-        rollout={"tokens": rows.astype(np.int32), "mask": rows == 0, "logprobs": rows},
-        logp=rows,
-    )
-    step.save(new, tmp_path)
-    found = KeptStep.load(new, tmp_path)
-    weights = found.programs(new, np.arange(count)).weights
-    jax.tree.map(np.testing.assert_array_equal, weights, new.engine.refit(state).weights)
 
 
 def test_another_base_is_refused(tmp_path):

@@ -131,6 +131,8 @@ def _fill(logs: RunLogs, steps: range) -> None:
         logs.write("sft", {"step": step, "loss": 2.0})
         logs.write("eval", {"step": step, "phase": "rl", "accuracy_greedy": 0.5})
         logs.write("samples", {"step": step, "phase": "rl", "prompt": "1 + 1", "reward": 1.0})
+        logs.write("rewards", {"step": step, "rewards": [[1.0]]})
+        logs.write("digests", {"step": step, "phase": "rl", "state": "0" * 16, "chain": "1"})
 
 
 def _steps(directory) -> dict[str, list[int]]:
@@ -169,13 +171,12 @@ def test_run_logs_without_offsets_start_empty(tmp_path):
         _fill(logs, range(2 * number))
         logs.close()
         (tmp_path / "drift.json").write_text(str(number))
-        (tmp_path / "drift_step").mkdir()
         former[number] = _steps(tmp_path)
     logs = RunLogs(tmp_path, None, default_config())
     logs.close()
     assert logs.moved_to == tmp_path / "earlier-2"
     assert not any(_steps(tmp_path).values())
-    assert not (tmp_path / "drift.json").exists() and not (tmp_path / "drift_step").exists()
+    assert not (tmp_path / "drift.json").exists()
     assert [(tmp_path / f"earlier-{k}" / "drift.json").read_text() for k in (1, 2)] == ["1", "2"]
     assert {k: _steps(tmp_path / f"earlier-{k}") for k in (1, 2)} == former
     assert RunLogs(tmp_path, {}, default_config()).moved_to is None
