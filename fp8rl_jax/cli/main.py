@@ -54,6 +54,8 @@ _COMMANDS = (
     *data.COMMANDS,
     drift.DRIFT,
     replay.REPLAY,
+    replay.BISECT,
+    replay.VERIFY,
     *bench.COMMANDS,
     Command(
         "plan",

@@ -1,8 +1,10 @@
-"""`fp8rl replay`: runs an RL step of a run again, and says whether it is equal bit for bit."""
+"""`fp8rl replay`, `bisect` and `verify`: a step of a run again, where two runs part, what a run has
+recorded."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pathlib
 import sys
@@ -121,6 +123,82 @@ def _shell(step: int, names: dict[str, Any]) -> None:
     code.interact(banner=f"RL step {step}: {', '.join(names)}", local=names, exitmsg="")
 
 
+def _bisect(values: argparse.Namespace) -> int:
+    runs = _runs("fp8rl bisect", values.runs, "RUN_DIR OTHER_RUN_DIR", 2)
+    from fp8rl_jax.replay.bisect import cause, parting
+
+    found, compared = parting(*runs)
+    if found is None:
+        print(f"equal bit for bit up to RL step {compared}, the last that both runs have")
+        return 0
+    print(found)
+    again = None
+    if found.step and not values.digests_only:
+        again, lines = _both_again(runs, found, values.allow_import)
+        for line in lines:
+            print(line)
+    print(cause(found, again))
+    return 1
+
+
+def _both_again(runs: list[pathlib.Path], found, permitted: list[str]):
+    """Runs the step at which two runs part again in both; returns whether each is as recorded, and
+    sentences on what differs."""
+    from fp8rl_jax.replay.again import run_again, said, unlike
+    from fp8rl_jax.replay.bisect import details
+
+    with contextlib.ExitStack() as stack:
+        replays = []
+        for run in runs:
+            temporary = tempfile.TemporaryDirectory(prefix="fp8rl-replay-")
+            into = pathlib.Path(stack.enter_context(temporary))
+            config = _config_of(run, permitted)
+            replays.append(run_again(run, found.step, config, into, note=note))
+        odd = [unlike(run, one) for run, one in zip(runs, replays, strict=True)]
+        lines = details(found, *replays)
+        for run, one, steps in zip(runs, replays, odd, strict=True):
+            for step, parts in steps.items():
+                lines += [f"{run}, {text}" for text in said(run, one, step, parts)]
+    return tuple(not steps for steps in odd), lines
+
+
+def _verify(values: argparse.Namespace) -> int:
+    (run,) = _runs("fp8rl verify", values.runs, "RUN_DIR", 1)
+    from fp8rl_jax.replay.again import recorded_steps
+    from fp8rl_jax.replay.verify import check_records, check_start, check_steps
+
+    wrong = check_records(run)
+    config = _config_of(run, values.allow_import)
+    changed, other = check_start(run, config)
+    wrong += changed
+    steps = {} if wrong else check_steps(run, config, values.steps, values.seed, note)
+    unequal = [
+        f"RL step {step}, run again, is not equal: {', '.join(parts)} differ"
+        for step, parts in steps.items()
+        if parts
+    ]
+    count = len(recorded_steps(run))
+    if not wrong:
+        print(f"intact: the chain, the records of {count} RL steps and the states of checkpoints")
+    if equal := [str(step) for step, parts in steps.items() if not parts]:
+        print(f"equal, run again here: RL step{'s' * (len(equal) > 1)} {', '.join(equal)}")
+    if other and unequal:
+        print(*unequal, sep="\n")
+        print(f"not decided, for the run was made with others: {'; '.join(other)}")
+        return 0
+    print(*wrong, *unequal, sep="\n", end="\n" if wrong or unequal else "")
+    return 1 if wrong or unequal else 0
+
+
+def _runs(command: str, words: list[str], form: str, count: int) -> list[pathlib.Path]:
+    if len(words) != count:
+        raise UserError(f"{command}: write `{command} {form}`")
+    for word in words:
+        if not os.path.isdir(word):
+            raise UserError(f"{command}: {word} is no directory; name that of a run")
+    return [pathlib.Path(word) for word in words]
+
+
 def _config_of(run: pathlib.Path, permitted: list[str]):
     from fp8rl_jax.training.run_directory import training_config
 
@@ -164,4 +242,43 @@ REPLAY = Command(
     config=True,
     processes=True,
     starts="restores the checkpoint before the step and compiles as the run did",
+)
+
+BISECT = Command(
+    "bisect",
+    "finds the first step, sample, token or array in which two runs differ, and why",
+    _bisect,
+    (
+        argument(
+            "runs",
+            "directories of two runs, which are only read",
+            "RUN_DIR OTHER_RUN_DIR",
+            nargs="*",
+            type=a_path,
+        ),
+        argument(
+            "--digests-only",
+            "compare what the runs have recorded, and run no step again",
+            action="store_true",
+        ),
+        ALLOW_IMPORT,
+    ),
+    starts="reads the digests of both runs; then runs a step of each again",
+)
+
+VERIFY = Command(
+    "verify",
+    "checks what a run has recorded, and runs some of its steps again",
+    _verify,
+    (
+        argument(
+            "runs", "directory of a run, which is only read", "RUN_DIR", nargs="*", type=a_path
+        ),
+        argument(
+            "--steps", "number of steps to run again (default: 3)", "K", type=whole(0), default=3
+        ),
+        argument("--seed", "which steps (default: 0)", "S", type=whole(0), default=0),
+        ALLOW_IMPORT,
+    ),
+    starts="reads the records and checkpoints of the run; then runs steps again",
 )
