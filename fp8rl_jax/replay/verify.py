@@ -87,8 +87,11 @@ def check_start(
             except UserError as error:
                 wrong.append(str(error))
                 continue
+            at = f"{meta['phase']} step {meta['step']}"
+            if number != meta["step"] + (config.sft.steps if meta["phase"] == "rl" else 0):
+                wrong.append(f"checkpoint {number}: it holds the state after {at}")
             if digest != states.get((meta["phase"], meta["step"]), digest):
-                wrong.append(f"checkpoint {number}: its state is not the one that was recorded")
+                wrong.append(f"checkpoint {number}: its state is not the one recorded after {at}")
     return wrong, other
 
 

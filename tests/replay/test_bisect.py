@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import shutil
 from unittest import mock
 
 import jax
@@ -14,13 +15,21 @@ import pytest
 from tiny_run import CONFIG, overrides
 
 from fp8rl_jax import cli
+from fp8rl_jax.base.json_file import strict_json
 from fp8rl_jax.data import Stream
 from fp8rl_jax.replay.bisect import Parting, cause
 from fp8rl_jax.training import rl
 from fp8rl_jax.training import run as training_run
 from fp8rl_jax.training.engine import JaxEngine
+from fp8rl_jax.training.logs import read_jsonl
 from fp8rl_jax.training.rewards import Rewards
 
+_PARTS = {
+    "tokens": "its rollout",
+    "rewards": "its rewards",
+    "record": "its metrics",
+    "state": "its update",
+}
 _IMPORT = "--allow-import=dense_reward"
 _STEP = 2  # of three, at which a fault is planted
 
@@ -160,38 +169,57 @@ def _field(name: str, value, step: int = 1, part: str = "state"):
 
 
 _OTHERWISE = "of the second run is not as recorded: it was computed otherwise"
-_MACHINE = "made with different machine.products ("
-_LIBRARY = "made with different versions.jaxlib ("
 # {name: (what plants it, fields, step at which the runs part, first part, words of the cause)}.
 _FAULTS = {
-    **{f"weight {i}": (lambda i=i: _weight(i), {}, 2, "tokens", _OTHERWISE) for i in (0, 2, 4)},
+    **{f"weight {i}": (lambda i=i: _weight(i), {}, 2, "state", _OTHERWISE) for i in range(6)},
     **{f"moment {i}": (lambda i=i: _moment(i), {}, 2, "state", _OTHERWISE) for i in (0, 3)},
     "key": (_key, {}, 2, "tokens", _OTHERWISE),
     "position": (_position, {}, 2, "state", _OTHERWISE),
     **{
-        f"reward {s}": (lambda s=s, b=b: _reward(s, b), {}, 2, "rewards", _OTHERWISE)
-        for s, b in ((0, 0.25), (7, 1e-9), (15, -3.0))
+        f"reward {s} by {b}": (lambda s=s, b=b: _reward(s, b), {}, 2, "rewards", _OTHERWISE)
+        for s, b in ((0, 0.25), (3, np.nan), (7, 1e-9), (8, 1e-16), (15, -3.0))
     },
     "questions": (_questions, {}, 2, "prompts", _OTHERWISE),
-    **{f"token {s}": (lambda s=s: _token(s), {}, 2, "tokens", _OTHERWISE) for s in (0, 9)},
-    "log-probability": (lambda: _logprob(3), {}, 2, "tokens", _OTHERWISE),
+    **{f"token {s}": (lambda s=s: _token(s), {}, 2, "tokens", _OTHERWISE) for s in (0, 9, 15)},
+    **{
+        f"log-probability {s}": (lambda s=s: _logprob(s), {}, 2, "tokens", _OTHERWISE)
+        for s in (1, 3, 14)
+    },
     "refit": (_refit_left_out, {}, 3, "tokens", _OTHERWISE),
-    "machine": (
-        lambda: _elsewhere(_weight(1), **{"machine.products": "another"}),
-        {},
-        2,
-        "tokens",
-        _MACHINE,
-    ),
-    "library": (
-        lambda: _elsewhere(_moment(1), **{"versions.jaxlib": "0.0.1"}),
-        {},
-        2,
-        "state",
-        _LIBRARY,
-    ),
+    **{
+        name: (
+            lambda name=name, plant=plant: _elsewhere(plant(), **{name: "another"}),
+            {},
+            2,
+            part,
+            f"made with different {name} (",
+        )
+        for name, plant, part in (
+            ("machine.products", lambda: _weight(1), "state"),
+            ("machine.machine", lambda: _moment(0), "state"),
+            ("machine.kind", lambda: _logprob(5), "tokens"),
+            ("versions.jaxlib", lambda: _weight(0), "state"),
+            ("versions.fp8rl_jax", lambda: _token(2), "tokens"),
+            ("versions.numpy", lambda: _reward(4, 1e-12), "rewards"),
+            ("functions.dense_reward.py", lambda: _reward(2, 0.5), "rewards"),
+            ("data", _questions, "prompts"),
+        )
+    },
     "learning rate": _field("optimizer.learning_rate", 2e-4, part="record"),
-    "b1": _field("optimizer.b1", 0.8),
+    "b2": _field("optimizer.b2", 0.9),
+    "weight decay": _field("optimizer.weight_decay", 0.3),
+    "warmup": _field("optimizer.warmup_steps", 3, part="record"),
+    "KL": _field("algo.kl_coef", 0.1, part="record"),
+    "aggregation": _field("algo.loss_aggregation", "seq_mean_token_mean", part="record"),
+    "baseline": _field("algo.baseline", "none", part="record"),
+    "scale": _field("algo.scale", "none", part="record"),
+    "epochs": _field("algo.epochs", 2, part="record"),
+    "mini-batches": _field("algo.num_minibatches", 2, part="record"),
+    "temperature": _field("rollout.temperature", 0.9, part="tokens"),
+    "top-p": _field("rollout.top_p", 0.9, part="tokens"),
+    "top-k": _field("rollout.top_k", 5, part="tokens"),
+    "questions of a step": _field("rollout.prompts_per_step", 2, part="prompts"),
+    "rollouts ahead": _field("rollout.ahead", 1, step=2, part="tokens"),
 }
 
 
@@ -221,3 +249,19 @@ def test_causes():
     assert "a reward, an environment or a tool" in cause(same, (True, True))
     start = Parting("sft", 0, ["state"], {})
     assert "before the first step of fine-tuning" in str(start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["tokens", "rewards", "record", "state"])
+def test_edited_digests(part, honest, tmp_path, capsys):
+    """A record that was changed afterwards."""
+    directory, _ = honest
+    other = tmp_path / "run"
+    shutil.copytree(directory, other)
+    lines = read_jsonl(other / "digests.jsonl")
+    lines[-1][part] = "0" * 16
+    (other / "digests.jsonl").write_text("".join(strict_json(line) + "\n" for line in lines))
+    assert cli.run(["bisect", str(directory), str(other), _IMPORT]) == 1
+    out = capsys.readouterr().out
+    assert f"the runs part at RL step 3: {_PARTS[part]} ({part} differ)" in out
+    assert _OTHERWISE in out, out

@@ -94,7 +94,7 @@ _FILES = {
     "config.json": (_config, "config.optimizer.learning_rate is 0.0002 here, and the run was"),
     "a checkpoint": (_checkpoint(14), "is no complete checkpoint of this run"),
     "an older checkpoint": (_checkpoint(12), "is no complete checkpoint of this run"),
-    "checkpoints swapped": (_swapped, "its state is not the one that was recorded"),
+    "checkpoints swapped": (_swapped, "checkpoint 14: it holds the state after rl step 4"),
     "a state": (_chained(_value("digests", 6, state="0" * 16)), "checkpoint 14: its state is not"),
 }
 _STEPS = {
