@@ -109,4 +109,4 @@ def token_divergences(
         own, others = hidden
         return _chunk_divergences(recipe, parallel, own, head, (others, other_head), draws)
 
-    return by_chunks_of_all_rows(divergence, (hidden, other_hidden), draws, parallel.row_devices)
+    return by_chunks_of_all_rows(divergence, (hidden, other_hidden), draws)

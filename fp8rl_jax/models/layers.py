@@ -65,6 +65,8 @@ from fp8rl_jax.quant.operands import (
 from fp8rl_jax.quant.products import has_grouped_kernels, layer_matmuls, plus
 from fp8rl_jax.quant.varying import varying_vjp
 
+ROW_PARTS = 8  # of sums over the rows of a batch, so that half as many devices give the bits of one
+
 
 def tap_activation(
     module: nn.Module,
@@ -180,7 +182,7 @@ def _plus_bias_forward(recipe, parallel, y, bias):
 
 def _plus_bias_backward(recipe, parallel, residual, cotangent):
     dy = cotangent.astype(jnp.float32)
-    return dy, parallel.sum_over_batch(dy)
+    return dy, parallel.sum_over_batch(recipe, dy)
 
 
 _plus_bias.defvjp(_plus_bias_forward, _plus_bias_backward)
@@ -241,7 +243,7 @@ class Linear(Part):
             x = tap_activation(
                 self, "input", x, functools.partial(_as_multiplied, self.recipe, kernel)
             )
-            rows = Rows(parallel.devices)
+            rows = Rows(parallel.devices, whole=parallel.replicate, parts=ROW_PARTS)
         y = multiply(self.recipe, x.matrix(), kernel, rows, _product(self.recipe, bias))
         y = y.reshape(*x.shape[:-1], y.shape[-1])
         if not self.adds_bias:
@@ -450,7 +452,7 @@ def _rms_norm_backward(recipe, eps, quantise, parallel, residual, cotangent):
     dy_weighted = dy * weight
     projection = sum_last(dy_weighted * y)[..., None] * np.float32(1 / x.shape[-1])
     dx = inverse * (dy_weighted - y * projection)
-    return dx.astype(x.dtype), parallel.sum_over_batch(dy * y).astype(weight.dtype)
+    return dx.astype(x.dtype), parallel.sum_over_batch(recipe, dy * y).astype(weight.dtype)
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)

@@ -151,7 +151,7 @@ def _chunk_backward(recipe: Recipe, parallel: Parallel, residual, cotangents):
 
     def gradients():
         inverse = inverse_temperature(draws.temperature)
-        logits, pull = jax.vjp(lambda x, w: head_logits(x, w, recipe, parallel), hidden, head)
+        logits, pull = jax.vjp(lambda x: head_logits(x, head, recipe, parallel), hidden)
         targets = draws.targets[:, None]
         is_target = jnp.arange(logits.shape[1], dtype=targets.dtype) == targets
         scaled = logits * inverse[:, None]
@@ -159,7 +159,11 @@ def _chunk_backward(recipe: Recipe, parallel: Parallel, residual, cotangents):
         keeps, _ = kept_tokens(draws, prevent_fma(scaled), logits.shape[1], cut)
         if keeps is not None:
             probability = jnp.where(keeps, probability, 0.0)
-        return pull((is_target - probability) * (cotangents[0] * inverse)[:, None])
+        of_logits = (is_target - probability) * (cotangents[0] * inverse)[:, None]
+        # The head's gradient is summed over all rows on every device, in one order on any mesh.
+        rows, of_rows = parallel.replicate((hidden, of_logits))
+        pull_head = jax.vjp(lambda w: head_logits(rows, w, recipe, parallel), head)[1]
+        return *pull(of_logits), *jax.tree.map(parallel.replicate, pull_head(of_rows))
 
     return *if_any(draws.counts, gradients), None
 
@@ -276,40 +280,26 @@ def token_logprobs(
     def logp(hidden: jax.Array, draws: Draws):
         return _chunk_logprobs(recipe, parallel, hidden, head, draws)
 
-    if draws.counts is not None or parallel.devices > 1:
-        return by_chunks_of_all_rows(logp, hidden, draws, parallel.row_devices)
-    batch, length = draws.targets.shape
-    count = batch * length
-    chunk = min(_CHUNK, count)
-
-    def chunks_of(x: jax.Array) -> jax.Array:
-        x = pad_to(x.reshape(count, *x.shape[2:]), 0, chunk)
-        return x.reshape(-1, chunk, *x.shape[1:])
-
-    chunks = jax.tree.map(chunks_of, (hidden, draws))
-    if len(chunks[0]) == 1:
-        values, entropy = logp(*jax.tree.map(lambda x: x[0], chunks))
-    else:
-        values, entropy = lax.map(lambda xs: logp(*xs), chunks)
-    return tuple(x.reshape(-1)[:count].reshape(batch, length) for x in (values, entropy))
+    return by_chunks_of_all_rows(logp, hidden, draws)
 
 
-def by_chunks_of_all_rows(run: Callable, hidden: Any, draws: Draws, devices: int) -> Any:
+def by_chunks_of_all_rows(run: Callable, hidden: Any, draws: Draws) -> Any:
     """Computes ``run(hidden, draws)``, a tree of arrays (B, T), by chunks of tokens of all B rows.
 
-    A product's order on a CPU depends on how many rows each device has. These chunks have equally
-    many on all of them, where chunks of tokens in order would lie on one.
+    All devices have equally many rows of such a chunk, where chunks of tokens in order would lie on
+    one. Its size does not depend on the number of devices, nor does the order in which gradients
+    of chunks are added.
 
     Args:
       run: function of hidden states (M, D) and of draws, arrays (M, ...), with `Draws.counts` of a
         chunk.
       hidden: (B, T, D), or a tree of such arrays.
       draws: the tokens (B, T).
-      devices: number of devices that share the rows.
     """
     batch, length = draws.targets.shape
     tokens = _CHUNK if draws.counts is None else _FEW
-    chunk = min(max(tokens * devices // batch, 1), length)
+    count = -(-length // max(tokens // batch, 1))
+    chunk = -(-length // count)  # of nearly equal chunks, so that little is padding
 
     def chunks_of(x: jax.Array) -> jax.Array:
         x = pad_to(x, 1, chunk)

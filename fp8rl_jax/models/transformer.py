@@ -105,7 +105,8 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(config.embedding_init_std)
         shape = (config.vocab_size, config.hidden_size)
         table = self.parallel.replicate(self.param("embed_tokens", init, shape))
-        x = compute_value(_embed(table, tokens, self.recipe.kernels), self.recipe)
+        rows = _embed(table, tokens, self.recipe.kernels, self.parallel)
+        x = compute_value(rows, self.recipe)
         if config.scale_embeddings:
             factor = jnp.asarray(math.sqrt(config.hidden_size), x.dtype).astype(jnp.float32)
             x = compute_value(prevent_fma(x.astype(jnp.float32) * factor), self.recipe)
@@ -200,26 +201,27 @@ def _join(auxes: list[dict]) -> dict:
     return {n: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts) for n, parts in found.items()}
 
 
-@functools.partial(varying_vjp, static=1)
+@functools.partial(varying_vjp, static=2)
 def _lookup(
-    implementation: str, value: jax.Array, master: jax.Array, tokens: jax.Array
+    implementation: str, parallel: Parallel, value: jax.Array, master: jax.Array, tokens: jax.Array
 ) -> jax.Array:
     """Returns rows `tokens` of `value`; the gradient goes to `master`, added up in float32."""
     return value[tokens]
 
 
-def _lookup_forward(implementation, value, master, tokens):
+def _lookup_forward(implementation, parallel, value, master, tokens):
     return value[tokens], (jnp.zeros((0,), master.dtype), master.shape, tokens)
 
 
-def _lookup_backward(implementation, residual, cotangent):
+def _lookup_backward(implementation, parallel, residual, cotangent):
     like, shape, tokens = residual
 
     def kernel(tokens, cotangent):
         rows = cotangent.reshape(-1, shape[1])
         return gpu_kernels().embedding.embedding_gradient(tokens.reshape(-1), rows, shape[0])
 
-    def plain(tokens, cotangent):
+    def plain(tokens, cotangent):  # of all rows on every device, in one order on any mesh
+        tokens, cotangent = parallel.replicate((tokens, cotangent))
         return jnp.zeros(shape, jnp.float32).at[tokens].add(cotangent.astype(jnp.float32))
 
     grad = by_platform(implementation, kernel, plain, tokens, cotangent)
@@ -229,9 +231,11 @@ def _lookup_backward(implementation, residual, cotangent):
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def _embed(table: jax.Array | BoundWeight, tokens: jax.Array, implementation: str) -> jax.Array:
+def _embed(
+    table: jax.Array | BoundWeight, tokens: jax.Array, implementation: str, parallel: Parallel
+) -> jax.Array:
     if isinstance(table, BoundWeight):
-        return _lookup(implementation, table.value, table.master, tokens)
+        return _lookup(implementation, parallel, table.value, table.master, tokens)
     return table[tokens]
 
 

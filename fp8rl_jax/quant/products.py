@@ -6,6 +6,7 @@ See rule.py for what the operands are, and for products of experts.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -191,14 +192,18 @@ def dgrad(recipe: Recipe, dy: Matrix, w: Matrix, experts: Experts, dtype) -> jax
     return _of_experts(recipe, multiply, dy, w, experts, dtype, transposed=True)
 
 
-def wgrad(recipe: Recipe, x: Matrix, dy: Matrix, experts: Experts, count: int) -> jax.Array:
+def wgrad(
+    recipe: Recipe, x: Matrix, dy: Matrix, experts: Experts, count: int, parts: int = 1
+) -> jax.Array:
     """Returns ``x^T dy`` in float32: (M, K) and (M, N) -> (K, N).
 
+    The sum over M is one product in the fastest order, or, with `parts`, a power of two, as many as
+    divide M, which are added by halves: half as many devices that share M give the bits of one.
     With experts (tiles, R, K) and (tiles, R, N) -> (count, K, N), the tiles of every expert added
     in ascending order; zeros for an expert without tiles.
     """
     if experts is None:
-        return _multiply_for_gradient(recipe, x.mT, dy)
+        return _wgrad(recipe, x, dy, parts)
 
     def at_once(x, dy, experts):
         return _by_kernel("grouped_wgrad", recipe, x, dy, experts, count)
@@ -219,6 +224,29 @@ def wgrad(recipe: Recipe, x: Matrix, dy: Matrix, experts: Experts, count: int) -
     if not has_grouped_kernels(recipe) or x.shape[1] % K_BLOCK:
         return by_tile(x, dy, experts)
     return by_platform(recipe.kernels, at_once, by_tile, x, dy, experts)
+
+
+def _wgrad(recipe: Recipe, x: Matrix, dy: Matrix, parts: int) -> jax.Array:
+    """Computes `wgrad` of one matrix."""
+
+    def multiply(x, dy):
+        return matmul_at_once(x.mT, dy, recipe.kernels)
+
+    def plain(x, dy):
+        x, dy = _values(recipe, x, dy)
+        count = math.gcd(len(x), parts)
+        if count == 1:
+            return multiply(x, dy)
+        sums = jax.vmap(multiply)(*(v.reshape(count, -1, v.shape[1]) for v in (x, dy)))
+        while len(sums) > 1:
+            pairs = sums.reshape(-1, 2, *sums.shape[1:])
+            sums = pairs[:, 0] + pairs[:, 1]
+        return sums[0]
+
+    def kernel(x, dy):
+        return _multiply(recipe, x.mT, dy)
+
+    return by_platform(recipe.kernels, kernel, plain, x, dy)
 
 
 def layer_matmuls(

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,10 +82,15 @@ class Rows:
       devices: number of devices over which XLA divides x's rows; 1 under a shard_map.
       gather: the shard_map's mesh axis over which K of x is divided; None if each device has all
         of K.
+      whole: places the gradient of w whole on every device before it is divided as w is; else its
+        product would be that of a part.
+      parts: number of parts of the rows whose gradients of w are added by halves (`wgrad`).
     """
 
     devices: int = 1
     gather: str | None = None
+    whole: Callable[[jax.Array], jax.Array] = lambda gradient: gradient
+    parts: int = 1
 
 
 def matmul(
@@ -337,7 +343,8 @@ def _backward(
         dx = dx.astype(residual.x_dtype)
     dw = None  # as a cotangent: zeros
     if residual.parameter_dtype is not None:
-        dw = wgrad(recipe, x, columns, experts, weight.shape[0]).astype(residual.parameter_dtype)
+        dw = wgrad(recipe, x, columns, experts, weight.shape[0], lhs.parts)
+        dw = lhs.whole(dw).astype(residual.parameter_dtype)
     adapter = None
     if residual.adapter is not None:
         adapter = _adapter_gradients(recipe, x, dy, residual.adapter, experts)

@@ -13,6 +13,8 @@ from fp8rl_jax.config import load_config
 from fp8rl_jax.learner import LossConfig
 from fp8rl_jax.plan import h200
 from fp8rl_jax.rollout import ContinuousSampler
+from fp8rl_jax.training.checkpoint import named_checksums
+from fp8rl_jax.training.digests import state_digest
 from fp8rl_jax.training.engine import Prompts
 from fp8rl_jax.training.optimizer import learning_rates, make_optimizer
 from fp8rl_jax.training.runtime import make_runtime
@@ -90,6 +92,7 @@ def main() -> None:
                 "loss": float(metrics["loss"]),
                 "grad_norm": float(metrics["grad_norm"]),
                 "scaling": scaling,
+                "state": state_digest(named_checksums(state)),
             }
         )
     )

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fp8rl_jax.kernels import resolve, sum_rows
+from fp8rl_jax.kernels.arrays import pad_to
 from fp8rl_jax.models.config import ModelConfig
 from fp8rl_jax.quant import BoundWeight, Recipe
 from fp8rl_jax.sharding import BATCH_AXES, batch_divisor
@@ -124,17 +125,14 @@ class Parallel:
         specs = (*(rows,) * len(by_row), *(spec,) * len(shared))
         return self.shard_map(run, specs, rows)(*by_row, *shared)
 
-    def sum_over_batch(self, x: jax.Array) -> jax.Array:
-        """Sums float32 (B, ..., N) over all axes but the last, (N,): over each device's rows, then
-        over devices. The order of additions, and so the last bits, depend on the mesh."""
-
-        def own(x: jax.Array) -> jax.Array:
+    def sum_over_batch(self, recipe: Recipe, x: jax.Array) -> jax.Array:
+        """Sums float32 (B, ..., N) over all axes but the last, (N,): over each row of the batch,
+        then the rows' sums, which every device has, so that the order is that of any mesh. Where
+        kernels run, over all of a device's rows at once; a shard_map adds the devices' sums."""
+        if resolve(recipe.kernels) != "reference":
             return sum_rows(x.reshape(-1, x.shape[-1]))
-
-        axes = self.rows(x.shape[0]) if self.devices > 1 else None
-        if axes is None:
-            return own(x)
-        return self.shard_map(lambda x: lax.psum(own(x), axes), PartitionSpec(axes), WHOLE)(x)
+        rows = pad_to(x.reshape(len(x), -1, x.shape[-1]), 1, 16)  # for `sum_rows` to divide
+        return sum_rows(self.replicate(jax.vmap(sum_rows)(rows)))
 
 
 ONE_DEVICE = Parallel()  # no mesh
