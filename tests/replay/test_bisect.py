@@ -171,7 +171,16 @@ def _field(name: str, value, step: int = 1, part: str = "state"):
 _OTHERWISE = "of the second run is not as recorded: it was computed otherwise"
 # {name: (what plants it, fields, step at which the runs part, first part, words of the cause)}.
 _FAULTS = {
-    **{f"weight {i}": (lambda i=i: _weight(i), {}, 2, "state", _OTHERWISE) for i in range(6)},
+    **{
+        f"weight {i}": (
+            lambda i=i: _weight(i),
+            {},
+            2,
+            part,
+            _OTHERWISE,
+        )  # some change a byte of FP8
+        for i, part in enumerate(("state", "state", "state", "record", "state", "record"))
+    },
     **{f"moment {i}": (lambda i=i: _moment(i), {}, 2, "state", _OTHERWISE) for i in (0, 3)},
     "key": (_key, {}, 2, "tokens", _OTHERWISE),
     "position": (_position, {}, 2, "state", _OTHERWISE),
@@ -207,7 +216,7 @@ _FAULTS = {
     },
     "learning rate": _field("optimizer.learning_rate", 2e-4, part="record"),
     "b2": _field("optimizer.b2", 0.9),
-    "weight decay": _field("optimizer.weight_decay", 0.3),
+    "weight decay": _field("optimizer.weight_decay", 0.3, part="record"),
     "warmup": _field("optimizer.warmup_steps", 3, part="record"),
     "KL": _field("algo.kl_coef", 0.1, part="record"),
     "aggregation": _field("algo.loss_aggregation", "seq_mean_token_mean", part="record"),
@@ -219,7 +228,7 @@ _FAULTS = {
     "top-p": _field("rollout.top_p", 0.9, part="tokens"),
     "top-k": _field("rollout.top_k", 5, part="tokens"),
     "questions of a step": _field("rollout.prompts_per_step", 2, part="prompts"),
-    "rollouts ahead": _field("rollout.ahead", 1, step=2, part="tokens"),
+    "rollouts ahead": _field("rollout.ahead", 1, part="record"),
 }
 
 
