@@ -4,8 +4,9 @@ device (docs/zero_drift.md).
     python docs/scripts/same_bits.py [--config FILE] [--steps 4] [--out DIR] [--only NAME,...]
         [--config.SECTION.FIELD=VALUE ...]
 
-Devices are those that XLA makes of one CPU. `resumed` stops after half of its steps on one device,
-and goes on on four. Seconds are those of the fastest step, without compiling.
+Devices are those that XLA makes of one CPU, with 8 threads where no other number is named. The run
+`resumed` stops after half of its steps on one device, and goes on on four. Seconds are those of the
+fastest step, without compiling.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def train(
     given = {"run.dir": out, "run.cache_dir": out.parent / "cache" / out.name, **fields}
     command = [sys.executable, "-m", "fp8rl_jax", "train", "--auto-resume", "--config", config]
     command += [f"--config.{name}={value}" for name, value in given.items()] + words
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), **more}
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "PJRT_NPROC": "8"}
+    env = {**os.environ, **own, **more}
     subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
 
 
