@@ -240,6 +240,23 @@ def read_config(command: str, values: argparse.Namespace):
     return config
 
 
+def recorded_config(run: str | pathlib.Path, values: argparse.Namespace):
+    """Returns the configuration with which a run trained, with the overrides of a command that
+    takes them; uses its program cache.
+
+    Raises:
+      UserError: `training_config` refuses it.
+    """
+    from fp8rl_jax.config import override
+    from fp8rl_jax.training.run_directory import training_config
+
+    needed = ("precision", "env", "algo")
+    config = training_config(pathlib.Path(run), values.allow_import, needed)
+    override(config, values.overrides)
+    keep_programs(config.run.compilation_cache)
+    return config
+
+
 def keep_programs(setting: str = "") -> None:
     """Uses the compilation cache; `setting` is the value of `run.compilation_cache`."""
     from fp8rl_jax.base.compilation_cache import use_compilation_cache

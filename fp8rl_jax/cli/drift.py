@@ -17,6 +17,7 @@ from fp8rl_jax.cli.arguments import (
     keep_programs,
     note,
     read_config,
+    recorded_config,
     whole,
     writable,
     writing,
@@ -40,10 +41,8 @@ def _drift_config(values: argparse.Namespace):
 
 def _step_or_sample(values: argparse.Namespace) -> tuple[dict, pathlib.Path]:
     """Returns the analysis of a step of a run, or of new samples, and the directory for it."""
-    from fp8rl_jax.config import override
     from fp8rl_jax.drift.command import analyse_drift
     from fp8rl_jax.replay.drifting_step import analyse_step, largest_drift
-    from fp8rl_jax.training.run_directory import training_config
 
     step = values.step
     if not (step or values.config or values.prompts or values.overrides or not values.checkpoint):
@@ -54,9 +53,7 @@ def _step_or_sample(values: argparse.Namespace) -> tuple[dict, pathlib.Path]:
         directory = writable("fp8rl drift", place)
         return analyse_drift(config, values.checkpoint, values.prompts, note), directory
     run = pathlib.Path(values.checkpoint)
-    config = training_config(run, values.allow_import, ("precision", "env", "algo"))
-    override(config, values.overrides)
-    keep_programs(config.run.compilation_cache)
+    config = recorded_config(run, values)
     directory = writable("fp8rl drift", values.out or values.checkpoint)
     with tempfile.TemporaryDirectory(prefix="fp8rl-drift-") as into:
         return analyse_step(run, step, config, pathlib.Path(into), note), directory

@@ -19,8 +19,8 @@ from fp8rl_jax.cli.arguments import (
     a_path,
     argument,
     directory,
-    keep_programs,
     note,
+    recorded_config,
     whole,
     writable,
 )
@@ -40,7 +40,6 @@ def _replay(values: argparse.Namespace) -> int:
 
 def _replayed(values: argparse.Namespace) -> int:
     run, step = _run_and_step(values)
-    from fp8rl_jax.config import override
     from fp8rl_jax.replay.again import recorded_steps, run_again
     from fp8rl_jax.replay.values import arrays_of, sample_table
 
@@ -49,8 +48,7 @@ def _replayed(values: argparse.Namespace) -> int:
         if not recorded:
             raise UserError(f"{run} has no RL step yet: name a step")
         step = max(recorded)
-    config = _config_of(run, values.allow_import)
-    override(config, values.overrides)
+    config = recorded_config(run, values)
     with tempfile.TemporaryDirectory(prefix="fp8rl-replay-") as temporary:
         into = writable("fp8rl replay", values.out or temporary)
         if any(into.iterdir()):
@@ -77,9 +75,8 @@ def _run_and_step(values: argparse.Namespace) -> tuple[pathlib.Path, int | None]
     step = values.run[1:]
     if len(values.run) not in (1, 2) or not all(word.isdecimal() and int(word) for word in step):
         raise UserError("fp8rl replay: write `fp8rl replay RUN_DIR STEP`, with an RL step from 1")
-    if not os.path.isdir(values.run[0]):
-        raise UserError(f"fp8rl replay: {values.run[0]} is no directory; name that of a run")
-    return pathlib.Path(values.run[0]), int(step[0]) if step else None
+    (run,) = _runs("fp8rl replay", values.run[:1], "RUN_DIR STEP", 1)
+    return run, int(step[0]) if step else None
 
 
 def _compared(run: pathlib.Path, replayed, recorded, overrides: list[str]) -> int:
@@ -134,14 +131,14 @@ def _bisect(values: argparse.Namespace) -> int:
     print(found)
     again = None
     if found.step and not values.digests_only:
-        again, lines = _both_again(runs, found, values.allow_import)
+        again, lines = _both_again(runs, found, values)
         for line in lines:
             print(line)
     print(cause(found, again))
     return 1
 
 
-def _both_again(runs: list[pathlib.Path], found, permitted: list[str]):
+def _both_again(runs: list[pathlib.Path], found, values: argparse.Namespace):
     """Runs the step at which two runs part again in both; returns whether each is as recorded, and
     sentences on what differs."""
     from fp8rl_jax.replay.again import run_again, said, unlike
@@ -152,7 +149,7 @@ def _both_again(runs: list[pathlib.Path], found, permitted: list[str]):
         for run in runs:
             temporary = tempfile.TemporaryDirectory(prefix="fp8rl-replay-")
             into = pathlib.Path(stack.enter_context(temporary))
-            config = _config_of(run, permitted)
+            config = recorded_config(run, values)
             replays.append(run_again(run, found.step, config, into, note=note))
         odd = [unlike(run, one) for run, one in zip(runs, replays, strict=True)]
         lines = details(found, *replays)
@@ -168,7 +165,7 @@ def _verify(values: argparse.Namespace) -> int:
     from fp8rl_jax.replay.verify import check_records, check_start, check_steps
 
     wrong = check_records(run)
-    config = _config_of(run, values.allow_import)
+    config = recorded_config(run, values)
     changed, other = check_start(run, config)
     wrong += changed
     steps = {} if wrong else check_steps(run, config, values.steps, values.seed, note)
@@ -197,14 +194,6 @@ def _runs(command: str, words: list[str], form: str, count: int) -> list[pathlib
         if not os.path.isdir(word):
             raise UserError(f"{command}: {word} is no directory; name that of a run")
     return [pathlib.Path(word) for word in words]
-
-
-def _config_of(run: pathlib.Path, permitted: list[str]):
-    from fp8rl_jax.training.run_directory import training_config
-
-    config = training_config(run, permitted, ("precision", "env", "algo"))
-    keep_programs(config.run.compilation_cache)
-    return config
 
 
 REPLAY = Command(
@@ -240,7 +229,6 @@ REPLAY = Command(
         ALLOW_IMPORT,
     ),
     config=True,
-    processes=True,
     starts="restores the checkpoint before the step and compiles as the run did",
 )
 

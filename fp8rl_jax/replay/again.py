@@ -28,7 +28,6 @@ from fp8rl_jax.training.logs import RunLogs, read_log
 from fp8rl_jax.training.progress import Display
 from fp8rl_jax.training.run_directory import FILES_OF_START, as_saved
 
-PARTS = ("sample", "reward", "update")  # of a step, in this order
 _NEVER = 10**9  # steps
 
 
@@ -116,7 +115,7 @@ def run_again(
       config: the run's configuration, or one with other values; `run.dir` and what says how often
         a run saves are set here.
       into: directory for the replay's files, empty.
-      until: part of the step behind which the replay ends, one of PARTS.
+      until: part of the step behind which the replay ends: 'sample', 'reward' or 'update'.
       note: called with a line that says where the replay begins.
 
     Raises:
