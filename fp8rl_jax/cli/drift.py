@@ -42,11 +42,13 @@ def _drift_config(values: argparse.Namespace):
 def _step_or_sample(values: argparse.Namespace) -> tuple[dict, pathlib.Path]:
     """Returns the analysis of a step of a run, or of new samples, and the directory for it."""
     from fp8rl_jax.drift.command import analyse_drift
-    from fp8rl_jax.replay.drifting_step import analyse_step, largest_drift
+    from fp8rl_jax.replay.drifting_step import analyse_step, is_analysed, largest_drift
 
     step = values.step
     if not (step or values.config or values.prompts or values.overrides or not values.checkpoint):
         step = largest_drift(pathlib.Path(values.checkpoint))
+        if step is not None and not is_analysed(recorded_config(values.checkpoint, values)):
+            step = None
     if step is None:
         config = _drift_config(values)
         place = values.out or values.checkpoint or f"{config.run.dir}_drift"
@@ -98,9 +100,9 @@ DRIFT = Command(
     (
         argument(
             "--checkpoint",
-            "directory of a run: analyse its step with the largest drift, or if none has drifted "
-            "its newest weights, instead of random weights; without --config also its "
-            "configuration",
+            "directory of a run, with its configuration: analyse its step with the largest drift, "
+            "or its newest weights if none has drifted, its two sides differ on purpose, or its "
+            "steps are of conversations or ahead; with --config only its newest weights",
             "RUN_DIR",
             type=a_path,
         ),

@@ -13,6 +13,8 @@ import ml_collections
 import numpy as np
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.config.resolve import resolve_config
+from fp8rl_jax.config.resolved import Resolved
 from fp8rl_jax.drift import Programs, Ran, affordable, analyse, compare_sides
 from fp8rl_jax.replay.again import run_again
 from fp8rl_jax.replay.differences import line_of
@@ -31,6 +33,17 @@ _NOT_ANALYSED: dict[str, Any] = {
     "weights": {"comparable": True, "leaves": 0, "differing": []},
     "products": {"sentence": "not tried", "wrong": []},
 }
+
+
+def is_analysed(config: ml_collections.ConfigDict) -> bool:
+    """Returns whether a drift in the steps of a run is a fault, and `analyse_step` can trace it."""
+    resolved = resolve_config(config)
+    return resolved.zero_drift and _one_reply_of_its_policy(resolved)
+
+
+def _one_reply_of_its_policy(resolved: Resolved) -> bool:
+    """Returns whether a step's samples are single replies that the policy before it drew."""
+    return resolved.step is None and not resolved.stale
 
 
 def largest_drift(directory: pathlib.Path) -> int | None:
@@ -63,15 +76,14 @@ def analyse_step(
     Raises:
       UserError: as `run_again`; or the step cannot be analysed.
     """
-    values = run_again(directory, step, config, into, "sample", note).values
-    runtime = values["runtime"]
-    samples = values["drawn"].samples
-    if runtime.resolved.step is not None or runtime.resolved.stale:
+    if not _one_reply_of_its_policy(resolve_config(config)):
         raise UserError(
             "steps of conversations, and those that learn what older policies drew, are not "
             "analysed: --prompts=N samples one reply with the newest weights"
         )
-
+    values = run_again(directory, step, config, into, "sample", note).values
+    runtime = values["runtime"]
+    samples = values["drawn"].samples
     every = np.arange(len(samples.questions))
     whole = _programs(values, every)
     note(f"running the sampler and the train step of RL step {step}")

@@ -13,7 +13,7 @@ import pytest
 from tiny_run import CONFIG, overrides
 
 from fp8rl_jax import cli
-from fp8rl_jax.config import default_config
+from fp8rl_jax.config import default_config, load_config
 from fp8rl_jax.replay import drifting_step
 from fp8rl_jax.training.engine import JaxEngine
 
@@ -40,6 +40,21 @@ def test_groups_with_the_largest_drift(fit, parts, rows, groups, monkeypatch):
     gap = np.zeros((8, 3))
     gap[[1, 4, 6], 0] += [0.1, 0.3, 0.2]
     assert drifting_step._largest(gap[:rows], runtime, [*"abcd"]).tolist() == groups
+
+
+@pytest.mark.parametrize(
+    ("fields", "traced"),
+    [
+        ([], True),
+        (["precision.zero_drift=report"], False),
+        (["rollout.ahead=1"], False),
+        (["env.step=echo_env:step", "env.max_turns=6", "rollout.slots=16"], False),
+    ],
+    ids=["single replies", "drift on purpose", "ahead", "conversations"],
+)
+def test_whose_drift_is_traced(fields, traced):
+    config = load_config(str(CONFIG), [f"--config.{field}" for field in fields])
+    assert drifting_step.is_analysed(config) == traced
 
 
 def test_a_drift_that_does_not_come_back_blames_no_operation():
