@@ -208,9 +208,9 @@ part_a() {
 
 # transformers' generate beside the sampler; PyTorch needs memory in the same process.
 peer() { # tokens of a prompt
-  piece peer 75 env XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 "$python" -m fp8rl_jax bench rollout \
-    --models=qwen3_0p6b --cases=bf16,fp8 --batch=64 --prompt="$1" --new=128 --group=8 --repeats=1 \
-    --peers=transformers --out="$out/$part"
+  piece peer 75 env XLA_PYTHON_CLIENT_MEM_FRACTION=0.5 "$python" \
+    docs/scripts/rollout_beside_transformers.py --models=qwen3_0p6b --cases=bf16,fp8 --batch=64 \
+    --prompt="$1" --new=128 --group=8 --repeats=1 --out="$out/$part"
 }
 
 part_b() {

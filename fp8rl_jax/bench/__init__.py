@@ -2,8 +2,7 @@
 
 ::
 
-    cli/bench.py --+-> rollout      tokens per second: rollout_ways (static or continuous batching),
-                   |                transformers_peer (the same weights in transformers)
+    cli/bench.py --+-> rollout      tokens per second: rollout_ways (static or continuous batching)
                    +-> kernels      GPU kernels compared with XLA: kernel_shapes (which calls),
                                     kernel_times (operands and clock)
 

@@ -1,7 +1,7 @@
 """`fp8rl bench rollout`: tokens per second of the sampler, on random weights and random prompts.
 
-Every cell (model, batch, prompt, response, group) runs all cases and peers, which take turns within
-each repetition, so that a machine that slows down slows all of them. Figures are medians; ratios
+Every cell (model, batch, prompt, response, group) runs all cases, which take turns within each
+repetition, so that a machine that slows down slows all of them. Figures are medians; ratios
 are medians of the ratios within a repetition. A response has its full length, no token ends it, and
 prefill is part of the time; compilation is not. With response lengths from `long_tail`, the ways of
 sampling more sequences than slots (rollout_ways.py) are timed instead, `QUEUE` sequences per slot.
@@ -30,10 +30,9 @@ import numpy as np
 from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.exact_jit import exact_jit
 from fp8rl_jax.base.version import __version__
-from fp8rl_jax.bench import transformers_peer
 from fp8rl_jax.bench.rollout_ways import WAYS, Cell, long_tail
 from fp8rl_jax.bench.table import EMULATED, text_table
-from fp8rl_jax.kernels import backend, resolve
+from fp8rl_jax.kernels import resolve
 from fp8rl_jax.models import ModelConfig, init_params, kernel_formats, quantize_params, rope_tables
 from fp8rl_jax.models.params import parameter_counts
 from fp8rl_jax.models.presets import PRESETS, preset
@@ -43,7 +42,6 @@ from fp8rl_jax.rollout.cases import CASES
 
 QUEUE = 8  # sequences per slot where response lengths differ
 LENGTHS = ("full", "long_tail")
-PEERS = ("transformers",)
 
 
 def _qwen3(vocabulary: int, width: int, layers: int) -> ModelConfig:
@@ -64,9 +62,6 @@ def _qwen3(vocabulary: int, width: int, layers: int) -> ModelConfig:
 
 # 4,459,264 and 29,369,856 parameters.
 SMALL = {"qwen3_4p5m": _qwen3(5120, 256, 4), "qwen3_29m": _qwen3(8192, 512, 8)}
-# Targets of the project: tokens per second over transformers', on a CPU, in this cell.
-TARGETS = {"bf16": 3.0, "fp8": 1.5}
-_TARGET_CELL = Cell(32, 64, 128, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +74,6 @@ class Plan:
       groups: samples per prompt.
       cases: names of CASES; ratios refer to the first.
       lengths: names of LENGTHS.
-      peers: names of PEERS.
       repeats: timed repetitions after the one that compiles.
 
     Raises:
@@ -92,18 +86,17 @@ class Plan:
     groups: Sequence[int]
     cases: Sequence[str]
     lengths: Sequence[str]
-    peers: Sequence[str]
     repeats: int
 
     def __post_init__(self):
         if self.repeats < 1:
             raise UserError(f"--repeats is {self.repeats}; write at least 1")
-        for option, known in (("cases", CASES), ("lengths", LENGTHS), ("peers", PEERS)):
+        for option, known in (("cases", CASES), ("lengths", LENGTHS)):
             names = getattr(self, option)
             for name in names:
                 if name not in known:
                     raise UserError(f"--{option} holds {name!r}; write names of {', '.join(known)}")
-            if not names and option != "peers":
+            if not names:
                 raise UserError(f"--{option} is empty; write names of {', '.join(known)}")
         for batch, group in itertools.product(self.batches, self.groups):
             if batch % group:
@@ -170,24 +163,24 @@ def random_prompts(model: ModelConfig, cell: Cell, count: int) -> np.ndarray:
     return drawn.astype(np.int32)
 
 
-def _timed(
+def timed(
     subjects: Mapping[tuple[str, str], Callable[[], int]], repeats: int
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Times calls in turns; returns {name: {tokens, seconds of each repetition, first_s}}."""
-    timed: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
     for turn in range(1 + repeats):
         for name, call in subjects.items():
             start = time.perf_counter()
             tokens = call()
             seconds = time.perf_counter() - start
             if turn == 0:
-                timed[name] = {"tokens": tokens, "seconds": [], "first_s": seconds}
+                found[name] = {"tokens": tokens, "seconds": [], "first_s": seconds}
             else:
-                timed[name]["seconds"].append(seconds)
-    return timed
+                found[name]["seconds"].append(seconds)
+    return found
 
 
-def _faster(one: dict, other: dict) -> float:
+def faster(one: dict, other: dict) -> float:
     """Returns the median over repetitions of one's tokens per second divided by the other's."""
     seconds = np.array(other["seconds"]) / np.array(one["seconds"])
     return float(np.median(seconds) * one["tokens"] / other["tokens"])
@@ -200,16 +193,11 @@ def _sampled(
     return int(np.asarray(sample(weights, prompts, requests).mask).sum())
 
 
-def _rows(
-    lengths: str,
-    name: str,
-    model: ModelConfig,
-    weights: Mapping[str, Any],
-    peer: transformers_peer.Peer | None,
-    cell: Cell,
-    repeats: int,
-) -> list[dict[str, Any]]:
-    """Times a cell: for full responses every case and the peer, else every case in all WAYS."""
+def sampling_calls(
+    lengths: str, model: ModelConfig, weights: Mapping[str, Any], cell: Cell
+) -> dict[tuple[str, str], Callable[[], int]]:
+    """Returns {(case, way): function that samples a cell once and returns how many tokens}: for
+    full responses static batches, else all WAYS."""
     full = lengths == "full"
     count = cell.batch if full else QUEUE * cell.batch
     limits = np.full(count, cell.new, np.int32) if full else long_tail(count, cell.new)
@@ -219,41 +207,40 @@ def _rows(
             sample = WAYS[way](model, CASES[case](), cell)
             _, prompts, requests = arguments(model, served, cell, count, limits)
             subjects[case, way] = functools.partial(_sampled, sample, served, prompts, requests)
-    tried: dict[str, float] = {}
-    if full and peer is not None:
-        prompts = random_prompts(model, cell, count)
-        tried = peer.faster(prompts, cell.new, cell.group)
-        dtype = next(iter(tried))
-        theirs = "transformers", dtype
-        subjects[theirs] = lambda: peer.generate(dtype, prompts, cell.new, cell.group).size
-    measured = _timed(subjects, repeats)
+    return subjects
+
+
+def _rows(
+    lengths: str,
+    name: str,
+    model: ModelConfig,
+    weights: Mapping[str, Any],
+    cell: Cell,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Times a cell; returns a row for each case and way."""
+    measured = timed(sampling_calls(lengths, model, weights, cell), repeats)
     rows = []
-    for (case, way), timed in measured.items():
-        median = float(np.median(timed["seconds"]))
+    for (case, way), found in measured.items():
+        median = float(np.median(found["seconds"]))
         row = {
             "model": name,
             **dataclasses.asdict(cell),
             "case": case,
-            **timed,
-            "tokens_per_s": timed["tokens"] / median,
+            **found,
+            "tokens_per_s": found["tokens"] / median,
         }
-        if not full:
+        if lengths == "full":
             row |= {
-                "way": way,
-                "samples": count,
-                "over_first_way": _faster(timed, measured[case, next(iter(WAYS))]),
+                "step_ms": 1e3 * median / cell.new,
+                "over_first": faster(found, next(iter(measured.values()))),
             }
         else:
             row |= {
-                "step_ms": 1e3 * median / cell.new,
-                "over_first": _faster(timed, next(iter(measured.values()))),
+                "way": way,
+                "samples": QUEUE * cell.batch,
+                "over_first_way": faster(found, measured[case, next(iter(WAYS))]),
             }
-            if case == "transformers":
-                row |= {"dtype": dtype, "tried_s": tried}
-            elif tried:
-                row["over_transformers"] = _faster(timed, measured[theirs])
-                wanted = name in SMALL and cell == _TARGET_CELL and backend() == "cpu"
-                row["target"] = TARGETS.get(case) if wanted else None
         rows.append(row)
     return rows
 
@@ -264,30 +251,23 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
     Args:
       models: shapes by the name that the table shows.
       plan: what to time.
-      note: called with lines of progress, and with what is left out.
+      note: called with lines of progress.
 
     Returns:
       The content of `rollout.json`. `models`: shapes and parameters of each. `full`: a row for each
-      case and peer of each cell: model, batch, prompt, new, group, case; tokens of one call,
-      seconds of each repetition, first_s (the first call, compilation included); tokens_per_s;
-      step_ms, milliseconds per token of a sequence; over_first and over_transformers, tokens per
-      second over the first case's and the peer's; target of over_transformers. `long_tail`: a row
-      for each case and way of each cell: samples, the number of sequences; over_first_way, tokens
-      per second over the first way's. Further fields describe the machine and the versions.
+      case of each cell: model, batch, prompt, new, group, case; tokens of one call, seconds of each
+      repetition, first_s (the first call, compilation included); tokens_per_s; step_ms,
+      milliseconds per token of a sequence; over_first, tokens per second over the first case's.
+      `long_tail`: a row for each case and way of each cell: samples, the number of sequences;
+      over_first_way, tokens per second over the first way's. Further fields describe the machine
+      and the versions.
     """
-    has_peer = "transformers" in plan.peers and "full" in plan.lengths
     versions = {
         "fp8rl_jax": __version__,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "python": platform.python_version(),
     }
-    if has_peer:
-        try:
-            versions |= transformers_peer.versions()
-        except ImportError as error:
-            note(f"transformers is left out: {error}")
-            has_peer = False
     rows: dict[str, list[dict[str, Any]]] = {lengths: [] for lengths in LENGTHS}
     shapes = {}
     for name, model in models.items():
@@ -299,10 +279,9 @@ def bench(models: Mapping[str, ModelConfig], plan: Plan, note: Callable[[str], N
             "shape": dataclasses.asdict(model),
         }
         weights = {case: served_weights(params, CASES[case]()) for case in plan.cases}
-        peer = transformers_peer.Peer(model, params) if has_peer else None
         for cell in plan.cells:
             for kind in plan.lengths:
-                rows[kind] += _rows(kind, name, model, weights, peer, cell, plan.repeats)
+                rows[kind] += _rows(kind, name, model, weights, cell, plan.repeats)
             note(f"{name}: {cell}: measured")
     device = jax.devices()[0]
     return {
@@ -336,7 +315,7 @@ def format_table(result: dict) -> str:
             count = result["models"][model]["parameters"]
             head: tuple[str, ...] = ("tokens/s", f"over {rows[0].get('way')}")
             if kind == "full":
-                head = ("tokens/s", "ms/token", f"over {rows[0]['case']}", "over transformers")
+                head = ("tokens/s", "ms/token", f"over {rows[0]['case']}")
             lines += ["", f"{model} ({count:,} parameters), {cell}"]
             lines += text_table([("", *head), *map(_cells, rows)])
         lines += [""] if cells else []
@@ -349,12 +328,9 @@ def format_table(result: dict) -> str:
 
 def _cells(row: dict) -> list[str]:
     cells = [
-        " ".join(row[key] for key in ("case", "dtype", "way") if key in row),
+        " ".join(row[key] for key in ("case", "way") if key in row),
         f"{row['tokens_per_s']:.0f}",
     ]
     if "way" in row:
         return [*cells, f"{row['over_first_way']:.2f}"]
-    peer = f"{row['over_transformers']:.2f}" if "over_transformers" in row else ""
-    if row.get("target"):
-        peer += f" (target {row['target']})"
-    return [*cells, f"{row['step_ms']:.2f}", f"{row['over_first']:.2f}", peer]
+    return [*cells, f"{row['step_ms']:.2f}", f"{row['over_first']:.2f}"]

@@ -94,7 +94,6 @@ def _rollout(values: argparse.Namespace) -> int:
         values.group,
         cases=words(values.cases),
         lengths=words(values.lengths),
-        peers=words(values.peers),
         repeats=values.repeats,
     )
     if values.models:
@@ -130,7 +129,7 @@ _COMMANDS = (
     ),
     Command(
         "bench rollout",
-        "tokens per second of the sampler on random weights, compared with other libraries",
+        "tokens per second of the sampler on random weights",
         _rollout,
         (
             argument("--models", "names of models to run, instead of a config's model"),
@@ -148,7 +147,6 @@ _COMMANDS = (
                 f"lengths of responses: full, long_tail, or full,long_tail {DEFAULT}",
                 default="full",
             ),
-            argument("--peers", "other libraries to time; empty for none", default="transformers"),
             repeats(3),
             out_option("runs/bench_rollout", "rollout.json"),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -72,7 +73,7 @@ def test_static_takes_whole_batches():
 @pytest.mark.slow
 def test_result():
     """A row of each case, cell and way; tokens are those that were sampled; ratios and table."""
-    plan = Plan([2], [5], [6], [2], ("fp8_kv", "bf16"), ("full", "long_tail"), (), repeats=1)
+    plan = Plan([2], [5], [6], [2], ("fp8_kv", "bf16"), ("full", "long_tail"), repeats=1)
     result = bench_rollout.bench({"tiny": _MODEL}, plan, lambda text: None)
     json.dumps(result)
     assert len(result["full"]) == 2
@@ -82,7 +83,6 @@ def test_result():
         assert len(row["seconds"]) == 1
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"][0])
         assert row["step_ms"] == pytest.approx(1e3 * row["seconds"][0] / row["new"])
-        assert "over_transformers" not in row
     for row in result["long_tail"]:
         assert row["samples"] == bench_rollout.QUEUE * row["batch"]
         assert row["tokens"] == long_tail(row["samples"], row["new"]).sum()
@@ -92,11 +92,13 @@ def test_result():
     assert "bf16 static" in text and "batch 2, 5+6, group 2" in text and "emulated" in text
 
 
-def test_transformers_runs_the_same_model():
+@pytest.mark.slow
+def test_transformers_runs_the_same_model(monkeypatch, capsys):
     """Its float32 logits are ours within float32's error; it samples exactly what was asked."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from fp8rl_jax.bench.transformers_peer import DTYPES, Peer
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "docs" / "scripts")
+    from rollout_beside_transformers import DTYPES, Peer, compare
 
     params = initial_params(_MODEL)
     peer = Peer(_MODEL, params)
@@ -108,24 +110,22 @@ def test_transformers_runs_the_same_model():
     assert set(peer.faster(tokens, 3, 2)) == set(DTYPES)
     out = peer.generate("float32", tokens, 3, 2)
     assert out.shape == (4, 3) and out.min() >= 0 and out.max() < 64
+    rows = compare("tiny", _MODEL, ["bf16"], [_CELL], 1)
+    assert [row["tokens"] for row in rows] == [_CELL.batch * _CELL.new] * 2
+    assert rows[1]["case"] == "transformers" and rows[1]["over_transformers"] == 1
+    assert "over transformers" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_command(tmp_path, capsys, monkeypatch):
-    """By a config: the file holds what the table shows. A missing peer is one line."""
-
-    def missing():
-        raise ImportError("No module named 'transformers'")
-
-    monkeypatch.setattr(bench_rollout.transformers_peer, "versions", missing)
+def test_command(tmp_path, capsys):
+    """By a config: the file holds what the table shows."""
     options = ["--cases=bf16", "--batch=2", "--prompt=3", "--new=4", "--group=1", "--repeats=1"]
     command = ["bench", "rollout", "--config", _TINY, *options, f"--out={tmp_path / 'out'}"]
     assert cli.run(command) == 0
-    output, error = capsys.readouterr()
+    output = capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "rollout.json").read_text())
     assert [row["model"] for row in result["full"]] == [_TINY]
     assert output.endswith("rollout.json\n") and "tokens/s" in output
-    assert "transformers is left out: No module" in error
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,6 @@ def test_command(tmp_path, capsys, monkeypatch):
         (["--models=qwen3_4p5m", "--cases=fp9"], "--cases holds 'fp9'; write names of bf16, fp8"),
         (["--models=qwen3_4p5m", "--cases="], "--cases is empty"),
         (["--models=qwen3_4p5m", "--lengths=short"], "write names of full, long_tail"),
-        (["--models=qwen3_4p5m", "--peers=vllm"], "write names of transformers"),
         (["--models=qwen3_4p5m", "--batch=8,x"], "--batch: it holds 'x'"),
         (["--models=qwen3_4p5m", "--new=0"], "--new: it holds '0'; write whole numbers from 1"),
         (["--models=qwen3_4p5m", "--batch=4", "--group=3"], "--batch=4 counts sequences"),
