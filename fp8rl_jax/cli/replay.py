@@ -162,12 +162,17 @@ def _both_again(runs: list[pathlib.Path], found, values: argparse.Namespace):
 def _verify(values: argparse.Namespace) -> int:
     (run,) = _runs("fp8rl verify", values.runs, "RUN_DIR", 1)
     from fp8rl_jax.replay.again import recorded_steps
-    from fp8rl_jax.replay.verify import check_records, check_start, check_steps
+    from fp8rl_jax.replay.verify import check_exported, check_records, check_start, check_steps
 
     wrong = check_records(run)
     config = recorded_config(run, values)
     changed, other = check_start(run, config)
     wrong += changed
+    compared = ""
+    if values.exported:
+        (exported,) = _runs("fp8rl verify", [values.exported], "RUN_DIR --exported=DIR", 1)
+        changed, compared = check_exported(run, exported, values.allow_import)
+        wrong += changed
     steps = {} if wrong else check_steps(run, config, values.steps, values.seed, note)
     unequal = [
         f"RL step {step}, run again, is not equal: {', '.join(parts)} differ"
@@ -177,6 +182,8 @@ def _verify(values: argparse.Namespace) -> int:
     count = len(recorded_steps(run))
     if not wrong:
         print(f"intact: the chain, the records of {count} RL steps and the states of checkpoints")
+        if compared:
+            print(compared)
     if equal := [str(step) for step, parts in steps.items() if not parts]:
         print(f"equal, run again here: RL step{'s' * (len(equal) > 1)} {', '.join(equal)}")
     if other and unequal:
@@ -266,6 +273,12 @@ VERIFY = Command(
             "--steps", "number of steps to run again (default: 3)", "K", type=whole(0), default=3
         ),
         argument("--seed", "which steps (default: 0)", "S", type=whole(0), default=0),
+        argument(
+            "--exported",
+            "compare what `fp8rl convert` has written of the run with it, too",
+            "DIR",
+            type=a_path,
+        ),
         ALLOW_IMPORT,
     ),
     starts="reads the records and checkpoints of the run; then runs steps again",

@@ -66,7 +66,8 @@ def _convert(values: argparse.Namespace) -> int:
     keep_programs()
     from fp8rl_jax.config.model_source import pretrained_config
     from fp8rl_jax.models import hf
-    from fp8rl_jax.policy.export import export_adapter, export_run
+    from fp8rl_jax.policy.export import export_run
+    from fp8rl_jax.policy.provenance import Form
 
     source, written = values.paths
     is_run = os.path.isdir(os.path.join(source, "checkpoints"))
@@ -76,20 +77,9 @@ def _convert(values: argparse.Namespace) -> int:
             raise UserError(f"fp8rl convert: {option} goes with a run, and {source} is none")
     if values.adapter and values.average_last is not None:
         raise UserError("fp8rl convert: --adapter and --average-last exclude each other: leave one")
-    if values.adapter:
-        print(export_adapter(source, written, values.allow_import))
-    elif is_run:
-        print(
-            export_run(
-                source,
-                written,
-                values.dtype,
-                values.max_shard_gb,
-                values.allow_import,
-                note,
-                values.average_last,
-            )
-        )
+    if is_run:
+        form = Form(values.dtype or "", values.max_shard_gb, values.average_last, values.adapter)
+        print(export_run(source, written, form, values.allow_import, note))
     else:
         print(hf.convert(source, written, values.dtype, values.max_shard_gb))
     return 0

@@ -1,7 +1,10 @@
-"""Writes a run's newest weights in Hugging Face's format: `fp8rl convert RUN_DIR DST`."""
+"""Writes a run's newest weights in Hugging Face's format, or its adapter in PEFT's: `fp8rl convert
+RUN_DIR DST`."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -21,7 +24,8 @@ from fp8rl_jax.models.hf.convert import copy_tokenizer
 from fp8rl_jax.models.hf.writer import Unread, check_target, check_type
 from fp8rl_jax.models.masters import trained
 from fp8rl_jax.models.stacks import path_of
-from fp8rl_jax.policy.load import open_trained
+from fp8rl_jax.policy.load import Trained, open_trained
+from fp8rl_jax.policy.provenance import Form, Provenance, chain_at
 from fp8rl_jax.training.run_directory import run_config
 from fp8rl_jax.training.runtime import make_runtime
 
@@ -29,89 +33,95 @@ from fp8rl_jax.training.runtime import make_runtime
 def export_run(
     directory: str | pathlib.Path,
     target: str | pathlib.Path,
-    dtype: str,
-    max_shard_gb: float,
+    form: Form,
     permitted: Collection[str],
     note: Callable[[str], None],
-    average_last: int | None = None,
 ) -> pathlib.Path:
-    """Writes the parameters of a run's newest checkpoint, or the mean of several, and the run's
-    tokenizer.
+    """Writes the parameters of a run's checkpoint, or the mean of several, with the run's
+    tokenizer; or its adapter alone. provenance.json names the run.
 
-    Holds one array of parameters in memory at a time, and nothing of the optimiser. With dtype
+    Of parameters it holds one array in memory at a time, and nothing of the optimiser. With dtype
     'fp8' the file has the bytes that the sampler uses under the recipe `fp8`.
 
     Args:
       directory: the run's directory.
-      target, dtype, max_shard_gb: as for `hf.convert`.
+      target: the directory to make.
+      form: what to write, and how.
       permitted: functions or modules that the run's configuration may name (`run_config`).
       note: called with a line on the weights, and on what the export lacks.
-      average_last: number of newest checkpoints whose mean weights to write; by default the run's
-        `eval.average_last`.
 
     Returns:
       The path of the written directory.
 
     Raises:
-      UserError: the run has no checkpoint, or the target cannot be made.
+      UserError: the run has no such checkpoint or no adapter, or the target cannot be made.
     """
     directory = pathlib.Path(directory)
     target = pathlib.Path(target)
-    check_target(target, max_shard_gb)
+    check_target(target, form.max_shard_gb)
     config = _config_on_one_device(directory, permitted)
-    if average_last is not None:
-        config.eval.average_last = average_last
-    runtime = make_runtime(config, with_questions=False)
-    newest = open_trained(runtime, directory, config.eval.average_last)
-    model = newest.runtime.resolved.model
-    check_type(model, dtype)
-    read = newest.read_params()
-    note(newest.text)
-    beside = _beside(config, note)
-    params = jax.tree_util.tree_map_with_path(
-        lambda keys, x: Unread(x.shape, x.dtype, functools.partial(read, path_of(keys))),
-        newest.runtime.layout.param_shapes,
-    )
-    hf.save(target, model, params, dtype=dtype, max_shard_gb=max_shard_gb, beside=beside)
-    newest.checkpoints.close()
-    return target
-
-
-def export_adapter(
-    directory: str | pathlib.Path, target: str | pathlib.Path, permitted: Collection[str]
-) -> pathlib.Path:
-    """Writes the adapters of a run's newest checkpoint in PEFT's format.
-
-    Args:
-      directory: the run's directory.
-      target: the directory to make.
-      permitted: as for `export_run`.
-
-    Returns:
-      The path of the written directory.
-
-    Raises:
-      UserError: the run has no adapters or no checkpoint, or the target cannot be made.
-    """
-    directory = pathlib.Path(directory)
-    target = pathlib.Path(target)
-    check_target(target)
-    config = _config_on_one_device(directory, permitted)
-    if not adapters.trains_adapters(config):
+    if form.adapter and not adapters.trains_adapters(config):
         raise UserError(
             f"{directory} trained all weights (lora.rank is 0) and has no adapter: leave --adapter "
             "out, and write --dtype=bf16"
         )
-    newest = open_trained(make_runtime(config, with_questions=False), directory)
-    state = newest.state()
-    newest.checkpoints.close()
-    return hf.peft.save_adapter(
+    count = config.eval.average_last if form.average_last is None else form.average_last
+    config.eval.average_last = 1 if form.adapter else count
+    runtime = make_runtime(config, with_questions=False)
+    chosen = open_trained(runtime, directory, config.eval.average_last, form.checkpoint)
+    with contextlib.closing(chosen.checkpoints):
+        note(chosen.text)
+        if form.adapter:
+            _write_adapter(chosen, target, form)
+        else:
+            _write_model(chosen, target, form, _beside(config, note))
+    return target
+
+
+def _write_model(chosen: Trained, target: pathlib.Path, form: Form, beside: hf.Beside) -> None:
+    """Writes the parameters of the chosen checkpoints."""
+    model = chosen.runtime.resolved.model
+    check_type(model, form.dtype)
+    read = chosen.read_params()
+    params = jax.tree_util.tree_map_with_path(
+        lambda keys, x: Unread(x.shape, x.dtype, functools.partial(read, path_of(keys))),
+        chosen.runtime.layout.param_shapes,
+    )
+
+    def add_files(exported: pathlib.Path) -> None:
+        beside.add_files(exported)
+        _provenance(chosen, form).write(exported)
+
+    hf.save(
         target,
-        newest.runtime.resolved.model,
-        jax.device_get(trained(state.params)),
+        model,
+        params,
+        dtype=form.dtype,
+        max_shard_gb=form.max_shard_gb,
+        beside=hf.Beside(beside.fields, add_files),
+    )
+
+
+def _write_adapter(chosen: Trained, target: pathlib.Path, form: Form) -> None:
+    """Writes the adapters of the chosen checkpoint."""
+    config = chosen.runtime.config
+    hf.peft.save_adapter(
+        target,
+        chosen.runtime.resolved.model,
+        jax.device_get(trained(chosen.state().params)),
         alpha=config.lora.alpha,
         base=config.model.checkpoint,
+        add_files=_provenance(chosen, form).write,
     )
+
+
+def _provenance(chosen: Trained, form: Form) -> Provenance:
+    """Returns what names the run and the checkpoints, without the exported files."""
+    form = dataclasses.replace(
+        form, average_last=len(chosen.numbers), checkpoint=chosen.numbers[-1]
+    )
+    chain = chain_at(chosen.directory, chosen.phase, chosen.step)
+    return Provenance(chain, chosen.phase, chosen.step, form, {})
 
 
 def _config_on_one_device(

@@ -149,8 +149,11 @@ class Trained(NamedTuple):
         return mean if reads[1:] else reads[0]
 
 
-def open_trained(runtime: Runtime, directory: pathlib.Path, count: int = 1) -> Trained:
-    """Opens the `count` newest checkpoints of a run, without reading arrays.
+def open_trained(
+    runtime: Runtime, directory: pathlib.Path, count: int = 1, newest: int | None = None
+) -> Trained:
+    """Opens the `count` newest checkpoints of a run, or those up to number `newest`, without
+    reading arrays.
 
     Raises:
       UserError: there are not as many checkpoints of the newest's phase, or model or data settings
@@ -174,19 +177,19 @@ def open_trained(runtime: Runtime, directory: pathlib.Path, count: int = 1) -> T
     saved_as.mesh = ml_collections.ConfigDict(config.mesh.to_dict())
     saved = make_runtime(saved_as, with_questions=False)
     checkpoints = Checkpoints(directory / "checkpoints", saved_as.run.keep_checkpoints)
-    numbers = checkpoints.newest(count)
+    numbers = checkpoints.newest(count, newest)
     if not numbers:
         raise UserError(f"{directory / 'checkpoints'} holds no complete checkpoint: train first")
     metas = [checkpoints.read_meta(number) for number in numbers]
-    newest = metas[-1]
-    there = sum(meta["phase"] == newest["phase"] for meta in metas)
+    phase = metas[-1]["phase"]
+    there = sum(meta["phase"] == phase for meta in metas)
     if there < count:
         raise UserError(
             f"eval.average_last is {count}, and {directory / 'checkpoints'} holds {there} of phase "
-            f"{newest['phase']}: set eval.average_last={there}, or save more often "
+            f"{phase}: set eval.average_last={there}, or save more often "
             "(run.checkpoint_every) and keep them (run.keep_checkpoints)"
         )
-    return Trained(directory, saved, checkpoints, numbers, newest["phase"], newest["step"])
+    return Trained(directory, saved, checkpoints, numbers, phase, metas[-1]["step"])
 
 
 def load_trained(

@@ -6,11 +6,13 @@ import contextlib
 import pathlib
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import ml_collections
 
 from fp8rl_jax.base.errors import UserError
+from fp8rl_jax.policy.export import export_run
+from fp8rl_jax.policy.provenance import chain_at, file_digests, read_provenance
 from fp8rl_jax.replay.again import recorded_steps, run_again
 from fp8rl_jax.replay.differences import differing
 from fp8rl_jax.training.checkpoint import Checkpoints, named_checksums
@@ -93,6 +95,44 @@ def check_start(
             if digest != states.get((meta["phase"], meta["step"]), digest):
                 wrong.append(f"checkpoint {number}: its state is not the one recorded after {at}")
     return wrong, other
+
+
+def check_exported(
+    directory: pathlib.Path, exported: pathlib.Path, permitted: Collection[str]
+) -> tuple[list[str], str]:
+    """Compares what `fp8rl convert` has written of a run with the run: its chain, and each file
+    with what the checkpoint gives here or, if that is not kept, its digest in provenance.json.
+
+    Returns:
+      Sentences on what is not as it should be; and one on what was compared.
+
+    Raises:
+      UserError: the directory holds no provenance.json, or a damaged one.
+    """
+    named = read_provenance(exported)
+    expected = named.files
+    at = f"{named.phase} step {named.step}"
+    compared = f"{exported}, of {at}: its chain, and its files with "
+    wrong = []
+    if named.chain != chain_at(directory, named.phase, named.step):
+        wrong.append(f"{exported}: its chain is not that of this run after {at}")
+    if (directory / "checkpoints" / str(named.form.checkpoint)).exists():
+        with tempfile.TemporaryDirectory(prefix="fp8rl-verify-") as temporary:
+            again = pathlib.Path(temporary) / "exported"
+            try:
+                export_run(directory, again, named.form, permitted, lambda text: None)
+            except UserError as error:
+                return [*wrong, f"{exported}: not exported again: {error}"], ""
+            expected = file_digests(again)
+        compared += f"checkpoint {named.form.checkpoint}, exported again"
+    else:
+        compared += f"their digests only, for checkpoint {named.form.checkpoint} is not kept"
+    found = file_digests(exported)
+    changed = [name for name, digest in expected.items() if found.get(name) != digest]
+    wrong += [f"{exported / name} is not what the run's checkpoint gives" for name in changed]
+    if more := [name for name in found if name not in expected]:
+        compared += f"; not of the run: {', '.join(more)}"
+    return wrong, compared
 
 
 def check_steps(

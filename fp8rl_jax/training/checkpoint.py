@@ -132,10 +132,14 @@ class Checkpoints:
         self.finish()
         return self._manager.latest_step()
 
-    def newest(self, count: int) -> list[int]:
-        """Returns the numbers of the `count` newest complete checkpoints, or of all, ascending."""
+    def newest(self, count: int, upto: int | None = None) -> list[int]:
+        """Returns the numbers of the `count` newest complete checkpoints, or of all, ascending; of
+        those up to number `upto`, if it is one of them."""
         self.finish()
-        return sorted(self._manager.all_steps())[-count:]
+        numbers = sorted(self._manager.all_steps())
+        if upto is not None:
+            numbers = numbers[: numbers.index(upto) + 1] if upto in numbers else []
+        return numbers[-count:]
 
     def save(
         self, number: int, state: Any, meta: Mapping[str, Any], beside: Beside = NOTHING

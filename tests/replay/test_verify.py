@@ -8,8 +8,10 @@ import shutil
 import pytest
 
 from fp8rl_jax import cli
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.base.json_file import strict_json
-from fp8rl_jax.replay.verify import check_records
+from fp8rl_jax.policy.provenance import file_digests
+from fp8rl_jax.replay.verify import check_exported, check_records
 from fp8rl_jax.training.digests import link, record_digest, rewards_digest
 from fp8rl_jax.training.logs import read_jsonl
 
@@ -131,6 +133,60 @@ def test_what_an_honest_run_has(run, capsys):
     status, out = _verify(run, capsys, 0)
     assert status == 0, out
     assert "intact: the chain, the records of 6 RL steps and the states of checkpoints" in out
+
+
+def _content(name, **values):
+    """Another file, or other values of provenance.json."""
+
+    def forge(exported):
+        path = exported / name
+        if values:
+            path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        else:
+            path.write_bytes(path.read_bytes() + b" ")
+
+    return forge
+
+
+def _also_its_digest(exported):
+    (exported / "config.json").write_text("{}")
+    _content("provenance.json", files=file_digests(exported))(exported)
+
+
+_EXPORTED = {
+    "weights": (_content("model.safetensors"), "model.safetensors is not what the run's"),
+    "a file and its digest": (_also_its_digest, "config.json is not what the run's checkpoint"),
+    "a chain": (_content("provenance.json", chain="0" * 64), "its chain is not that of this run"),
+    "a step": (_content("provenance.json", step=4), "its chain is not that of this run after rl s"),
+    "a form": (
+        lambda exported: _content("provenance.json", form={"dtype": "fp8", "checkpoint": 14})(
+            exported
+        ),
+        "model.safetensors is not what",
+    ),
+}
+
+
+def test_exported(run, tmp_path, capsys):
+    """What `fp8rl convert` wrote of an honest run, and what is forged there."""
+    exported = tmp_path / "exported"
+    assert cli.run(["convert", str(run), str(exported), "--dtype=bf16", _IMPORT]) == 0
+    (exported / "README.md").write_text("A model.")
+    permitted = (_IMPORT.partition("=")[2],)
+    wrong, compared = check_exported(run, exported, permitted)
+    assert not wrong and "checkpoint 14, exported again; not of the run: README.md" in compared
+    for name, (forge, said) in _EXPORTED.items():
+        other = tmp_path / name
+        shutil.copytree(exported, other)
+        forge(other)
+        assert said in " ".join(check_exported(run, other, permitted)[0]), name
+    shutil.rmtree(run / "checkpoints" / "14")
+    wrong, compared = check_exported(run, exported, permitted)
+    assert not wrong and "its files with their digests only" in compared
+    assert len(check_exported(run, tmp_path / "weights", permitted)[0]) == 1
+    (exported / "provenance.json").write_text('{"chain": ""}')
+    with pytest.raises(UserError, match="which `fp8rl convert` of a run writes"):
+        check_exported(run, exported, permitted)
 
 
 @pytest.mark.slow

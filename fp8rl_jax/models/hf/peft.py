@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,13 @@ from fp8rl_jax.models.stacks import Path
 
 
 def save_adapter(
-    path: str | pathlib.Path, config: ModelConfig, adapters: Any, *, alpha: float, base: str = ""
+    path: str | pathlib.Path,
+    config: ModelConfig,
+    adapters: Any,
+    *,
+    alpha: float,
+    base: str = "",
+    add_files: Callable[[pathlib.Path], None] = lambda directory: None,
 ) -> pathlib.Path:
     """Writes adapters (`Adapted.adapters`) in float32.
 
@@ -41,6 +47,7 @@ def save_adapter(
       alpha: `lora.alpha`, the factor of the product times the rank.
       base: directory of the checkpoint that the adapters belong to; '' if there is none. The file
         names a snapshot of Hugging Face's Hub by its repository and revision.
+      add_files: as in `Beside`.
 
     Returns:
       The directory.
@@ -72,6 +79,7 @@ def save_adapter(
     def fill(directory: pathlib.Path) -> None:
         (directory / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
         write_file(directory / WEIGHTS, [output(pair) for pair in written])
+        add_files(directory)
 
     return make_directory(target, fill)
 
