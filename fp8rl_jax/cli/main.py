@@ -25,6 +25,7 @@ from fp8rl_jax.base.errors import (
 )
 from fp8rl_jax.cli import (
     bench,
+    compare,
     completion,
     data,
     drift,
@@ -56,6 +57,7 @@ _COMMANDS = (
     replay.REPLAY,
     replay.BISECT,
     replay.VERIFY,
+    compare.COMPARE,
     *bench.COMMANDS,
     Command(
         "plan",

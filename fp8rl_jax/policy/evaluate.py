@@ -10,7 +10,7 @@ import ml_collections
 from fp8rl_jax.envs import load_questions
 from fp8rl_jax.plan.refuse import check_eval_memory
 from fp8rl_jax.policy.load import Note, load_policy
-from fp8rl_jax.training.evaluate import evaluate
+from fp8rl_jax.training.evaluate import Evaluation, evaluate
 from fp8rl_jax.training.runtime import make_runtime
 
 
@@ -33,6 +33,16 @@ def evaluate_policy(
     Raises:
       UserError: a field of the configuration cannot work.
     """
+    recipe, found = evaluations(config, note)
+    about = {"checkpoint": config.run.dir, "task": config.env.task, "precision": recipe}
+    return [{**about, **evaluation.record} for evaluation in found]
+
+
+def evaluations(
+    config: ml_collections.ConfigDict, note: Note, drawn_at: tuple[str, int] | None = None
+) -> tuple[str, list[Evaluation]]:
+    """Does what `evaluate_policy` does, with the random bits of a phase and a step, by default
+    those of the policy; returns the recipe's name and the evaluations."""
     runtime = make_runtime(config, with_questions=False)
     check_eval_memory(runtime.resolved, runtime.sampling.mesh)
     data = load_questions(config.env, {"eval": config.eval.questions}, config.run.seed)
@@ -41,10 +51,6 @@ def evaluate_policy(
     asked = data.questions["eval"]
     policy = load_policy(runtime, [q.prompt for q in asked], note, as_questions=True)
     runtime = dataclasses.replace(policy.runtime, questions={"eval": asked})
-    found = evaluate(runtime, policy.weights, policy.phase, policy.step)
-    about = {
-        "checkpoint": config.run.dir,
-        "task": config.env.task,
-        "precision": runtime.resolved.rollout_recipe.name,
-    }
-    return [{**about, **evaluation.record} for evaluation in found]
+    phase, step = drawn_at or (policy.phase, policy.step)
+    found = evaluate(runtime, policy.weights, phase, step)
+    return runtime.resolved.rollout_recipe.name, found

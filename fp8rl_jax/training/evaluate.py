@@ -19,11 +19,13 @@ from fp8rl_jax.training.runtime import Runtime
 
 
 class Evaluation(NamedTuple):
-    """A question set's record for eval.jsonl, and transcripts of its first `run.samples` questions
-    with their first sampled answers."""
+    """A question set's record for eval.jsonl, transcripts of its first `run.samples` questions with
+    their first sampled answers, and rewards (Q, 1 + `eval.samples`): of the greedy answer and of
+    the sampled ones, nan where an answer was not scored."""
 
     record: dict[str, Any]
     samples: list[dict[str, Any]]
+    rewards: np.ndarray
 
 
 def evaluate(runtime: Runtime, weights, phase: str, step: int) -> list[Evaluation]:
@@ -115,7 +117,7 @@ def _evaluate(
         }
         for question, response, value in itertools.islice(of_questions, runtime.config.run.samples)
     ]
-    return Evaluation(record, samples)
+    return Evaluation(record, samples, answers.rewards)
 
 
 class _Sampled(NamedTuple):

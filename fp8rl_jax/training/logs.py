@@ -190,9 +190,11 @@ class RunLogs:
             self._writers[name].write(record)
         self._show(name, records)
 
-    def write_evaluations(self, evaluations: Iterable[tuple[dict[str, Any], list[dict]]]) -> None:
+    def write_evaluations(
+        self, evaluations: Iterable[tuple[dict[str, Any], list[dict], Any]]
+    ) -> None:
         """Appends the evaluations that `evaluate` returns."""
-        for record, samples in evaluations:
+        for record, samples, _ in evaluations:
             self.write("eval", record)
             self.write("samples", *samples)
 

@@ -209,7 +209,7 @@ def test_samples_of_an_evaluation_go_together(fails, tmp_path, monkeypatch):
     where = [("sft", "a", 1), ("sft", "a", 1), ("sft", "b", 1), ("rl", "b", 1)]
     keys = ("phase", "set", "step")
     rows = [dict(zip(keys, w, strict=True)) | {"prompt": i} for i, w in enumerate(where)]
-    logs.write_evaluations([(rows[0], rows)])
+    logs.write_evaluations([(rows[0], rows, None)])
     while logs._sinks[0]._records.qsize():
         time.sleep(0.001)
     logs.close()
