@@ -121,7 +121,10 @@ def _shell(step: int, names: dict[str, Any]) -> None:
 
 
 def _bisect(values: argparse.Namespace) -> int:
-    runs = _runs("fp8rl bisect", values.runs, "RUN_DIR OTHER_RUN_DIR", 2)
+    runs = [pathlib.Path(word) for word in values.runs]
+    directories = [str(run) for run in runs if not run.is_file()]
+    files = len(runs) - len(directories)
+    _runs("fp8rl bisect", directories, "RUN_DIR OTHER_RUN_DIR", 2 - files)
     from fp8rl_jax.replay.bisect import cause, parting
 
     found, compared = parting(*runs)
@@ -130,7 +133,9 @@ def _bisect(values: argparse.Namespace) -> int:
         return 0
     print(found)
     again = None
-    if found.step and not values.digests_only:
+    if files and not found.made_with:
+        return 1
+    if found.step and not values.digests_only and not files:
         again, lines = _both_again(runs, found, values)
         for line in lines:
             print(line)
@@ -246,7 +251,8 @@ BISECT = Command(
     (
         argument(
             "runs",
-            "directories of two runs, which are only read",
+            "directories of two runs, which are only read; or a file with lines of a run's "
+            "digests.jsonl in the place of one",
             "RUN_DIR OTHER_RUN_DIR",
             nargs="*",
             type=a_path,

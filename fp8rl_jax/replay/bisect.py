@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fp8rl_jax.base.errors import UserError
 from fp8rl_jax.drift.compare import bits_differ
 from fp8rl_jax.replay.again import Replayed, recorded_steps
 from fp8rl_jax.replay.differences import arrays, differing, sentences
@@ -41,7 +42,8 @@ class Parting:
     Attributes:
       phase, step: of the first lines that differ; a step of 0 is the start of the phase.
       parts: what of them differs, in the order in which it arises.
-      made_with: {name: (value in the first run, in the second)} of what they were made with.
+      made_with: {name: (value in the first run, in the second)} of what they were made with; empty
+        if one does not say it.
     """
 
     phase: str
@@ -60,16 +62,23 @@ class Parting:
 def parting(first: pathlib.Path, second: pathlib.Path) -> tuple[Parting | None, int]:
     """Compares the digests of two runs.
 
+    Args:
+      first, second: directories of runs, or files with lines of their digests.jsonl.
+
     Returns:
       Where they part, None if nowhere; and the last RL step that was compared.
 
     Raises:
-      UserError: a directory holds no run, or one without digests.
+      UserError: a directory holds no run, or one without digests; or the two have no step in
+        common.
     """
     ours = _lines(first)
     theirs = _lines(second)
+    common = [place for place in ours if place in theirs]
+    if not common:
+        raise UserError(f"{first} and {second} have no step in common: compare other runs")
     compared = 0
-    for place in (place for place in ours if place in theirs):
+    for place in common:
         parts = differing(ours[place], theirs[place])
         if parts:
             return Parting(*place, parts, _changed(ours[place], theirs[place])), compared
@@ -77,21 +86,22 @@ def parting(first: pathlib.Path, second: pathlib.Path) -> tuple[Parting | None, 
     return None, compared
 
 
-def _lines(directory: pathlib.Path) -> dict[tuple[str, int], Line]:
+def _lines(run: pathlib.Path) -> dict[tuple[str, int], Line]:
     """Returns {(phase, step): line} of a run, each with all of `made_with` so far."""
-    recorded_steps(directory)  # refuses what is no run
+    if run.is_dir():
+        recorded_steps(run)  # refuses what is no run
     known: dict[str, Any] = {}
     found = {}
-    for line in read_log(directory / "digests.jsonl"):
+    for line in read_log(run / "digests.jsonl" if run.is_dir() else run):
         known = known | line.get("made_with", {})
         found[line.get("phase", ""), line["step"]] = line | {"made_with": known}
     return found
 
 
 def _changed(ours: Line, theirs: Line) -> dict[str, tuple[Any, Any]]:
-    pairs = (line["made_with"] for line in (ours, theirs))
-    before, now = pairs
-    names = sorted({*before, *now})
+    before = ours["made_with"]
+    now = theirs["made_with"]
+    names = sorted({*before, *now}) if before and now else []
     return {n: (before.get(n), now.get(n)) for n in names if before.get(n) != now.get(n)}
 
 

@@ -260,6 +260,23 @@ def test_causes():
     assert "before the first step of fine-tuning" in str(start)
 
 
+def test_a_file_in_the_place_of_a_run(tiny_run, tmp_path, capsys):
+    """The last line of a run's digests.jsonl, which a repository may keep."""
+    run = tiny_run[0] / "run"
+    (line,) = read_jsonl(run / "digests.jsonl")[-1:]
+    file = tmp_path / "bits.json"
+    for digest, status, said in (
+        (line["state"], 0, "equal bit for bit up to RL step 6"),
+        ("0" * 16, 1, "the runs part at RL step 6: its update (state differ)"),
+    ):
+        file.write_text(strict_json(line | {"state": digest}) + "\n")
+        assert cli.run(["bisect", str(file), str(run)]) == status
+        assert capsys.readouterr().out.startswith(said)
+    file.write_text(strict_json(line | {"step": 7}) + "\n")
+    assert cli.run(["bisect", str(file), str(run)]) == 2
+    assert "have no step in common" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["tokens", "rewards", "record", "state"])
 def test_edited_digests(part, honest, tmp_path, capsys):
