@@ -74,6 +74,13 @@ _CAPTIONS = {
     "Supervised fine-tuning": "Updates before RL.",
 }
 _SYMLOG = (_DRIFT, "FP8 health")
+# Steps that a reader may want to run again: {what is odd: (metric, which value of it)}.
+_ODD: dict[str, tuple[str, Callable]] = {
+    "Largest |Δlogp|": (DRIFT_MAX, np.argmax),
+    "Largest gradient norm": ("grad_norm", np.argmax),
+    "Largest loss": ("loss", np.argmax),
+    "Lowest reward": ("reward_mean", np.argmin),
+}
 _OPTIONAL = ("Experts", "Continuous batching")  # sections that are left out without panels
 
 
@@ -244,6 +251,18 @@ def _samples(run: RunFiles) -> dict[str, Any]:
     return {"samples": shown, "samples_of": f"{len(shown)} of the {len(rows)} samples of {step}."}
 
 
+def _odd_steps(run: RunFiles) -> list[tuple[str, str, str, str]]:
+    """Returns (what is odd, RL step, value, command that runs it again) of some steps."""
+    rows = []
+    for what, (key, choose) in _ODD.items():
+        steps, values = series(run.metrics, key)
+        if values.size and (key != DRIFT_MAX or values.any()):
+            place = choose(values)  # NaN, if there is one
+            command = f"fp8rl replay {run.path.resolve().name} {steps[place]:.0f}"
+            rows.append((what, f"{steps[place]:.0f}", f"{values[place]:.4g}", command))
+    return rows
+
+
 def _comparison(runs: list[RunFiles]) -> dict[str, Any]:
     """Returns plots with a line per run, a table of figures with a row per run, and a table of the
     configurations' differing fields with a column per run."""
@@ -321,6 +340,7 @@ def write_report(
         key_figures=_key_figures(run, s),
         sections=list(_sections(run, s)),
         comparison=_comparison([run, *others]) if others else None,
+        odd_steps=_odd_steps(run),
         config=json.dumps(run.config, indent=2, ensure_ascii=False),
         **_samples(run),
     )

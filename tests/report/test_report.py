@@ -43,7 +43,7 @@ def test_complete_run(tmp_path):
             "Optimiser",
             "Supervised fine-tuning",
         ),
-        *("Sample transcripts", "Configuration"),
+        *("Steps to look at", "Sample transcripts", "Configuration"),
     ]
     assert "sampled 20 % → 45 %, greedy 25 % → 50 %" in page
     assert "best SFT evaluation 30 %, at step 20" in page
@@ -53,6 +53,8 @@ def test_complete_run(tmp_path):
     assert 'class="notes"' not in page
     assert "r12" in page and "r6" not in page  # the last step's transcripts only
     assert "Comparison" not in page
+    assert "Lowest reward" in page and "fp8rl replay run 1<" in page
+    assert "Largest |Δlogp|" not in page
     plots = plots_of(path)
     (drift,) = (
         plots["Drift between rollout and learner"][x] for x in ("|Δlogp| of a token, nats",)
