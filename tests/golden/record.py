@@ -1,4 +1,5 @@
-"""Writes tests/golden/tiny_run.json anew: `python tests/golden/record.py`. See CONTRIBUTING.md."""
+"""Writes tests/golden/tiny_run.json and bits.json anew: `python tests/golden/record.py`. See
+CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -16,18 +17,28 @@ HERE = pathlib.Path(__file__).parent
 RECORDED = {"sft": ("loss",), "metrics": ("entropy", "reward_mean", "grad_norm")}
 
 
+def _run(root: pathlib.Path, **fields) -> pathlib.Path:
+    from tiny_run import CONFIG, overrides
+
+    train(load_config(str(CONFIG), overrides(root, **fields)))
+    return root / "run"
+
+
 def main() -> None:
-    helpers = HERE.parent / "helpers"
-    sys.path.insert(0, str(helpers))  # the configuration's reward is there
+    sys.path.insert(0, str(HERE.parent / "helpers"))  # the configuration's reward is there
+    from tiny_run import BITS
+
     with tempfile.TemporaryDirectory() as directory:
-        overrides = [f"--config.run.dir={directory}/run", f"--config.run.cache_dir={directory}/c"]
-        train(load_config(str(helpers / "tiny_config.py"), overrides))
+        run = _run(pathlib.Path(directory) / "curve")
         golden = {
             file: {name: [float(f"{r[name]:.5g}") for r in records] for name in names}
             for file, names in RECORDED.items()
-            for records in [read_jsonl(pathlib.Path(directory) / "run" / f"{file}.jsonl")]
+            for records in [read_jsonl(run / f"{file}.jsonl")]
         }
+        run = _run(pathlib.Path(directory) / "bits", **BITS)
+        bits = (run / "digests.jsonl").read_text().splitlines()[-1]
     (HERE / "tiny_run.json").write_text(json.dumps(golden, indent=1) + "\n")
+    (HERE / "bits.json").write_text(bits + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,18 @@ from fp8rl_jax.training.logs import read_jsonl
 
 CONFIG = pathlib.Path(__file__).parent / "tiny_config.py"
 FILES = ("metrics", "sft", "eval", "samples", "rewards", "digests")
+# The run whose digests are in tests/golden/bits.json: the same on every CPU.
+BITS = {
+    "sft.steps": 0,
+    "run.steps": 1,
+    "run.checkpoint_every": 1,
+    "model.num_hidden_layers": 1,
+    "model.hidden_size": 64,
+    "model.intermediate_size": 128,
+    "precision.rollout": "fp8",
+    "precision.learner": "fp8",
+    "precision.cpu_products": "exact",
+}
 TIME_PREFIXES = ("time_", "tokens_per_s_", "calibrate_frac")  # not reproducible
 _PROGRAMS = ("sampler", "eval_sampler", "compiled_score", "compiled_refit", "compiled_calibrate")
 
