@@ -5,8 +5,8 @@ device (docs/zero_drift.md).
         [--config.SECTION.FIELD=VALUE ...]
 
 Devices are those that XLA makes of one CPU, with 8 threads where no other number is named. The run
-`resumed` stops after half of its steps on one device, and goes on on four. Seconds are those of the
-fastest step, without compiling.
+`resumed` stops after half of its steps on one device, and goes on on four, over `mesh.fsdp`.
+Seconds are those of the fastest step, without compiling.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[int, dict, dict]] = {
     "8 threads": (1, {}, {"PJRT_NPROC": "8"}),
     "64 threads": (1, {}, {"PJRT_NPROC": "64"}),
     "like AVX2": (1, {}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
-    "resumed": (4, {}, {}),
+    "resumed": (4, {"mesh.data": 1, "mesh.fsdp": 4}, {}),
 }
 
 

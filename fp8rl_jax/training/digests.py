@@ -24,6 +24,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from fp8rl_jax.base.json_file import strict_json
@@ -84,10 +85,12 @@ def made_with(runtime: Runtime) -> dict[str, Any]:
     """Returns what decides a run's bits: {name: value}, equal for equal runs on equal machines."""
     now = environment(runtime.config)
     device = now["devices"]
-    fields = lasting(as_saved(runtime.config))
+    saved = as_saved(runtime.config)
+    fields = lasting(saved) | {f"mesh.{name}": size for name, size in saved["mesh"].items()}
     found = {f"config.{name}": _without_path(value) for name, value in fields.items()}
     found |= {f"versions.{name}": value for name, value in now["versions"].items()}
     found |= {f"machine.{name}": device[name] for name in ("platform", "kind", "machine")}
+    found["machine.devices"] = jax.device_count()
     if device["platform"] == "cpu":
         found["machine.products"] = cpu_way().name
     for part in ("tokenizer", "functions"):

@@ -60,6 +60,8 @@ _MAY_CHANGE = (
     "eval.average_last",
     "run.loggers",
     "run.project",
+    "mesh.data",
+    "mesh.fsdp",
     "model.check_finite",
     "precision.self_check",
     "env.reward_timeout",

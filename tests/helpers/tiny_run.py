@@ -32,6 +32,7 @@ BITS = {
     "precision.cpu_products": "exact",
 }
 TIME_PREFIXES = ("time_", "tokens_per_s_", "calibrate_frac")  # not reproducible
+_OF_CONFIG = ("made_with", "chain")  # not those of a run with another configuration
 _PROGRAMS = ("sampler", "eval_sampler", "compiled_score", "compiled_refit", "compiled_calibrate")
 
 
@@ -50,8 +51,9 @@ def reproducible(directory: pathlib.Path) -> dict[str, list[dict]]:
 
 
 def without_times(record: dict[str, Any]) -> dict[str, Any]:
-    """The reproducible part of a record."""
-    return {k: v for k, v in record.items() if not k.startswith(TIME_PREFIXES)}
+    """The reproducible part of a record, without what its run was made with."""
+    kept = {k: v for k, v in record.items() if not k.startswith(TIME_PREFIXES)}
+    return {k: v for k, v in kept.items() if k not in _OF_CONFIG}
 
 
 def compilations(program) -> int:
