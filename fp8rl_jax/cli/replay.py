@@ -18,11 +18,9 @@ from fp8rl_jax.cli.arguments import (
     Command,
     a_path,
     argument,
-    directory,
     note,
     recorded_config,
     whole,
-    writable,
 )
 
 _CANNOT_BE_TRIED = 125  # `git bisect run` skips the commit
@@ -50,10 +48,7 @@ def _replayed(values: argparse.Namespace) -> int:
         step = max(recorded)
     config = recorded_config(run, values)
     with tempfile.TemporaryDirectory(prefix="fp8rl-replay-") as temporary:
-        into = writable("fp8rl replay", values.out or temporary)
-        if any(into.iterdir()):
-            raise UserError(f"fp8rl replay: --out={into} is not empty; name a new directory")
-        replayed = run_again(run, step, config, into, values.stop, note)
+        replayed = run_again(run, step, config, pathlib.Path(temporary), values.stop, note)
         status = 0
         if values.stop == "update":
             status = _compared(run, replayed, recorded, values.overrides)
@@ -237,7 +232,6 @@ REPLAY = Command(
             "exit with status 125, which `git bisect run` skips, where the step cannot be tried",
             action="store_true",
         ),
-        argument("--out", "keep the replay's files in this new directory", "DIR", type=directory),
         ALLOW_IMPORT,
     ),
     config=True,
