@@ -161,6 +161,8 @@ def _both_again(runs: list[pathlib.Path], found, values: argparse.Namespace):
 
 def _verify(values: argparse.Namespace) -> int:
     (run,) = _runs("fp8rl verify", values.runs, "RUN_DIR", 1)
+    published = [values.exported] if values.exported else []
+    published = _runs("fp8rl verify", published, "RUN_DIR --exported=DIR", len(published))
     from fp8rl_jax.replay.again import recorded_steps
     from fp8rl_jax.replay.verify import check_exported, check_records, check_start, check_steps
 
@@ -169,8 +171,7 @@ def _verify(values: argparse.Namespace) -> int:
     changed, other = check_start(run, config)
     wrong += changed
     compared = ""
-    if values.exported:
-        (exported,) = _runs("fp8rl verify", [values.exported], "RUN_DIR --exported=DIR", 1)
+    for exported in published:
         changed, compared = check_exported(run, exported, values.allow_import)
         wrong += changed
     steps = {} if wrong else check_steps(run, config, values.steps, values.seed, note)

@@ -24,7 +24,6 @@ from fp8rl_jax.policy.source import directory_config, is_released
 _DRAWS = 10_000
 _LEVEL = 0.95
 _POWER = 0.8
-_OF_FIRST = ("env", "eval")
 
 
 class Difference(NamedTuple):
@@ -71,14 +70,18 @@ def compare(
             f"settings have {counts} runs: runs are compared in pairs, so name as many of each "
             "setting, separated by commas"
         )
-    first = directory_config(settings[0][0], permitted, ("precision", "env"))
+    configs = [
+        [directory_config(run, permitted, ("precision", "env")) for run in runs]
+        for runs in settings
+    ]
+    first = configs[0][0]
     if is_released(first):
         raise UserError(f"{settings[0][0]} is no run, so it has no questions: name a run first")
     first.eval.update(fields)
     rows: list[dict[str, Any]] = []
     measured = []
-    for runs in settings:
-        rewards = np.stack([_rewards(run, first, permitted, note) for run in runs])
+    for runs, of_runs in zip(settings, configs, strict=True):
+        rewards = np.stack([_rewards(config, first, note) for config in of_runs])
         means = {"greedy": rewards[..., 0], "sampled": rewards[..., 1:].mean(-1)}
         measured.append(means)
         row: dict[str, Any] = {"runs": [*runs], "questions": rewards.shape[1]}
@@ -94,12 +97,11 @@ def compare(
 
 
 def _rewards(
-    run: str, first: ml_collections.ConfigDict, permitted: Collection[str], note: Note
+    config: ml_collections.ConfigDict, first: ml_collections.ConfigDict, note: Note
 ) -> np.ndarray:
     """Returns the rewards of a policy's answers to the questions of `first`: (Q, 1 + samples), the
     first of each greedy."""
-    config = directory_config(run, permitted, ("precision", "env"))
-    for section in _OF_FIRST:
+    for section in ("env", "eval"):
         config[section] = first[section]
     config.run.seed = first.run.seed
     config.rollout.max_new_tokens = first.rollout.max_new_tokens
