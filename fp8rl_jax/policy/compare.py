@@ -101,10 +101,9 @@ def _rewards(
 ) -> np.ndarray:
     """Returns the rewards of a policy's answers to the questions of `first`: (Q, 1 + samples), the
     first of each greedy."""
-    for section in ("env", "eval"):
-        config[section] = first[section]
+    for section in ("env", "eval", "rollout"):
+        config[section] = first[section].copy_and_resolve_references()
     config.run.seed = first.run.seed
-    config.rollout.max_new_tokens = first.rollout.max_new_tokens
     _, found = evaluations(config, note, ("rl", 0))
     return np.concatenate([evaluation.rewards for evaluation in found])
 

@@ -67,8 +67,9 @@ def read_provenance(exported: pathlib.Path) -> Provenance:
     try:
         content = read_json(path)
         found = Provenance(**content | {"form": Form(**content["form"])})
-        if type(found.step) is not int or type(found.form.checkpoint) is not int:
-            raise ValueError("a step or a checkpoint has no number")
+        values = (found.step, found.files, *dataclasses.astuple(found.form))
+        if [type(value) for value in values] != [int, dict, str, float, int, bool, int]:
+            raise ValueError("a value has another type")
         return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

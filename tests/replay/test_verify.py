@@ -159,9 +159,7 @@ _EXPORTED = {
     "a chain": (_content("provenance.json", chain="0" * 64), "its chain is not that of this run"),
     "a step": (_content("provenance.json", step=4), "its chain is not that of this run after rl s"),
     "a form": (
-        lambda exported: _content("provenance.json", form={"dtype": "fp8", "checkpoint": 14})(
-            exported
-        ),
+        _content("provenance.json", form={"dtype": "fp8", "average_last": 1, "checkpoint": 14}),
         "model.safetensors is not what",
     ),
 }
@@ -184,9 +182,11 @@ def test_exported(run, tmp_path, capsys):
     wrong, compared = check_exported(run, exported, permitted)
     assert not wrong and "its files with their digests only" in compared
     assert len(check_exported(run, tmp_path / "weights", permitted)[0]) == 1
-    (exported / "provenance.json").write_text('{"chain": ""}')
-    with pytest.raises(UserError, match="which `fp8rl convert` of a run writes"):
-        check_exported(run, exported, permitted)
+    for values in ({"step": "6"}, {"files": []}, {"form": {"dtype": 8}}, {"more": 1}):
+        shutil.copy(tmp_path / "weights" / "provenance.json", exported)
+        _content("provenance.json", **values)(exported)
+        with pytest.raises(UserError, match="which `fp8rl convert` of a run writes"):
+            check_exported(run, exported, permitted)
 
 
 @pytest.mark.slow
