@@ -62,19 +62,20 @@ def _runtime(**sets: int) -> types.SimpleNamespace:
 
 def test_one_set_has_no_name():
     runtime = _runtime(**{"": 3})
-    ((record, samples),) = evaluate(runtime, None, "rl", 5)
+    ((record, samples, rewards),) = evaluate(runtime, None, "rl", 5)
     assert "set" not in record and record["questions"] == 3
     assert all("set" not in sample for sample in samples)
     # The first reward decides; two of three samples are right, and so is the majority.
     assert (record["accuracy_greedy"], record["maj@3"]) == (1.0, 1.0)
     np.testing.assert_allclose(record["pass@1"], 2 / 3)
+    assert rewards.shape == (3, 4) and rewards[:, 0].mean() == record["accuracy_greedy"]
 
 
 def test_rows_that_fill_a_batch_are_not_counted(monkeypatch):
     """Tokens per second of the batches after the first, by a clock that says 1 s of each."""
     clock = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    ((record, _),) = evaluate(_runtime(**{"": 3}), None, "rl", 5)
+    ((record, *_),) = evaluate(_runtime(**{"": 3}), None, "rl", 5)
     assert record["tokens_per_s_eval"] == 4  # one question's, of the two that fill a batch
 
 
