@@ -158,7 +158,7 @@ _SOURCES = _sources()
 
 # Statements of the code and fields of a configuration (docs/reference/size.md). They fall: who
 # deletes lowers them here. A feature that needs more says beforehand how many, and what it deleted.
-_MOST = {"statements": 30_917, "of those in the wheel": 28_304, "config fields": 151}
+_MOST = {"statements": 30_912, "of those in the wheel": 28_299, "config fields": 151}
 
 
 def test_code_does_not_grow():

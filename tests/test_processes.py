@@ -22,7 +22,7 @@ import pytest
 import read_part
 from hf_checkpoints import CONFIGS, fields_of, fp8_tensors, named, params_of, write
 from jax._src import distributed
-from tiny_run import BITS, CONFIG, overrides, reproducible
+from tiny_run import BITS, CONFIG, ONE_STEP, overrides, reproducible
 
 from fp8rl_jax.base import processes
 from fp8rl_jax.base.errors import UserError
@@ -35,14 +35,9 @@ from fp8rl_jax.training.logs import read_jsonl
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _SMALL = {
+    **ONE_STEP,
     "mesh.data": 2,
     "env.reward": "dense_reward:share_of_even_bytes",
-    "sft.steps": 0,
-    "run.steps": 1,
-    "run.checkpoint_every": 1,
-    "model.num_hidden_layers": 1,
-    "model.hidden_size": 64,
-    "model.intermediate_size": 128,
     "precision.self_check": False,
     "precision.rollout": "f32",
     "precision.learner": "f32",

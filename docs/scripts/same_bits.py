@@ -1,7 +1,7 @@
 """One short run on several numbers of devices, meshes and threads: which digests are those of one
 device (docs/zero_drift.md).
 
-    python docs/scripts/same_bits.py [--config FILE] [--steps 4] [--out DIR] [--only NAME,...]
+    python docs/scripts/same_bits.py [--config FILE] [--steps 4] [--out DIR] [--only "NAME;..."]
         [--config.SECTION.FIELD=VALUE ...]
 
 Devices are those that XLA makes of one CPU, with 8 threads where no other number is named. The run
@@ -12,14 +12,15 @@ Seconds are those of the fastest step, without compiling.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 
-PARTS = ("prompts", "tokens", "rewards", "record", "state")
+from fp8rl_jax.training.digests import PARTS
+from fp8rl_jax.training.logs import read_jsonl
+
 # {name: (devices, fields, environment)}.
 SETTINGS: dict[str, tuple[int, dict, dict]] = {
     "1 device": (1, {}, {}),
@@ -51,14 +52,9 @@ def train(
     subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
 
 
-def lines(out: pathlib.Path, name: str) -> list[dict]:
-    """The lines of a log."""
-    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
-
-
 def digests(out: pathlib.Path) -> dict[tuple[str, int], dict]:
     """{(phase, step): digests} of a run."""
-    found = {(line["phase"], line["step"]): line for line in lines(out, "digests")}
+    found = {(line["phase"], line["step"]): line for line in read_jsonl(out / "digests.jsonl")}
     return {at: {part: line.get(part) for part in PARTS} for at, line in found.items()}
 
 
@@ -93,7 +89,7 @@ def main() -> None:
         train(out, values.config, devices, {"run.steps": values.steps, **fields}, more, words)
         found = digests(out)
         first = first or found
-        times = [r["time_step"] - r["time_compile"] for r in lines(out, "metrics")]
+        times = [r["time_step"] - r["time_compile"] for r in read_jsonl(out / "metrics.jsonl")]
         print(
             f"| {name} | {', '.join(differing(first, found)) or 'none'} | {min(times):.2f} |",
             flush=True,

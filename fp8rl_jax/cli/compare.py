@@ -29,13 +29,14 @@ def _compare(values: argparse.Namespace) -> int:
     out = writable("fp8rl compare", values.out) if values.out else None
     keep_programs()
     from fp8rl_jax.base.json_file import strict_json
+    from fp8rl_jax.bench.table import text_table
     from fp8rl_jax.policy.compare import compare
-    from fp8rl_jax.report.compared import comparison_lines, write_comparison
+    from fp8rl_jax.report.compared import comparison_meaning, comparison_table, write_comparison
 
     fields = {"questions": values.questions, "samples": values.samples}
     given = {name: value for name, value in fields.items() if value is not None}
     rows = compare(settings, given, values.allow_import, note)
-    print(*comparison_lines(rows), sep="\n")
+    print(*text_table(comparison_table(rows)), comparison_meaning(rows), sep="\n")
     if out:
         with writing("fp8rl compare", out):
             (out / "compare.json").write_text(strict_json(rows) + "\n")

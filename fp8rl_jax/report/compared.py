@@ -15,9 +15,10 @@ _KINDS = ("greedy", "sampled")
 _HEAD = ("setting", "greedy", "sampled", "less the first", "95% interval", "seeds to see it")
 
 
-def _table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns the cells: of each setting a line, of its differences two more."""
-    cells: list[tuple[str, ...]] = []
+def comparison_table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns the cells of what `policy.compare` has found, the head first: of each setting a row,
+    of its differences two more."""
+    cells: list[tuple[str, ...]] = [_HEAD]
     for number, row in enumerate(rows, 1):
         accuracy = (f"{row['accuracy'][kind]:.4f}" for kind in _KINDS)
         cells.append((f"{number}: {', '.join(row['runs'])}", *accuracy, "", "", ""))
@@ -28,17 +29,9 @@ def _table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return cells
 
 
-def comparison_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines of a table of what `policy.compare` has found, and what they mean."""
-    table = [_HEAD, *_table(rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
-    first = rows[0]
-    return [*lines, _meaning(first)]
-
-
-def _meaning(first: dict[str, Any]) -> str:
+def comparison_meaning(rows: list[dict[str, Any]]) -> str:
     """Returns a sentence on what was compared and what the interval covers."""
+    first = rows[0]
     seeds = len(first["runs"])
     over = f"{seeds} seeds and of the questions"
     if seeds == 1:
@@ -67,6 +60,6 @@ def write_comparison(directory: pathlib.Path, rows: list[dict[str, Any]]) -> pat
     legend = [mark(index, kind) for index, kind in enumerate(_KINDS)]
     panel = draw_panel("Differences with intervals of 95%", draw, legend, 1.2 + 0.5 * len(rows))
     body = render(
-        "compare.html", head=_HEAD, rows=_table(rows), panel=panel, meaning=_meaning(rows[0])
+        "compare.html", table=comparison_table(rows), panel=panel, meaning=comparison_meaning(rows)
     )
     return write_page(directory / "compare.html", "Comparison of policies", body)
